@@ -1,0 +1,5 @@
+"""The only room that talks to fbgemm_gpu: jagged ops and table-batched embedding, on plain tensors.
+
+Every kernel has a pure-PyTorch twin. It serves where FBGEMM is not installed or does not support a
+configuration, and it is the numerical reference of the tests. `RECSYS_KERNELS=torch` forces it.
+"""
