@@ -1,0 +1,217 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recsys.kernels import ops
+
+INTS = st.sampled_from([torch.int32, torch.int64])
+DTYPES = st.sampled_from([torch.int32, torch.int64, torch.float32, torch.float64, torch.float16])
+WEIGHT_DTYPES = st.sampled_from([None, torch.float32, torch.float64, torch.bfloat16])
+SHARED = settings(deadline=None, max_examples=60, derandomize=True)
+
+needs_fbgemm = pytest.mark.skipif(
+    not ops.HAS_FBGEMM, reason="fbgemm_gpu, the other side of the comparison, is not installed"
+)
+
+
+def both(function, *args, **kwargs):
+    """Run with FBGEMM and without; check that every output is equal; return one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "USE_FBGEMM", True)
+        fast = function(*args, **kwargs)
+        patch.setattr(ops, "USE_FBGEMM", False)
+        plain = function(*args, **kwargs)
+    pair = zip(fast, plain, strict=True) if isinstance(fast, tuple) else [(fast, plain)]
+    for a, b in pair:
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    return plain
+
+
+@st.composite
+def jagged(draw):
+    """Lengths [F, B], values [N] that tell their position, weights [N] or None."""
+    num_features, batch = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    lengths = draw(
+        st.lists(st.integers(0, 3), min_size=num_features * batch, max_size=num_features * batch)
+    )
+    lengths_FB = torch.tensor(lengths, dtype=draw(INTS)).view(num_features, batch)
+    values = torch.arange(sum(lengths)).to(draw(DTYPES))
+    weight_dtype = draw(WEIGHT_DTYPES)
+    weights = None if weight_dtype is None else (torch.arange(sum(lengths)) / 8).to(weight_dtype)
+    return lengths_FB, values, weights
+
+
+@needs_fbgemm
+@SHARED
+@given(jagged())
+def test_cumsum_and_segment_sum(batch):
+    lengths_FB, _, _ = batch
+    offsets = both(ops.complete_cumsum, lengths_FB.flatten())
+    assert offsets.tolist() == [0, *itertools.accumulate(lengths_FB.flatten().tolist())]
+
+    stride = lengths_FB.shape[1]
+    rows = torch.arange(len(lengths_FB) + 1) * stride
+    per_feature = both(ops.segment_sum, lengths_FB.flatten(), rows)
+    assert per_feature.tolist() == lengths_FB.sum(1).tolist()
+
+
+@needs_fbgemm
+@SHARED
+@given(jagged(), st.data())
+def test_permutes(batch, data):
+    lengths_FB, values, weights = batch
+    pick = st.lists(st.integers(0, len(lengths_FB) - 1), max_size=6)
+    permute = torch.tensor(data.draw(pick), dtype=data.draw(INTS))
+    segments = torch.split(values, lengths_FB.sum(1).tolist())
+    expected = torch.cat([values[:0], *[segments[i] for i in permute.tolist()]])
+    total = data.draw(st.sampled_from([None, len(expected)]))
+
+    lengths, picked, _ = both(ops.permute_2d, permute, lengths_FB, values, weights, total)
+    assert torch.equal(picked, expected)
+    assert torch.equal(lengths, lengths_FB[permute])
+
+    segment_lengths = lengths_FB.sum(1, dtype=lengths_FB.dtype)
+    _, picked, _ = both(ops.permute_1d, permute, segment_lengths, values, weights, total)
+    assert torch.equal(picked, expected)
+
+
+@pytest.mark.parametrize("use_fbgemm", [True, False])
+def test_permute_is_differentiable_and_takes_rows(monkeypatch, use_fbgemm):
+    monkeypatch.setattr(ops, "USE_FBGEMM", use_fbgemm and ops.HAS_FBGEMM)
+    rows = torch.arange(6.0).view(3, 2).requires_grad_()
+    weights = torch.ones(3, requires_grad=True)
+    _, picked, picked_weights = ops.permute_1d(
+        torch.tensor([1, 1]), torch.tensor([1, 2]), rows, weights
+    )
+    assert picked.tolist() == [[2, 3], [4, 5], [2, 3], [4, 5]]
+    (picked.sum() + 3 * picked_weights.sum()).backward()
+    assert rows.grad.tolist() == [[0, 0], [2, 2], [2, 2]]
+    assert weights.grad.tolist() == [0, 6, 6]
+
+
+@needs_fbgemm
+@SHARED
+@given(st.data())
+def test_block_bucketize(data):
+    num_features, num_buckets = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    variable = data.draw(st.booleans())
+    batch_sizes = data.draw(
+        st.lists(st.integers(0, 3), min_size=num_features, max_size=num_features)
+        if variable
+        else st.integers(0, 3).map(lambda size: [size] * num_features)
+    )
+    starts = [  # first row of each bucket, and the number of rows
+        data.draw(
+            st.lists(st.integers(0, 9), min_size=num_buckets - 1, max_size=num_buckets - 1).map(
+                lambda inner: [0, *sorted(inner), 10]
+            )
+        )
+        for _ in range(num_features)
+    ]
+    uneven = data.draw(st.booleans())
+    if not uneven:
+        sizes = [data.draw(st.integers(1, 4)) for _ in range(num_features)]
+        starts = [[w * size for w in range(num_buckets + 1)] for size in sizes]
+
+    bags = [
+        (f, data.draw(st.lists(st.integers(0, starts[f][-1] - 1), max_size=3)))
+        for f, size in enumerate(batch_sizes)
+        for _ in range(size)
+    ]
+    id_dtype, length_dtype = data.draw(INTS), data.draw(INTS)
+    ids = torch.tensor([i for _, bag in bags for i in bag], dtype=id_dtype)
+    weight_dtype = data.draw(WEIGHT_DTYPES)
+    weights = None if weight_dtype is None else (torch.arange(len(ids)) / 8).to(weight_dtype)
+    lengths, local_ids, new_weights, positions = both(
+        ops.block_bucketize,
+        torch.tensor([len(bag) for _, bag in bags], dtype=length_dtype),
+        ids,
+        weights,
+        torch.tensor([1] * num_features if uneven else sizes, dtype=id_dtype),
+        num_buckets,
+        boundaries=[torch.tensor(s, dtype=id_dtype) for s in starts] if uneven else None,
+        return_positions=True,
+        batch_size_per_feature=torch.tensor(batch_sizes, dtype=id_dtype) if variable else None,
+        max_batch_size=max(batch_sizes) if variable else None,
+    )
+
+    expected_ids, expected_lengths = [], []
+    for w in range(num_buckets):
+        for f, bag in bags:
+            mine = [i - starts[f][w] for i in bag if starts[f][w] <= i < starts[f][w + 1]]
+            expected_ids += mine
+            expected_lengths.append(len(mine))
+    assert local_ids.tolist() == expected_ids
+    assert lengths.tolist() == expected_lengths
+    assert sorted(positions.tolist()) == list(range(len(ids)))
+    if weights is not None:
+        assert torch.equal(new_weights[positions.long()], weights)
+
+
+def test_block_bucketize_keeps_weight_gradients():
+    weights = torch.ones(2, requires_grad=True)
+    _, _, routed, _ = ops.block_bucketize(
+        torch.tensor([2]), torch.tensor([5, 0]), weights, torch.tensor([5]), 2
+    )
+    (routed * torch.tensor([2.0, 3.0])).sum().backward()
+    assert weights.grad.tolist() == [3.0, 2.0]
+
+
+def test_block_bucketize_refuses_empty_blocks():
+    # FBGEMM would answer with id modulo num_buckets.
+    with pytest.raises(ValueError, match=r"at least 1 row; received \[3, 0\]"):
+        ops.block_bucketize(
+            torch.tensor([1, 1]), torch.tensor([0, 1]), None, torch.tensor([3, 0]), 2
+        )
+
+
+@needs_fbgemm
+@SHARED
+@given(st.data())
+def test_permute_pooled(data):
+    dims = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    order = data.draw(st.permutations(range(len(dims))))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16]))
+    batch = data.draw(st.integers(0, 3))
+    columns = sum(dims)
+
+    def forward_backward() -> tuple[Tensor, Tensor]:
+        pooled = torch.arange(float(batch * columns)).view(batch, columns).to(dtype)
+        pooled.requires_grad_()
+        out = ops.permute_pooled(pooled, dims, order)
+        out.backward(torch.arange(float(out.numel())).view_as(out).to(dtype))
+        return out.detach(), pooled.grad
+
+    out, _ = both(forward_backward)
+    pooled = torch.arange(float(batch * columns)).view(batch, columns).to(dtype)
+    assert torch.equal(out, torch.cat([pooled.split(dims, 1)[i] for i in order], 1))
+
+
+@needs_fbgemm
+@SHARED
+@given(jagged(), st.integers(0, 4), st.booleans())
+def test_jagged_to_padded_dense(batch, max_length, rows):
+    lengths_FB, values, _ = batch
+    offsets = ops.complete_cumsum(lengths_FB.flatten())
+    if rows:
+        values = torch.stack([values, -values], 1)
+    padded = both(ops.jagged_to_padded_dense, values, offsets, max_length, -1.0)
+    for row, segment in zip(padded, values.split(lengths_FB.flatten().tolist()), strict=True):
+        kept = segment[:max_length]
+        assert torch.equal(row[: len(kept)], kept)
+        assert (row[len(kept) :] == -1).all()
+
+
+@pytest.mark.parametrize("use_fbgemm", [True, False])
+def test_padding_is_differentiable(monkeypatch, use_fbgemm):
+    monkeypatch.setattr(ops, "USE_FBGEMM", use_fbgemm and ops.HAS_FBGEMM)
+    values = torch.ones(3, 2, requires_grad=True)
+    ops.jagged_to_padded_dense(values, torch.tensor([0, 2, 3]), 1).sum().backward()
+    assert values.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
