@@ -1,0 +1,241 @@
+"""The optimizers on duplicate-free rows, in plain PyTorch: any device and dtype, fp32 math.
+
+This is the reference that every kernel is compared with. The formulas are FBGEMM's, so that a table
+trained by either backend has the same weights:
+
+    SGD            w -= lr * g
+    Adagrad        s += g*g;                w -= lr * g / (sqrt(s) + eps)
+    row-wise       s += mean(g*g);          w -= lr * g / (sqrt(s) + eps)      one s per row
+    Adam           m, v as usual;           w -= lr * (m^ / (sqrt(v^) + eps) + wd * w)
+    partial row-w. as Adam with v from mean(g*g), one per row
+    LAMB           r = m^ / (sqrt(v^) + eps) + wd * w;   w -= lr * |w| / |r| * r   norms per row
+    LARS-SGD       b = momentum * b + lr * eta * |w| / (|g| + wd * |w|) * (g + wd * w);   w -= b
+
+Shape suffixes: R rows of the table, K touched rows, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+
+__all__ = [
+    "STATE_KINDS",
+    "advance_step",
+    "apply_row_update",
+    "init_state",
+    "is_row_reducing",
+    "row_statistic",
+    "update_rows",
+]
+
+STATE_KINDS: Mapping[EmbOptimType, Mapping[str, str]] = {
+    EmbOptimType.SGD: {},
+    EmbOptimType.EXACT_ADAGRAD: {"sum": "element"},
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: {"sum": "row"},
+    EmbOptimType.ADAM: {"exp_avg": "element", "exp_avg_sq": "element", "step": "table"},
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: {"exp_avg": "element", "exp_avg_sq": "row", "step": "table"},
+    EmbOptimType.LAMB: {"exp_avg": "element", "exp_avg_sq": "element", "step": "table"},
+    EmbOptimType.LARS_SGD: {"momentum_buffer": "element"},
+}
+"""Per algorithm the state names (torch.optim's); each has one value per element, row or table."""
+
+_MOMENT_REDUCING = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.PARTIAL_ROWWISE_ADAM)
+_NORM_REDUCING = (EmbOptimType.LAMB, EmbOptimType.LARS_SGD)
+
+
+def is_row_reducing(algorithm: EmbOptimType) -> bool:
+    """Whether an update needs all columns of a row at once, so that a column split is not exact.
+
+    Example:
+        >>> is_row_reducing(EmbOptimType.EXACT_ROWWISE_ADAGRAD), is_row_reducing(EmbOptimType.ADAM)
+        (True, False)
+    """
+    return algorithm in _MOMENT_REDUCING or algorithm in _NORM_REDUCING
+
+
+def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
+    """Zero optimizer state for one table, under torch.optim's names.
+
+    Args:
+        spec: The optimizer.
+        weight: [R, D]; gives shape and device. State is fp32 whatever the dtype of the weights.
+
+    Returns:
+        Name to [R, D], [R] or (for `step`) a scalar.
+
+    Example:
+        >>> spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+        >>> init_state(spec, torch.ones(3, 4))["sum"].shape
+        torch.Size([3])
+    """
+    shapes = {"element": tuple(weight.shape), "row": (weight.shape[0],), "table": ()}
+    return {
+        # A step is read by the host, so it lives there, as torch.optim's does.
+        name: torch.zeros(shapes[kind], device=None if kind == "table" else weight.device)
+        for name, kind in STATE_KINDS[spec.algorithm].items()
+    }
+
+
+def row_statistic(spec: OptimizerSpec, grads: Tensor, weight_rows: Tensor | None = None) -> Tensor:
+    """The per-row sum over the given columns of what a row-wise optimizer averages.
+
+    Owners of different columns of one row add these up and divide by the whole width: that is
+    `row_moment` of `update_rows`.
+
+    Args:
+        spec: A row-wise optimizer.
+        grads: [K, D_local] row gradients.
+        weight_rows: [K, D_local] the same rows of the table; needed only with L2 weight decay.
+
+    Returns:
+        [K] fp32.
+
+    Raises:
+        ValueError: The optimizer has no such statistic, or weights are needed and missing.
+
+    Example:
+        >>> spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+        >>> row_statistic(spec, torch.tensor([[1.0, 2.0]]))
+        tensor([5.])
+    """
+    if spec.algorithm not in _MOMENT_REDUCING:
+        raise ValueError(
+            f"row_statistic is defined for {[a.name for a in _MOMENT_REDUCING]}; received "
+            f"{spec.algorithm.name}. Do not split its tables by columns, or keep its row state per "
+            "shard."
+        )
+    grads = grads.float()
+    if spec.weight_decay and spec.weight_decay_mode is WeightDecayMode.L2:
+        if weight_rows is None:
+            raise ValueError("row_statistic needs weight_rows when weight_decay_mode is L2.")
+        grads = grads.add(weight_rows.float(), alpha=spec.weight_decay)
+    return grads.square().sum(1)
+
+
+def advance_step(state: Mapping[str, Tensor]) -> None:
+    """Count one update. It counts even when no row was touched, as torch.optim does."""
+    if "step" in state:
+        state["step"].add_(1)
+
+
+@torch.no_grad()
+def update_rows(
+    spec: OptimizerSpec,
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    rows: Tensor,
+    grads: Tensor,
+    learning_rate: float | Tensor,
+    *,
+    row_moment: Tensor | None = None,
+) -> None:
+    """Apply one optimizer step to some rows of one table, in place.
+
+    Args:
+        spec: The optimizer.
+        weight: [R, D], any floating dtype.
+        state: As from `init_state`; changed in place.
+        rows: [K] int64, without duplicates.
+        grads: [K, D].
+        learning_rate: Overrides `spec.learning_rate`.
+        row_moment: [K] the mean of g*g over ALL columns of each row, when `weight` holds only
+            some of them (row-wise Adagrad, partial row-wise Adam); None: computed from `grads`.
+
+    Raises:
+        ValueError: `row_moment` given for an optimizer that does not use one.
+
+    Example:
+        >>> weight = torch.ones(3, 2)
+        >>> spec = OptimizerSpec(algorithm=EmbOptimType.SGD)
+        >>> update_rows(spec, weight, {}, torch.tensor([1]), torch.tensor([[1.0, 2.0]]), 0.5)
+        >>> weight[1]
+        tensor([0.5000, 0.0000])
+    """
+    if row_moment is not None and spec.algorithm not in _MOMENT_REDUCING:
+        raise ValueError(
+            f"row_moment is used by {[a.name for a in _MOMENT_REDUCING]}; received one for "
+            f"{spec.algorithm.name}."
+        )
+    advance_step(state)
+    apply_row_update(
+        spec, weight, state, rows, grads, learning_rate, state.get("step"), row_moment=row_moment
+    )
+
+
+@torch.no_grad()
+def apply_row_update(
+    spec: OptimizerSpec,
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    rows: Tensor,
+    grads: Tensor,
+    learning_rate: float | Tensor,
+    step: Tensor | None,
+    *,
+    row_moment: Tensor | None = None,
+) -> None:
+    """`update_rows` without counting the step.
+
+    `step` is a scalar, or [K, 1] when rows of several tables mix.
+    """
+    w_KD = weight.index_select(0, rows)
+    old_KD = w_KD.float()
+    g_KD = grads.float()
+    decay, kind = spec.weight_decay, spec.algorithm
+    if decay and spec.weight_decay_mode is WeightDecayMode.L2 and kind is not EmbOptimType.LARS_SGD:
+        g_KD = g_KD.add(old_KD, alpha=decay)
+        decay = 0.0
+
+    def bump(name: str, fresh: Tensor, keep: float, share: float) -> Tensor:
+        """state[rows] = keep * state[rows] + share * fresh; returns the new values."""
+        values = state[name].index_select(0, rows)
+        values = values.mul_(keep).add_(fresh, alpha=share)
+        state[name].index_copy_(0, rows, values)
+        return values
+
+    if kind is EmbOptimType.SGD:
+        delta_KD = g_KD
+    elif kind is EmbOptimType.EXACT_ADAGRAD:
+        delta_KD = g_KD / bump("sum", g_KD.square(), 1.0, 1.0).sqrt_().add_(spec.eps)
+    elif kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+        moment_K = g_KD.square().mean(1) if row_moment is None else row_moment
+        delta_KD = g_KD / bump("sum", moment_K, 1.0, 1.0).sqrt_().add_(spec.eps).unsqueeze(1)
+    elif kind is EmbOptimType.LARS_SGD:
+        w_norm, g_norm = _row_norm(old_KD), _row_norm(g_KD)
+        trust = _safe_ratio(spec.eta * w_norm, g_norm + decay * w_norm) * learning_rate
+        pull = g_KD.add(old_KD, alpha=decay).mul_(trust)
+        weight.index_copy_(
+            0, rows, (old_KD - bump("momentum_buffer", pull, spec.momentum, 1.0)).to(weight.dtype)
+        )
+        return
+    else:
+        assert step is not None
+        mean_hat = bump("exp_avg", g_KD, spec.beta1, 1 - spec.beta1) / (1 - spec.beta1**step)
+        if kind is EmbOptimType.PARTIAL_ROWWISE_ADAM:
+            moment_K = g_KD.square().mean(1) if row_moment is None else row_moment
+            square = bump("exp_avg_sq", moment_K, spec.beta2, 1 - spec.beta2).unsqueeze(1)
+        else:
+            square = bump("exp_avg_sq", g_KD.square(), spec.beta2, 1 - spec.beta2)
+        delta_KD = mean_hat / (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
+        if kind is EmbOptimType.LAMB:
+            delta_KD = delta_KD.add(old_KD, alpha=decay)
+            delta_KD *= _safe_ratio(_row_norm(old_KD), _row_norm(delta_KD))
+            decay = 0.0
+    if decay:
+        delta_KD = delta_KD.add(old_KD, alpha=decay)
+    weight.index_copy_(0, rows, (old_KD - delta_KD * learning_rate).to(weight.dtype))
+
+
+def _row_norm(x_KD: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x_KD, dim=1, keepdim=True)
+    return norm
+
+
+def _safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """A row with no gradient has denominator 0: it must not move, rather than become NaN."""
+    return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))

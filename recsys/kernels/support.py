@@ -1,0 +1,173 @@
+"""What FBGEMM's kernels really do, as a table of measured facts, and the choice that follows.
+
+A setting that a kernel would ignore without a word counts as unsupported.
+`tests/kernels/test_support.py` measures the CPU rows of the table anew, so that a new FBGEMM
+cannot make them wrong unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, final
+
+import torch
+
+from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, HAS_FBGEMM, has_cpu_ops
+from recsys.kernels.types import (
+    EmbeddingLocation,
+    EmbOptimType,
+    OptimizerSpec,
+    PoolingMode,
+    UpdateMode,
+    WeightDecayMode,
+)
+
+__all__ = ["LIMITS", "Backend", "BackendChoice", "Limit", "LookupSettings", "choose_backend"]
+
+Backend: TypeAlias = Literal["fbgemm", "torch"]
+
+
+@final
+class BackendChoice(NamedTuple):
+    """A backend and, for `repr` and error messages, why."""
+
+    backend: Backend
+    reason: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookupSettings:
+    """Everything about a lookup that decides which kernels can do it."""
+
+    device: torch.device
+    weights_dtype: torch.dtype
+    output_dtype: torch.dtype
+    dims: Sequence[int]
+    feature_table_map: Sequence[int]
+    pooling: PoolingMode
+    optimizer: OptimizerSpec | None
+    update_mode: UpdateMode
+    location: EmbeddingLocation
+
+    @property
+    def fused(self) -> OptimizerSpec | None:
+        """The optimizer that a kernel has to apply inside backward, if any."""
+        return self.optimizer if self.update_mode is UpdateMode.FUSED else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing FBGEMM cannot do on one kind of device."""
+
+    device_type: str
+    reason: str
+    applies: Callable[[LookupSettings], bool]
+
+
+def _features_are_scattered(s: LookupSettings) -> bool:
+    changes = sum(
+        a != b for a, b in zip(s.feature_table_map, s.feature_table_map[1:], strict=False)
+    )
+    return changes + 1 > len(set(s.feature_table_map))
+
+
+_HALF_OR_FULL = (torch.float32, torch.float16)
+_DECAYS_ON_CUDA = (
+    (EmbOptimType.EXACT_ROWWISE_ADAGRAD, WeightDecayMode.L2),
+    (EmbOptimType.EXACT_ROWWISE_ADAGRAD, WeightDecayMode.DECOUPLE),
+    (EmbOptimType.ADAM, WeightDecayMode.DECOUPLE),
+    (EmbOptimType.PARTIAL_ROWWISE_ADAM, WeightDecayMode.DECOUPLE),
+    (EmbOptimType.LAMB, WeightDecayMode.DECOUPLE),
+    (EmbOptimType.LARS_SGD, WeightDecayMode.L2),
+)
+
+LIMITS: tuple[Limit, ...] = (
+    # CPU: measured with fbgemm_gpu_cpu 1.8.0.
+    Limit(
+        "cpu",
+        "its CPU kernels do not read tables of this dtype (only fp32 and fp16)",
+        lambda s: s.weights_dtype not in _HALF_OR_FULL,
+    ),
+    Limit(
+        "cpu",
+        "its CPU kernels do not write outputs of this dtype (only fp32 and fp16)",
+        lambda s: s.output_dtype not in _HALF_OR_FULL,
+    ),
+    Limit(
+        "cpu",
+        "its CPU backward is wrong when the features of one table are not neighbours",
+        _features_are_scattered,
+    ),
+    Limit(
+        "cpu",
+        "its CPU kernels fuse only SGD, Adagrad and row-wise Adagrad",
+        lambda s: s.fused is not None and s.fused.algorithm not in FUSED_ON_CPU,
+    ),
+    Limit(
+        "cpu",
+        "its CPU kernels ignore weight decay",
+        lambda s: s.fused is not None and s.fused.weight_decay != 0,
+    ),
+    Limit("cpu", "the installed fbgemm_gpu lacks the CPU kernels", lambda s: not has_cpu_ops()),
+    # CUDA: from fbgemm_gpu 1.8.0's own checks; tests/gpu compares the two backends there.
+    Limit(
+        "cuda",
+        "on CUDA it serves the fused update only",
+        lambda s: s.update_mode is not UpdateMode.FUSED,
+    ),
+    Limit(
+        "cuda",
+        "its CUDA kernels need dims divisible by 4",
+        lambda s: any(dim % 4 for dim in s.dims),
+    ),
+    Limit(
+        "cuda",
+        "its CUDA kernels train tables of fp32 and fp16 only",
+        lambda s: s.weights_dtype not in _HALF_OR_FULL,
+    ),
+    Limit(
+        "cuda",
+        "its CUDA kernels write outputs of fp32, fp16 and bf16 only",
+        lambda s: s.output_dtype not in (*_HALF_OR_FULL, torch.bfloat16),
+    ),
+    Limit(
+        "cuda",
+        "it ignores this weight decay",
+        lambda s: (
+            s.fused is not None
+            and s.fused.weight_decay != 0
+            and (s.fused.algorithm, s.fused.weight_decay_mode) not in _DECAYS_ON_CUDA
+        ),
+    ),
+)
+
+
+def choose_backend(settings: LookupSettings) -> BackendChoice:
+    """`fbgemm` where it does exactly what the settings say, else `torch`.
+
+    Args:
+        settings: The lookup to serve.
+
+    Returns:
+        The backend and the reason.
+
+    Example:
+        >>> choose_backend(LookupSettings(
+        ...     device=torch.device("cpu"), weights_dtype=torch.bfloat16,
+        ...     output_dtype=torch.float32, dims=[4], feature_table_map=[0],
+        ...     pooling=PoolingMode.SUM, optimizer=None, update_mode=UpdateMode.GRADIENT,
+        ...     location=EmbeddingLocation.HOST)).backend
+        'torch'
+    """
+    device_type = settings.device.type
+    if not HAS_FBGEMM:
+        return BackendChoice("torch", "fbgemm_gpu is not installed")
+    if device_type not in {limit.device_type for limit in LIMITS}:
+        return BackendChoice("torch", f"FBGEMM has no kernels for device '{device_type}'")
+    for limit in LIMITS:
+        if limit.device_type == device_type and limit.applies(settings):
+            return BackendChoice("torch", f"not FBGEMM: {limit.reason}")
+    return BackendChoice("fbgemm", f"FBGEMM supports these settings on {device_type}")

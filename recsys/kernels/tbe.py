@@ -1,0 +1,428 @@
+"""Table-batched embedding: one lookup over many tables, its backward, and their update.
+
+Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touched rows, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recsys.kernels.bounds import check_ids
+from recsys.kernels.row_update import STATE_KINDS
+from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
+from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel, FbgemmCudaModule
+from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import RowGradients, TorchKernel, merge_row_gradients
+from recsys.kernels.types import (
+    EmbeddingLocation,
+    OptimizerSpec,
+    PoolingMode,
+    TableSpec,
+    UpdateMode,
+)
+
+__all__ = ["TableBatchedEmbedding", "check_ids"]
+
+
+@final
+class TableBatchedEmbedding:
+    """Many tables looked up, differentiated and updated as one.
+
+    All tables lie in one flat storage; `weights[t]` are views of it. The object holds plain
+    tensors and is no nn.Module: modules wrap it and decide about parameters and names.
+
+    Args:
+        tables: The tables. Their rows are uninitialised: fill `weights`.
+        feature_table_map: [F] the table number each feature reads.
+        pooling: SUM, MEAN (divides by the number of ids, weighted or not) or NONE (all dims equal).
+        weights_dtype: fp32, fp16 or bf16. Optimizer state and its math are fp32.
+        output_dtype: Of the looked-up values.
+        optimizer: The tables' own optimizer; needed unless `update_mode` is GRADIENT.
+        update_mode: See `UpdateMode`.
+        device: Where the tables live; "meta" gives shapes only.
+        location: Placement. None: HOST on a CPU, DEVICE elsewhere.
+        sparse_grad: GRADIENT mode: fill `.grad` with sparse tensors instead of dense ones.
+        backend: Force "fbgemm" or "torch"; None: chosen by `support.choose_backend`.
+        weights: [sum of R*D] storage to adopt, laid out as `layout` says; None: allocated here.
+
+    Attributes:
+        layout: Where each table lies in the storage.
+        storage: The flat weights.
+        weights: Per table a [R, D] view.
+        states: Per table its optimizer state by name, live views.
+        backend: "fbgemm" or "torch".
+        on_row_gradients: DEFERRED mode: called at the end of every backward of this lookup.
+
+    Raises:
+        ValueError: Settings contradict each other, or `backend="fbgemm"` cannot serve them.
+
+    Example:
+        >>> tbe = TableBatchedEmbedding(
+        ...     [TableSpec(name="t", num_rows=3, dim=2)],
+        ...     feature_table_map=[0],
+        ...     pooling=PoolingMode.SUM,
+        ...     update_mode=UpdateMode.GRADIENT,
+        ...     device=torch.device("cpu"),
+        ... )
+        >>> _ = tbe.weights[0].copy_(torch.arange(6.0).view(3, 2))
+        >>> tbe.forward(torch.tensor([0, 2]), torch.tensor([0, 2]), None)
+        tensor([[4., 6.]])
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        *,
+        feature_table_map: Sequence[int],
+        pooling: PoolingMode,
+        weights_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype = torch.float32,
+        optimizer: OptimizerSpec | None = None,
+        update_mode: UpdateMode,
+        device: torch.device,
+        location: EmbeddingLocation | None = None,
+        sparse_grad: bool = False,
+        backend: Backend | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        device = torch.device(device)
+        on_host = device.type in ("cpu", "meta")
+        self.location = location or (
+            EmbeddingLocation.HOST if on_host else EmbeddingLocation.DEVICE
+        )
+        self.layout = StorageLayout(tables, feature_table_map, device)
+        self.pooling, self.update_mode = pooling, update_mode
+        self.output_dtype, self.optimizer = output_dtype, optimizer
+        self.sparse_grad = sparse_grad
+        self.on_row_gradients: Callable[[], None] | None = None
+        settings = LookupSettings(
+            device=device,
+            weights_dtype=weights_dtype,
+            output_dtype=output_dtype,
+            dims=[t.dim for t in tables],
+            feature_table_map=feature_table_map,
+            pooling=pooling,
+            optimizer=optimizer,
+            update_mode=update_mode,
+            location=self.location,
+        )
+        self._check(settings, weights)
+        choice = choose_backend(settings)
+        if backend == "torch" and choice.backend != "torch":
+            choice = BackendChoice("torch", "asked for")
+        elif backend == "fbgemm" and choice.backend != "fbgemm":
+            raise ValueError(
+                f"backend='fbgemm' cannot serve this lookup: {choice.reason}. Leave "
+                "backend=None to use the torch backend."
+            )
+        if choice.backend == "torch" and "MANAGED" in self.location.name:
+            raise ValueError(
+                f"EmbeddingLocation.{self.location.name} needs FBGEMM; received settings it does "
+                f"not serve ({choice.reason})."
+            )
+        self.backend, self.backend_reason = choice
+
+        self._module: FbgemmCudaModule | None = None
+        flat_states: dict[str, Tensor] = {}
+        if self.backend == "fbgemm" and device.type == "cuda":
+            assert optimizer is not None
+            self._module = FbgemmCudaModule(
+                self.layout, weights, pooling, weights_dtype, output_dtype, optimizer, self.location
+            )
+            self.weights, self.states = self._module.weights, self._module.states
+            self.storage, flat_states = self._module.storage, self._module.flat_states
+        else:
+            if weights is None:
+                weights = torch.empty(self.layout.num_elements, dtype=weights_dtype, device=device)
+            self.storage = weights
+            self.weights = self.layout.table_views(weights)
+            if optimizer is not None and update_mode is not UpdateMode.GRADIENT:
+                flat_states = self._new_states(optimizer)
+            self.states = self._split_states(flat_states)
+        kernel_class = (
+            FbgemmCpuKernel if self.backend == "fbgemm" and device.type == "cpu" else TorchKernel
+        )
+        self._kernel = kernel_class(
+            self.layout, self.storage, pooling, output_dtype, optimizer, flat_states
+        )
+        self._learning_rate = 0.0 if optimizer is None else optimizer.learning_rate
+        # Makes outputs require grad although no input does.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._pending: list[RowGradients] | None = None
+
+    def _check(self, settings: LookupSettings, weights: Tensor | None) -> None:
+        if settings.update_mode is not UpdateMode.GRADIENT and settings.optimizer is None:
+            raise ValueError(
+                f"UpdateMode.{settings.update_mode.name} needs an optimizer; received None. Give "
+                "an OptimizerSpec, or use UpdateMode.GRADIENT and a torch optimizer."
+            )
+        if settings.pooling is PoolingMode.NONE and len(set(settings.dims)) > 1:
+            raise ValueError(
+                f"PoolingMode.NONE needs equal dims; received {sorted(set(settings.dims))}. Build "
+                "one lookup per dim."
+            )
+        if not settings.weights_dtype.is_floating_point:
+            raise ValueError(f"weights_dtype must be floating; received {settings.weights_dtype}.")
+        on_host = settings.device.type in ("cpu", "meta")
+        if on_host is not (settings.location is EmbeddingLocation.HOST):
+            raise ValueError(
+                f"EmbeddingLocation.{settings.location.name} does not fit device "
+                f"{settings.device}: HOST is for the CPU, the others are for CUDA."
+            )
+        if weights is not None and (
+            weights.shape != (self.layout.num_elements,)
+            or weights.dtype is not settings.weights_dtype
+            or weights.device.type != settings.device.type
+            or not weights.is_contiguous()
+        ):
+            raise ValueError(
+                f"weights must be a contiguous [{self.layout.num_elements}] tensor of "
+                f"{settings.weights_dtype} on {settings.device}; received {list(weights.shape)} "
+                f"of {weights.dtype} on {weights.device}."
+            )
+
+    def _new_states(self, optimizer: OptimizerSpec) -> dict[str, Tensor]:
+        layout = self.layout
+        sizes = {
+            "element": layout.num_elements,
+            "row": layout.num_rows,
+            "table": len(layout.tables),
+        }
+        host = None if layout.device.type != "meta" else layout.device
+        return {
+            name: torch.zeros(sizes[kind], device=host if kind == "table" else layout.device)
+            for name, kind in STATE_KINDS[optimizer.algorithm].items()
+        }
+
+    def _split_states(self, flat_states: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        views: list[dict[str, Tensor]] = [{} for _ in self.layout.tables]
+        if not flat_states:
+            return views
+        assert self.optimizer is not None
+        split: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+            "element": self.layout.table_views,
+            "row": self.layout.row_views,
+            "table": Tensor.unbind,
+        }
+        for name, kind in STATE_KINDS[self.optimizer.algorithm].items():
+            for view, tensor in zip(views, split[kind](flat_states[name]), strict=True):
+                view[name] = tensor
+        return views
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        rule = "" if self.optimizer is None else f" {self.optimizer.algorithm.name}"
+        return (
+            f"{type(self).__name__}(tables={len(layout.tables)}, features={layout.num_features}, "
+            f"dims={sorted({t.dim for t in layout.tables})}, rows={layout.num_rows}, "
+            f"pooling={self.pooling.name}, update={self.update_mode.name}{rule}, "
+            f"weights={self.storage.dtype}, device={layout.device}, backend={self.backend}: "
+            f"{self.backend_reason})"
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Used by the next update."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._learning_rate = float(value)
+        if self._module is not None:
+            self._module.set_learning_rate(self._learning_rate)
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        parameters: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Look up a batch.
+
+        Args:
+            indices: [N] int32 or int64, in range (see `check_ids`), on the tables' device.
+            offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`.
+            per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
+            parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
+                gradients. In the other modes they only say, by `requires_grad`, which tables train.
+
+        Returns:
+            [B, sum of D over the features], or [N, D] without pooling.
+
+        Raises:
+            ValueError: Weights for a lookup without pooling.
+        """
+        if per_sample_weights is not None:
+            if self.pooling is PoolingMode.NONE:
+                raise ValueError(
+                    "PoolingMode.NONE takes no per_sample_weights; received weights of shape "
+                    f"{list(per_sample_weights.shape)}. Multiply the output instead."
+                )
+            per_sample_weights = per_sample_weights.float()
+        if self.layout.device.type == "meta":
+            return self._meta_output(indices, offsets)
+        if self._module is not None and (
+            parameters is None or all(p.requires_grad for p in parameters)
+        ):
+            return self._module.forward(indices, offsets, per_sample_weights)
+        if not torch.is_grad_enabled():
+            return self._kernel.lookup(indices, offsets, per_sample_weights)
+        if parameters is None:
+            parameters = () if self.update_mode is UpdateMode.GRADIENT else (self._anchor,)
+        out: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+            self, indices, offsets, per_sample_weights, *parameters
+        )
+        return out
+
+    def _meta_output(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        if self.pooling is PoolingMode.NONE:
+            shape = (indices.numel(), self.layout.feature_dims[0])
+        else:
+            num_bags = (offsets.numel() - 1) // self.layout.num_features
+            shape = (num_bags, self.layout.total_dim)
+        return torch.empty(shape, dtype=self.output_dtype, device="meta")
+
+    # -- DEFERRED mode ------------------------------------------------------------------------
+
+    @property
+    def row_gradients(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Per table (rows [K] ascending, grads [K, D] fp32); None before the first backward."""
+        per_table: list[tuple[Tensor, Tensor] | None] = [None] * len(self.layout.tables)
+        if self._pending is None:
+            return per_table
+        for group, (rows, grads) in zip(self.layout.groups, self._pending, strict=True):
+            bounds = torch.searchsorted(rows, group.row_starts).tolist()
+            starts = group.row_starts.tolist()
+            for i, table in enumerate(group.tables):
+                part = slice(bounds[i], bounds[i + 1])
+                per_table[table] = (rows[part] - starts[i], grads[part])
+        return per_table
+
+    def step(self, row_moments: Sequence[Tensor] | None = None) -> None:
+        """DEFERRED mode: apply the tables' optimizer to the row gradients, and clear them.
+
+        Args:
+            row_moments: Per table [K], aligned with `row_gradients`: the mean of g*g over all
+                columns of a row, for row-wise optimizers on tables split by columns. None: computed here.
+        """
+        if self._pending is None:
+            return
+        grouped = None
+        if row_moments is not None:
+            grouped = [
+                torch.cat([row_moments[t] for t in group.tables]) for group in self.layout.groups
+            ]
+        self._kernel.apply(self._pending, self._learning_rate, grouped)
+        self._pending = None
+
+    def zero_grad(self) -> None:
+        """DEFERRED mode: forget the row gradients."""
+        self._pending = None
+
+    def flush(self) -> None:
+        """Write cached rows back to `weights` (MANAGED_CACHING); nothing to do elsewhere."""
+        if self._module is not None:
+            self._module.flush()
+
+    # -- called by backward -------------------------------------------------------------------
+
+    def _update(
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        trained: Sequence[bool],
+    ) -> None:
+        kernel = self._kernel
+        if self.update_mode is UpdateMode.FUSED and all(trained):
+            kernel.update(grad, indices, offsets, weights, self._learning_rate)
+            return
+        fresh = kernel.row_gradients(grad, indices, offsets, weights)
+        if not all(trained):
+            fresh = kernel.drop_frozen(fresh, trained)
+        if self.update_mode is UpdateMode.FUSED:
+            kernel.apply(fresh, self._learning_rate)
+        elif self._pending is None:
+            self._pending = fresh
+        else:
+            self._pending = [
+                merge_row_gradients(old, new) for old, new in zip(self._pending, fresh, strict=True)
+            ]
+
+    def _parameter_gradients(
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        trained: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Per table its gradient, dense or sparse; None for frozen tables."""
+        result: list[Tensor | None] = [None] * len(self.layout.tables)
+        dtype = self.storage.dtype
+        row_gradients = self._kernel.row_gradients(grad, indices, offsets, weights)
+        for group, (rows, grads) in zip(self.layout.groups, row_gradients, strict=True):
+            if self.sparse_grad:
+                bounds = torch.searchsorted(rows, group.row_starts).tolist()
+                starts = group.row_starts.tolist()
+                for i, table in enumerate(group.tables):
+                    part = slice(bounds[i], bounds[i + 1])
+                    result[table] = torch.sparse_coo_tensor(
+                        (rows[part] - starts[i]).unsqueeze(0),
+                        grads[part].to(dtype),
+                        (group.table_rows[i], group.dim),
+                        is_coalesced=True,
+                        check_invariants=False,
+                    )
+                continue
+            dense = torch.zeros(group.num_rows, group.dim, dtype=dtype, device=grad.device)
+            dense.index_copy_(0, rows, grads.to(dtype))
+            for table, piece in zip(
+                group.tables, torch.split(dense, list(group.table_rows)), strict=True
+            ):
+                result[table] = piece
+        return [g if wanted else None for g, wanted in zip(result, trained, strict=True)]
+
+
+class _Lookup(torch.autograd.Function):
+    """The autograd node of a lookup: its backward updates the tables or returns their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tbe: TableBatchedEmbedding,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.tbe = tbe
+        ctx.save_for_backward(indices, offsets, weights)
+        return tbe._kernel.lookup(indices, offsets, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tbe: TableBatchedEmbedding = ctx.tbe
+        indices, offsets, weights = ctx.saved_tensors
+        _, _, _, needs_weights, *trained = ctx.needs_input_grad
+        weights_grad = None
+        if needs_weights:  # before the update: it reads the rows the forward read
+            weights_grad = tbe._kernel.weight_gradients(grad, indices, offsets)
+        gradients: list[Tensor | None] = [None] * len(trained)
+        if any(trained):
+            batch = (grad, indices, offsets, weights, trained)
+            if tbe.update_mode is UpdateMode.GRADIENT:
+                gradients = tbe._parameter_gradients(*batch)
+            else:
+                tbe._update(*batch)
+                if tbe.update_mode is UpdateMode.DEFERRED and tbe.on_row_gradients is not None:
+                    tbe.on_row_gradients()
+        return (None, None, None, weights_grad, *gradients)

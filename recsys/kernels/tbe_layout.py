@@ -1,0 +1,144 @@
+"""Where each table lies in the one flat storage of a lookup, and the index tensors derived from it.
+
+Tables are stored ordered by dim (stable), so that tables of one dim form one [rows, dim] matrix: a
+`DimGroup`. A lookup over F features of one dim is then a lookup into one matrix with shifted ids,
+whatever the number of tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import final
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.types import TableSpec
+
+__all__ = ["DimGroup", "StorageLayout"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DimGroup:
+    """The tables of one dim. Row numbers here are rows of the group's own matrix."""
+
+    dim: int
+    tables: tuple[int, ...]
+    """Table numbers, in storage order."""
+    table_rows: tuple[int, ...]
+    """Rows of each of `tables`."""
+    features: tuple[int, ...]
+    """Features that read these tables, ascending."""
+    row_base_F: Tensor
+    """[len(features)] int64: the group's row at which each feature's table begins."""
+    first_element: int
+    """Where the matrix begins in the storage."""
+    first_row: int
+    """Where its rows begin in row-wise optimizer state."""
+    device: torch.device
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables of the group."""
+        return sum(self.table_rows)
+
+    @cached_property
+    def row_starts(self) -> Tensor:
+        """[tables + 1] int64: where each table begins, and the end."""
+        return torch.tensor([0, *accumulate(self.table_rows)], device=self.device)
+
+    @cached_property
+    def table_numbers(self) -> Tensor:
+        """[tables] int64."""
+        return torch.tensor(self.tables, device=self.device)
+
+    def matrix(self, storage: Tensor) -> Tensor:
+        """The group's [num_rows, dim] view of the flat storage."""
+        size = self.num_rows * self.dim
+        return storage.narrow(0, self.first_element, size).view(self.num_rows, self.dim)
+
+    def rows(self, row_state: Tensor) -> Tensor:
+        """The group's [num_rows] view of a flat one-value-per-row tensor."""
+        return row_state.narrow(0, self.first_row, self.num_rows)
+
+
+@final
+class StorageLayout:
+    """Geometry of a list of tables and of the features that read them.
+
+    Args:
+        tables: The tables, in the caller's order.
+        feature_table_map: [F] table number of each feature.
+        device: Of the index tensors.
+    """
+
+    def __init__(
+        self, tables: Sequence[TableSpec], feature_table_map: Sequence[int], device: torch.device
+    ) -> None:
+        self.tables = tuple(tables)
+        self.feature_table_map = tuple(feature_table_map)
+        self.device = device
+        num_tables = len(self.tables)
+        if not self.tables or not self.feature_table_map:
+            raise ValueError(
+                "A lookup needs at least one table and one feature; received "
+                f"{num_tables} tables and {len(self.feature_table_map)} features."
+            )
+        bad = [t for t in self.feature_table_map if not 0 <= t < num_tables]
+        if bad:
+            raise ValueError(
+                f"feature_table_map must hold table numbers in [0, {num_tables}); received {bad}."
+            )
+        order = sorted(range(num_tables), key=lambda t: self.tables[t].dim)
+        self.storage_order = tuple(order)
+        """Table numbers in the order in which they lie in the storage."""
+        sizes = [self.tables[t].num_rows * self.tables[t].dim for t in order]
+        rows = [self.tables[t].num_rows for t in order]
+        self.first_element = dict(zip(order, accumulate(sizes, initial=0), strict=False))
+        self.first_row = dict(zip(order, accumulate(rows, initial=0), strict=False))
+        self.num_elements, self.num_rows = sum(sizes), sum(rows)
+        self.feature_dims = tuple(self.tables[t].dim for t in self.feature_table_map)
+        self.num_features = len(self.feature_dims)
+        self.total_dim = sum(self.feature_dims)
+        self.groups = tuple(self._group(dim) for dim in sorted({t.dim for t in self.tables}))
+
+    def _group(self, dim: int) -> DimGroup:
+        members = tuple(t for t in self.storage_order if self.tables[t].dim == dim)
+        first_row = self.first_row[members[0]]
+        features = tuple(f for f, d in enumerate(self.feature_dims) if d == dim)
+        bases = [self.first_row[self.feature_table_map[f]] - first_row for f in features]
+        return DimGroup(
+            dim=dim,
+            tables=members,
+            table_rows=tuple(self.tables[t].num_rows for t in members),
+            features=features,
+            row_base_F=torch.tensor(bases, dtype=torch.int64, device=self.device),
+            first_element=self.first_element[members[0]],
+            first_row=first_row,
+            device=self.device,
+        )
+
+    def table_views(self, flat: Tensor) -> list[Tensor]:
+        """Per table, in the caller's order, its [rows, dim] view of a flat per-element tensor."""
+        return [
+            flat.narrow(0, self.first_element[t], spec.num_rows * spec.dim).view(
+                spec.num_rows, spec.dim
+            )
+            for t, spec in enumerate(self.tables)
+        ]
+
+    def row_views(self, flat: Tensor) -> list[Tensor]:
+        """Per table, in the caller's order, its [rows] view of a flat one-value-per-row tensor."""
+        return [
+            flat.narrow(0, self.first_row[t], spec.num_rows) for t, spec in enumerate(self.tables)
+        ]
+
+    @cached_property
+    def group_of_feature(self) -> Tensor:
+        """[F] int64: which of `groups` a feature reads."""
+        number = {group.dim: i for i, group in enumerate(self.groups)}
+        return torch.tensor([number[d] for d in self.feature_dims], device=self.device)

@@ -1,0 +1,307 @@
+"""The `torch` backend: lookups and row gradients in plain PyTorch. Any device, any dtype, any dim.
+
+It is also the numerical reference of the tests. The backward of a pooled lookup is itself a pooled
+lookup: ids are sorted, and the gradients of the bags that mention a row are summed like the rows of
+a bag, in a fixed order, in fp32, without atomics and without an [N, D] intermediate.
+
+Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D columns of one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recsys.kernels.row_update import STATE_KINDS, advance_step, apply_row_update
+from recsys.kernels.tbe_layout import DimGroup, StorageLayout
+from recsys.kernels.types import OptimizerSpec, PoolingMode
+
+__all__ = [
+    "RowGradients",
+    "TorchKernel",
+    "inverse_bag_length",
+    "merge_row_gradients",
+    "row_ids_of",
+]
+
+RowGradients: TypeAlias = tuple[Tensor, Tensor]
+"""(rows [K] int64 without duplicates, ascending; gradients [K, D] fp32)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _GroupInput:
+    """The part of a batch that reads one dim group."""
+
+    positions: Tensor | None
+    """[N_group] places in the batch's ids; None: all of them."""
+    row_ids: Tensor
+    """[N_group] rows of the group's matrix."""
+    offsets: Tensor
+    """[F_group * B + 1]."""
+    weights: Tensor | None
+    """[N_group] fp32 per-sample weights."""
+
+
+class TorchKernel:
+    """Lookup, row gradients and update on one flat storage.
+
+    Args:
+        layout: Geometry of the tables.
+        storage: [num_elements] weights; changed in place by `update`.
+        pooling: How a bag is reduced.
+        output_dtype: Of what `lookup` returns.
+        optimizer: What `update` applies.
+        states: Flat optimizer state by name (see `row_update.STATE_KINDS`); `step` is [tables].
+    """
+
+    def __init__(
+        self,
+        layout: StorageLayout,
+        storage: Tensor,
+        pooling: PoolingMode,
+        output_dtype: torch.dtype,
+        optimizer: OptimizerSpec | None,
+        states: Mapping[str, Tensor],
+    ) -> None:
+        self.layout = layout
+        self.storage = storage
+        self.pooling = pooling
+        self.output_dtype = output_dtype
+        self.optimizer = optimizer
+        self.states = states
+
+    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
+        layout = self.layout
+        num_bags = (offsets.numel() - 1) // layout.num_features
+        if self.pooling is PoolingMode.NONE:
+            (group,) = layout.groups
+            row_ids = row_ids_of(group, indices, offsets)
+            return group.matrix(self.storage).index_select(0, row_ids).to(self.output_dtype)
+        if num_bags == 0:
+            return indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
+        pieces: list[Tensor | None] = [None] * layout.num_features
+        for group, part in self._group_inputs(indices, offsets, weights):
+            pooled = _sum_bags(group.matrix(self.storage), part.row_ids, part.offsets, part.weights)
+            if self.pooling is PoolingMode.MEAN:
+                pooled = pooled / part.offsets.diff().clamp_(min=1).unsqueeze(1)
+            pooled_FBD = pooled.to(self.output_dtype).view(-1, num_bags, group.dim)
+            if len(group.features) == layout.num_features:
+                return pooled_FBD.transpose(0, 1).reshape(num_bags, layout.total_dim)
+            for feature, piece in zip(group.features, pooled_FBD.unbind(0), strict=True):
+                pieces[feature] = piece
+        return torch.cat([piece for piece in pieces if piece is not None], dim=1)
+
+    def weight_gradients(self, grad: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+        """Gradient with respect to per-sample weights: [N] fp32."""
+        out = torch.empty(indices.numel(), dtype=torch.float32, device=grad.device)
+        if not indices.numel():
+            return out
+        for group, part in self._group_inputs(indices, offsets, None):
+            bag_of_id, scale = self._bags(part)
+            rows = group.matrix(self.storage).index_select(0, part.row_ids).float()
+            values = (rows * self._bag_gradients(grad, group).index_select(0, bag_of_id)).sum(1)
+            if scale is not None:
+                values *= scale
+            if part.positions is None:
+                return values
+            out.index_copy_(0, part.positions, values)
+        return out
+
+    def row_gradients(
+        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> list[RowGradients]:
+        """Duplicate-free row gradients of each dim group, rows of the group's matrix ascending."""
+        result: list[RowGradients | None] = [None] * len(self.layout.groups)
+        inputs = self._group_inputs(indices, offsets, weights) if indices.numel() else []
+        number = {group.dim: i for i, group in enumerate(self.layout.groups)}
+        for group, part in inputs:
+            bag_of_id, scale = self._bags(part)
+            gradients = self._bag_gradients(grad, group)
+            result[number[group.dim]] = _sum_by_row(part.row_ids, gradients, bag_of_id, scale)
+        device = self.storage.device
+        return [
+            (torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, g.dim, device=device))
+            if found is None
+            else found
+            for g, found in zip(self.layout.groups, result, strict=True)
+        ]
+
+    def update(
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        learning_rate: float,
+    ) -> None:
+        """One optimizer step from the gradient of the output, in place."""
+        self.apply(self.row_gradients(grad, indices, offsets, weights), learning_rate)
+
+    def apply(
+        self,
+        row_gradients: list[RowGradients],
+        learning_rate: float,
+        row_moments: list[Tensor] | None = None,
+    ) -> None:
+        """One optimizer step from the row gradients of each dim group, in place."""
+        assert self.optimizer is not None
+        advance_step(self.states)
+        for i, (group, (rows, grads)) in enumerate(
+            zip(self.layout.groups, row_gradients, strict=True)
+        ):
+            apply_row_update(
+                self.optimizer,
+                group.matrix(self.storage),
+                self._group_states(group),
+                rows,
+                grads,
+                learning_rate,
+                self._step_of_rows(group, rows),
+                row_moment=None if row_moments is None else row_moments[i],
+            )
+
+    def drop_frozen(
+        self, row_gradients: list[RowGradients], trained: Sequence[bool]
+    ) -> list[RowGradients]:
+        """Leave only the rows of tables for which `trained` holds."""
+        kept = []
+        for group, (rows, grads) in zip(self.layout.groups, row_gradients, strict=True):
+            keep_T = torch.tensor([trained[t] for t in group.tables], device=rows.device)
+            table_of_row = torch.searchsorted(group.row_starts, rows, right=True).sub_(1)
+            keep = keep_T.index_select(0, table_of_row)
+            kept.append((rows[keep], grads[keep]))
+        return kept
+
+    def _group_states(self, group: DimGroup) -> dict[str, Tensor]:
+        assert self.optimizer is not None
+        views = {"row": group.rows, "element": group.matrix}
+        return {
+            name: views[kind](self.states[name])
+            for name, kind in STATE_KINDS[self.optimizer.algorithm].items()
+            if kind != "table"
+        }
+
+    def _step_of_rows(self, group: DimGroup, rows: Tensor) -> Tensor | None:
+        if "step" not in self.states:
+            return None
+        steps = self.states["step"]
+        if len(group.tables) == 1:
+            return steps[group.tables[0]]
+        steps = steps.to(rows.device).index_select(0, group.table_numbers)
+        table_of_row = torch.searchsorted(group.row_starts, rows, right=True).sub_(1)
+        return steps.index_select(0, table_of_row).unsqueeze(1)
+
+    def _group_inputs(
+        self, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> list[tuple[DimGroup, _GroupInput]]:
+        """Each dim group that some feature reads, with its part of the batch."""
+        layout = self.layout
+        used = [group for group in layout.groups if group.features]
+        if len(used) == 1:
+            row_ids = row_ids_of(used[0], indices, offsets)
+            return [(used[0], _GroupInput(None, row_ids, offsets, weights))]
+        num_bags = (offsets.numel() - 1) // layout.num_features
+        lengths_FB = offsets.diff().view(layout.num_features, num_bags)
+        group_of_id = layout.group_of_feature.repeat_interleave(
+            lengths_FB.sum(1), output_size=indices.numel()
+        )
+        result = []
+        for number, group in enumerate(layout.groups):
+            if not group.features:
+                continue
+            positions = (group_of_id == number).nonzero().squeeze(1)
+            is_member = layout.group_of_feature == number
+            group_offsets = functional.pad(lengths_FB[is_member].flatten().cumsum(0), (1, 0))
+            row_ids = row_ids_of(group, indices.index_select(0, positions), group_offsets)
+            part_weights = None if weights is None else weights.index_select(0, positions)
+            result.append((group, _GroupInput(positions, row_ids, group_offsets, part_weights)))
+        return result
+
+    def _bags(self, part: _GroupInput) -> tuple[Tensor, Tensor | None]:
+        """The bag of each id (a row of `_bag_gradients`), and its factor in the bag."""
+        num_ids = part.row_ids.numel()
+        if self.pooling is PoolingMode.NONE:
+            return torch.arange(num_ids, device=part.row_ids.device), part.weights
+        lengths = part.offsets.diff()
+        bag_of_id = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
+            lengths, output_size=num_ids
+        )
+        scale = part.weights
+        if self.pooling is PoolingMode.MEAN:
+            inverse = inverse_bag_length(part.offsets, num_ids)
+            scale = inverse if scale is None else scale * inverse
+        return bag_of_id, scale
+
+    def _bag_gradients(self, grad: Tensor, group: DimGroup) -> Tensor:
+        """The gradient of each bag of the group: [F_group * B, D] fp32."""
+        if self.pooling is PoolingMode.NONE:
+            return grad.float().contiguous()
+        num_bags = grad.shape[0]
+        if len(group.features) == self.layout.num_features:
+            grad_BFD = grad.view(num_bags, -1, group.dim)
+        else:
+            pieces = torch.split(grad, list(self.layout.feature_dims), dim=1)
+            grad_BFD = torch.stack([pieces[f] for f in group.features], dim=1)
+        return grad_BFD.transpose(0, 1).reshape(-1, group.dim).float()
+
+
+def merge_row_gradients(first: RowGradients, second: RowGradients) -> RowGradients:
+    """Add two sets of row gradients into one without duplicates."""
+    rows = torch.cat([first[0], second[0]])
+    grads = torch.cat([first[1], second[1]])
+    return _sum_by_row(rows, grads, torch.arange(rows.numel(), device=rows.device), None)
+
+
+def row_ids_of(group: DimGroup, indices: Tensor, offsets: Tensor) -> Tensor:
+    """Ids of the tables -> rows of the group's matrix: [N] int64."""
+    if group.row_base_F.numel() == 1:  # the base of a single feature may still be non-zero
+        return indices.long() + group.row_base_F
+    num_bags = (offsets.numel() - 1) // group.row_base_F.numel()
+    if num_bags == 0:
+        return indices.long()
+    base = group.row_base_F.repeat_interleave(
+        offsets[::num_bags].diff(), output_size=indices.numel()
+    )
+    return base.add_(indices)
+
+
+def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:
+    """1 / (number of ids of its bag) for each id: [N] fp32."""
+    lengths = offsets.diff()
+    return lengths.float().reciprocal_().repeat_interleave(lengths, output_size=num_ids)
+
+
+def _sum_bags(matrix: Tensor, row_ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of the (weighted) rows of each bag, in fp32: [bags, D]."""
+    if row_ids.numel() == 0:
+        return matrix.new_zeros(offsets.numel() - 1, matrix.shape[1], dtype=torch.float32)
+    if matrix.dtype is not torch.float32:
+        # embedding_bag would accumulate in, and round to, the dtype of the table.
+        matrix = matrix.index_select(0, row_ids).float()
+        row_ids = torch.arange(row_ids.numel(), device=row_ids.device)
+    return functional.embedding_bag(
+        row_ids,
+        matrix,
+        offsets.long(),
+        mode="sum",
+        per_sample_weights=weights,
+        include_last_offset=True,
+    )
+
+
+def _sum_by_row(
+    row_ids: Tensor, gradients: Tensor, source: Tensor, scale: Tensor | None
+) -> RowGradients:
+    """Sum `scale[i] * gradients[source[i]]` over the i of each distinct row id."""
+    sorted_ids, order = torch.sort(row_ids, stable=True)
+    rows, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
+    segments = functional.pad(counts.cumsum(0), (1, 0))
+    ordered_scale = None if scale is None else scale.index_select(0, order)
+    return rows, _sum_bags(gradients, source.index_select(0, order), segments, ordered_scale)

@@ -1,0 +1,199 @@
+"""The vocabulary of the kernels room: enums and frozen descriptions of tables and optimizers."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, fields
+from typing import final
+
+__all__ = [
+    "BoundsCheckMode",
+    "EmbOptimType",
+    "EmbeddingLocation",
+    "OptimizerSpec",
+    "PoolingMode",
+    "TableSpec",
+    "UpdateMode",
+    "WeightDecayMode",
+]
+
+
+@final
+class PoolingMode(enum.Enum):
+    """What happens to the rows of one bag."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """Sum divided by the number of ids, weighted or not."""
+    NONE = "none"
+    """Sequence lookup: one row per id."""
+
+
+@final
+class UpdateMode(enum.Enum):
+    """Who applies the gradient of a table, and when."""
+
+    FUSED = "fused"
+    """The table's own optimizer, inside backward; gradients are never materialised."""
+    DEFERRED = "deferred"
+    """Backward leaves duplicate-free row gradients; `step()` applies the table's own optimizer."""
+    GRADIENT = "gradient"
+    """The tables are plain parameters: backward fills `.grad`, any torch optimizer trains them."""
+
+
+@final
+class EmbOptimType(enum.Enum):
+    """Optimizers that a table can own. Names as in FBGEMM, whose users know them."""
+
+    SGD = "sgd"
+    EXACT_SGD = "sgd"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    ADAM = "adam"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    LAMB = "lamb"
+    LARS_SGD = "lars_sgd"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@final
+class EmbeddingLocation(enum.Enum):
+    """Where a table's weights live. On a CPU always HOST; the managed ones need CUDA and FBGEMM."""
+
+    DEVICE = "device"
+    MANAGED = "managed"
+    MANAGED_CACHING = "managed_caching"
+    HOST = "host"
+
+
+@final
+class WeightDecayMode(enum.Enum):
+    """How `weight_decay` acts. Only rows that were looked up decay, never the rest of the table."""
+
+    L2 = "l2"
+    """Added to the gradient (`g + weight_decay * w`), so that the optimizer's statistics see it."""
+    DECOUPLE = "decouple"
+    """`w` shrinks by `learning_rate * weight_decay`, beside the update (as in AdamW)."""
+
+
+@final
+class BoundsCheckMode(enum.Enum):
+    """What to do with an id that is negative or not smaller than the table's row count."""
+
+    FATAL = "fatal"
+    """Raise an IndexError naming feature, table, id, position and table size."""
+    WARNING = "warning"
+    """Warn once per call and read row 0 in its place (what FBGEMM does)."""
+    IGNORE = "ignore"
+    """Read row 0 in its place without a word."""
+    NONE = "none"
+    """Do not look. A bad id is then undefined behaviour: it may crash the process."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSpec:
+    """One table, or one shard of one, as a kernel sees it."""
+
+    name: str
+    """Used in messages only."""
+    num_rows: int
+    """May be 0: a rank can own an empty row shard."""
+    dim: int
+    """Columns."""
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 0 or self.dim <= 0:
+            raise ValueError(
+                f"TableSpec needs num_rows >= 0 and dim > 0; table '{self.name}' received "
+                f"num_rows={self.num_rows}, dim={self.dim}."
+            )
+
+
+_DECAYS_DECOUPLED = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.LAMB)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """The optimizer a table owns. Hashable: tables are grouped by it.
+
+    Fields an algorithm does not read must keep their default, so that a setting is never dropped
+    without a word.
+
+    Example:
+        >>> OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1).eps
+        1e-08
+    """
+
+    algorithm: EmbOptimType
+    learning_rate: float = 0.01
+    """The value at construction; `TableBatchedEmbedding.learning_rate` changes it later."""
+    eps: float = 1e-8
+    """Added to the square root, outside of it. Adagrad, Adam, LAMB."""
+    beta1: float = 0.9
+    """Adam, LAMB."""
+    beta2: float = 0.999
+    """Adam, LAMB."""
+    weight_decay: float = 0.0
+    """Acts on looked-up rows only."""
+    weight_decay_mode: WeightDecayMode | None = None
+    """None: decoupled for Adam, partial row-wise Adam and LAMB, L2 for the others."""
+    momentum: float = 0.9
+    """LARS-SGD."""
+    eta: float = 0.001
+    """LARS-SGD: the trust coefficient."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, EmbOptimType):
+            raise TypeError(
+                "OptimizerSpec.algorithm must be an EmbOptimType; received "
+                f"{self.algorithm!r}. Choose one of {[e.name for e in EmbOptimType]}."
+            )
+        for name in ("learning_rate", "eps", "weight_decay", "eta", "beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"OptimizerSpec.{name} must be finite and >= 0; received {value}.")
+        for name in ("beta1", "beta2", "momentum"):
+            if getattr(self, name) >= 1:
+                raise ValueError(
+                    f"OptimizerSpec.{name} must be < 1; received {getattr(self, name)}."
+                )
+        default = (
+            WeightDecayMode.DECOUPLE if self.algorithm in _DECAYS_DECOUPLED else WeightDecayMode.L2
+        )
+        if self.weight_decay_mode is None:
+            object.__setattr__(self, "weight_decay_mode", default)
+        elif self.weight_decay_mode is not default and self.algorithm in (
+            EmbOptimType.LAMB,
+            EmbOptimType.LARS_SGD,
+        ):
+            raise ValueError(
+                f"{self.algorithm.name} knows only weight_decay_mode={default.name}; received "
+                f"{self.weight_decay_mode.name}."
+            )
+        unread = [
+            f.name
+            for f in fields(self)
+            if f.name in _READ_BY
+            and self.algorithm not in _READ_BY[f.name]
+            and getattr(self, f.name) != f.default
+        ]
+        if unread:
+            raise ValueError(
+                f"{self.algorithm.name} does not read {unread}; received "
+                f"{[getattr(self, name) for name in unread]}. Leave them at their defaults."
+            )
+
+
+_ADAGRADS = (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+_READ_BY: dict[str, tuple[EmbOptimType, ...]] = {
+    "eps": (*_ADAGRADS, *_DECAYS_DECOUPLED),
+    "beta1": _DECAYS_DECOUPLED,
+    "beta2": _DECAYS_DECOUPLED,
+    "momentum": (EmbOptimType.LARS_SGD,),
+    "eta": (EmbOptimType.LARS_SGD,),
+}
