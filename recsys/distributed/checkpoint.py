@@ -1,0 +1,146 @@
+"""Checkpoints that do not depend on the plan: save on any ranks, load on any others.
+
+State is named by table and global row. ``torch.distributed.checkpoint`` does the reading and writing; this file adds
+the check that everything was set, and errors that name the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.optim import Optimizer
+
+from recsys.optim.keyed import KeyedOptimizer
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or lacks something that was to be loaded."""
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves a model, sharded or not, with its optimizer. Every rank must call it.
+
+    Args:
+        path: a folder, which is created.
+        model: such as a :class:`~recsys.distributed.model_parallel.DistributedModelParallel`.
+        optimizer: all optimizers of the model; join the fused one and the dense one by
+            :class:`~recsys.optim.keyed.CombinedOptimizer`.
+        extra: further values to keep, such as the epoch; picklable, alike on all ranks.
+    """
+    state = _state_of(model, optimizer)
+    state["extra"] = dict(extra or {})
+    dcp.save(state, checkpoint_id=str(path), no_dist=not _is_distributed())
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None = None,
+    *,
+    allow_partial: bool = False,
+) -> dict[str, Any]:
+    """Loads what :func:`save_checkpoint` saved, in place, under any plan and on any number of ranks.
+
+    Every rank must call it.
+
+    Args:
+        path: the folder.
+        model: receives the weights.
+        optimizer: receives its state.
+        allow_partial: leave what the checkpoint lacks as it is, instead of raising.
+
+    Returns:
+        The ``extra`` that was saved.
+
+    Raises:
+        CheckpointError: if the folder is no checkpoint, is damaged, or lacks a part of the model or of
+            the optimizer's state.
+    """
+    state = _state_of(model, optimizer)
+    try:
+        reader = dcp.FileSystemReader(str(path))
+        saved = reader.read_metadata().state_dict_metadata
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a readable checkpoint: {type(error).__name__}: {error}. Give the folder that "
+            "save_checkpoint wrote."
+        ) from error
+    state["extra"] = {
+        name.removeprefix("extra."): None for name in saved if name.startswith("extra.")
+    }
+    missing = sorted(_names(state) - saved.keys())
+    if missing and not allow_partial:
+        raise CheckpointError(
+            f"The checkpoint {path} lacks {len(missing)} of the values to load: {missing[:10]}. Pass "
+            "allow_partial=True to keep what the model has for them."
+        )
+    planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
+    try:
+        dcp.load(
+            state, storage_reader=reader, planner=planner, no_dist=not _is_distributed()
+        )
+    except dcp.api.CheckpointException as error:
+        reasons = "; ".join(
+            f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
+            for rank, failure in sorted(error.failures.items())
+        )
+        raise CheckpointError(f"The checkpoint {path} cannot be loaded. {reasons}") from error
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    extra: dict[str, Any] = state["extra"]
+    return extra
+
+
+def _state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    return state
+
+
+def _names(state: Mapping[str, Any]) -> set[str]:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return set(flatten_state_dict(dict(state))[0])
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class _CompleteLoadPlanner(dcp.DefaultLoadPlanner):
+    """Refuses a checkpoint whose parts do not cover what this rank loads."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        covered: dict[tuple[str, object], int] = {}
+        for item in plan.items:
+            key = (item.dest_index.fqn, item.dest_index.offset)
+            covered[key] = covered.get(key, 0) + prod(item.lengths)
+        for name, value in self.state_dict.items():
+            if not hasattr(value, "local_shards"):
+                continue
+            for offsets, tensor in dict(value.local_shards()).items():
+                found = sum(
+                    size for (fqn, at), size in covered.items()
+                    if fqn == name and tuple(at or ()) == offsets
+                )
+                if found < tensor.numel() and not self.allow_partial_load:
+                    raise CheckpointError(
+                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of the part at "
+                        f"{offsets}"
+                    )
+        return plan

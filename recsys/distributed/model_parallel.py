@@ -1,0 +1,331 @@
+"""A whole model placed on many ranks: tables sharded by a plan, dense parts replicated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder, default_device
+from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
+from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+
+def get_default_sharders() -> list[ModuleSharder[Any]]:
+    """Returns a sharder for every module type that can be sharded."""
+    return [EmbeddingBagCollectionSharder()]
+
+
+def get_unwrapped_module(module: nn.Module) -> nn.Module:
+    """Returns the module inside any DistributedModelParallel and DistributedDataParallel around it."""
+    while isinstance(module, DistributedModelParallel | DistributedDataParallel):
+        module = (
+            module._dmp_wrapped if isinstance(module, DistributedModelParallel) else module.module
+        )
+    return module
+
+
+get_module = get_unwrapped_module
+
+
+class DataParallelWrapper(Protocol):
+    """Replicates the dense parts of a model."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wraps ``dmp`` 's inner module in place."""
+
+
+@final
+class DefaultDataParallelWrapper:
+    """Wraps the dense parts in DistributedDataParallel, as many as there are trainable.
+
+    Args:
+        bucket_cap_mb: size of a gradient bucket in MB.
+        static_graph: whether every step uses the same parameters.
+        find_unused_parameters: whether some steps leave dense parameters unused.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        self._bucket_cap_mb = bucket_cap_mb
+        self._static_graph = static_graph
+        self._find_unused_parameters = find_unused_parameters
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wraps ``dmp`` 's inner module in place; nothing to do for one rank or no dense parameter."""
+        module = dmp._dmp_wrapped
+        if env.process_group is None or isinstance(module, DistributedDataParallel):
+            return
+        sharded = {
+            name
+            for path, child in module.named_modules()
+            if isinstance(child, ShardedModule)
+            for name in _names_below(path, child)
+        }
+        everything = dict(module.named_parameters()) | dict(module.named_buffers())
+        dense = [n for n, p in everything.items() if n not in sharded and p.requires_grad]
+        if not dense:
+            return
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
+        dmp._dmp_wrapped = DistributedDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=env.process_group,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            bucket_cap_mb=self._bucket_cap_mb,
+            static_graph=self._static_graph,
+            find_unused_parameters=self._find_unused_parameters,
+        )
+
+
+def _names_below(path: str, module: nn.Module) -> Iterator[str]:
+    prefix = f"{path}." if path else ""
+    for name, _ in (*module.named_parameters(), *module.named_buffers()):
+        yield prefix + name
+
+
+class DistributedModelParallel(nn.Module):
+    """Places a model on many ranks: sharded tables, replicated dense parts.
+
+    The model trains as it would on one process: same outputs, same gradients (the mean over ranks
+    of each rank's loss, as DistributedDataParallel takes it), same names in the state dict.
+
+    Args:
+        module: the model. Tables and dense parts on the ``meta`` device are allocated here.
+        env: the ranks; the default process group if None.
+        device: where this rank works; its current GPU under NCCL, else the CPU.
+        plan: the placement; planned here if None. Every rank must pass the same.
+        sharders: one per module type to shard; those of :func:`get_default_sharders` if None.
+        init_data_parallel: wrap the dense parts now; else call :meth:`init_data_parallel` before
+            training.
+        init_parameters: materialise dense parts on the ``meta`` device by their
+            ``reset_parameters``.
+        data_parallel_wrapper: how dense parts are replicated.
+
+    Raises:
+        ValueError: if the plan does not fit the model or the ranks.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> model = DistributedModelParallel(
+        ...     EmbeddingBagCollection(tables=[table]), device=torch.device("cpu")
+        ... )
+        >>> list(model.state_dict())
+        ['embedding_bags.t.weight']
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+    ) -> None:
+        super().__init__()
+        self._env = env or ShardingEnv.default()
+        self.device = torch.device(device) if device is not None else default_device(self._env)
+        self._sharders = {s.module_type: s for s in (sharders or get_default_sharders())}
+        self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        if plan is None:
+            topology = Topology(world_size=self._env.world_size, compute_device=self.device.type)
+            planner = EmbeddingShardingPlanner(topology=topology)
+            plan = planner.collective_plan(
+                module, list(self._sharders.values()), self._env.process_group
+            )
+        self._plan = plan
+        self._check_plan_paths(module)
+        self._dmp_wrapped: nn.Module = self._shard(module, "")
+        if init_parameters:
+            self._materialize_dense(self._dmp_wrapped)
+        self._to_device(self._dmp_wrapped)
+        self._optimizer = self._collect_fused_optimizers()
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    # -- construction ------------------------------------------------------------------------------
+
+    def _check_plan_paths(self, module: nn.Module) -> None:
+        paths = {path for path, child in module.named_modules() if type(child) in self._sharders}
+        unknown = sorted(self._plan.plan.keys() - paths)
+        if unknown:
+            raise ValueError(
+                f"The plan names the modules {unknown}, which are not shardable modules of the "
+                f"model; its "
+                f"shardable modules are {sorted(paths)}."
+            )
+
+    def _shard(self, module: nn.Module, path: str) -> nn.Module:
+        """Replaces every module that the plan names; leaves the given model's own structure intact."""
+        module_plan = self._plan.get_plan_for_module(path)
+        sharder = self._sharders.get(type(module))
+        if sharder is not None and module_plan is not None:
+            return sharder.shard(module, module_plan, self._env, self.device)
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            sharded = self._shard(child, child_path)
+            if sharded is not child:
+                setattr(module, name, sharded)
+        return module
+
+    def _materialize_dense(self, module: nn.Module) -> None:
+        for path, child in module.named_modules():
+            if isinstance(child, ShardedModule) or not _owns_meta(child):
+                continue
+            if not hasattr(child, "reset_parameters"):
+                raise ValueError(
+                    f"Module {path!r} ({type(child).__name__}) has parameters on the meta device "
+                    f"but no "
+                    "reset_parameters() to initialise them. Add one, or build the module on a "
+                    "real device."
+                )
+            child.to_empty(device=self.device, recurse=False)
+            child.reset_parameters()
+
+    def _to_device(self, module: nn.Module) -> None:
+        if isinstance(module, ShardedModule):
+            return
+        for child in module.children():
+            self._to_device(child)
+        module._apply(lambda t: t if t.is_meta else t.to(self.device), recurse=False)
+
+    def _collect_fused_optimizers(self) -> CombinedOptimizer:
+        return CombinedOptimizer(
+            [
+                (path, child.fused_optimizer)
+                for path, child in self._dmp_wrapped.named_modules()
+                if isinstance(child, ShardedModule)
+            ]
+        )
+
+    def init_data_parallel(self) -> None:
+        """Wraps the dense parts for data-parallel training; does nothing the second time."""
+        self._wrapper.wrap(self, self._env, self.device)
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, with sharded modules in the place of the given ones."""
+        return get_unwrapped_module(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        return self._dmp_wrapped(*args, **kwargs)
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The placement of every sharded module."""
+        return self._plan
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizer of all tables that update themselves, names as in :meth:`state_dict`."""
+        return self._optimizer
+
+    def copy(self, device: torch.device) -> DistributedModelParallel:
+        """Returns a copy on another device: same plan, weights and optimizer state, not wrapped
+        for training.
+
+        Args:
+            device: where the copy goes, such as ``torch.device("cpu")`` for a snapshot to evaluate.
+        """
+        copied = DistributedModelParallel.__new__(DistributedModelParallel)
+        nn.Module.__init__(copied)
+        copied._env, copied._plan = self._env, self._plan
+        copied._sharders, copied._wrapper = self._sharders, self._wrapper
+        copied.device = torch.device(device)
+        memo: dict[int, Any] = {
+            id(child): child.copy(copied.device)
+            for child in self.module.modules()
+            if isinstance(child, ShardedModule)
+        }
+        copied._dmp_wrapped = copy.deepcopy(self.module, memo)
+        copied._to_device(copied._dmp_wrapped)
+        copied._optimizer = copied._collect_fused_optimizers()
+        return copied
+
+    def sparse_grad_parameter_names(
+        self, destination: set[str] | None = None, prefix: str = ""
+    ) -> set[str]:
+        """Returns the names of the parameters whose gradients are sparse.
+
+        Args:
+            destination: a set to add to.
+            prefix: leads every name.
+        """
+        names = set() if destination is None else destination
+        for path, child in self.module.named_modules():
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+                names.add(f"{prefix}{path}.weight" if path else f"{prefix}weight")
+        return names
+
+    # -- names: those of the bare model -------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the state under the unsharded model's names.
+
+        A sharded table appears as one :class:`~recsys.distributed.sharded_table.ShardedTable` of
+        the whole table's shape, which ``torch.distributed.checkpoint`` saves and loads under any
+        plan.
+        """
+        result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return result
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copies a state in: from :meth:`state_dict` under the same plan, or from the unsharded
+        model.
+
+        Args:
+            state_dict: values by the unsharded model's names.
+            strict: whether a missing or unexpected name is an error.
+            assign: not supported: the tables are views of the lookups' storage.
+
+        Raises:
+            RuntimeError: if names are missing or unexpected, or shapes differ.
+            ValueError: if ``assign`` is set.
+        """
+        if assign:
+            raise ValueError(
+                "DistributedModelParallel.load_state_dict copies into the tables' storage; "
+                "received assign=True. Leave it False."
+            )
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's parameters under the unsharded model's names."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    bare_named_parameters = named_parameters
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields this rank's buffers under the unsharded model's names."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+def _owns_meta(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)

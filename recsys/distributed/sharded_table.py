@@ -1,0 +1,186 @@
+"""A whole table in a state dict, of which this rank holds some rectangles.
+
+The shape is that of the unsharded table and the name in the state dict is the unsharded name, so
+nothing in a checkpoint depends on the plan. ``torch.distributed.checkpoint`` saves and loads it
+natively: it asks a tensor for its chunks by the three methods below, and reads whatever saved
+chunks overlap them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@final
+class ShardedTable(Tensor):
+    """A table (or a state of its optimizer) of which this rank holds parts.
+
+    It has the shape and dtype of the whole but no storage of its own; :meth:`local_shards` are
+    live views of what this rank trains. Operations on the whole are not defined: gather it by
+    :meth:`full_tensor`.
+
+    Args:
+        size: shape of the whole, ``[rows, columns]`` or, for row-wise states, ``[rows]``.
+        shards: ``(offsets, tensor)`` for each part this rank holds. Parts may repeat, on one rank
+            or on several (a row-wise state lies with every column owner): one is saved, all are
+            loaded.
+        dtype: of the parts.
+        device: of the parts.
+        group: the ranks that hold the other parts, None for one rank.
+    """
+
+    _shards: list[tuple[tuple[int, ...], Tensor]]
+    _group: torch.distributed.ProcessGroup | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        size: Sequence[int],
+        shards: Sequence[tuple[tuple[int, ...], Tensor]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> ShardedTable:
+        table: ShardedTable = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(size), dtype=dtype, device=device
+        )
+        table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
+        table._group = group
+        return table
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything is set by ``__new__``."""
+
+    def local_shards(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Returns ``(offsets, tensor)`` for each part this rank holds; the tensors are live views."""
+        return self._shards
+
+    def full_tensor(self) -> Tensor:
+        """Gathers the whole on every rank. Every rank must call it.
+
+        Returns:
+            A new tensor of the whole's shape, on the parts' device.
+        """
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        held: list[Any] = [[(offsets, tensor.cpu()) for offsets, tensor in self._shards]]
+        if self._group is not None:
+            mine = held[0]
+            held = [None] * torch.distributed.get_world_size(self._group)
+            torch.distributed.all_gather_object(held, mine, group=self._group)
+        for shards in held:
+            for offsets, tensor in shards:
+                whole[_region(offsets, tensor)] = tensor.to(self.device)
+        return whole
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:  # type: ignore[override]
+        """Copies this rank's parts from a whole table, or from one that is sharded alike.
+
+        Args:
+            source: a plain tensor of the whole's shape, or a ShardedTable with the same parts.
+            non_blocking: as in :meth:`torch.Tensor.copy_`.
+
+        Raises:
+            ValueError: if shapes differ or the parts lie differently.
+        """
+        if source.shape != self.shape:
+            raise ValueError(
+                f"A table of shape {tuple(self.shape)} cannot take the values of one of shape "
+                f"{tuple(source.shape)}."
+            )
+        if isinstance(source, ShardedTable):
+            if [o for o, _ in source._shards] != [o for o, _ in self._shards]:
+                raise ValueError(
+                    f"This rank holds the parts at {[o for o, _ in self._shards]}; the source "
+                    f"holds "
+                    f"{[o for o, _ in source._shards]}. To load under another plan, save and "
+                    f"load with torch.distributed.checkpoint."
+                )
+            for (_, tensor), (_, given) in zip(self._shards, source._shards, strict=True):
+                tensor.copy_(given, non_blocking=non_blocking)
+        else:
+            for offsets, tensor in self._shards:
+                tensor.copy_(source[_region(offsets, tensor)], non_blocking=non_blocking)
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        parts = ", ".join(f"{tuple(t.shape)} at {o}" for o, t in self._shards) or "nothing"
+        return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (tuple(self.shape), self._shards, self.dtype, self.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
+        shards = [(offsets, tensor.clone()) for offsets, tensor in self._shards]
+        return ShardedTable(
+            self.shape, shards, dtype=self.dtype, device=self.device, group=self._group
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            table = args[0]
+            return ShardedTable(
+                table.shape,
+                table._shards,
+                dtype=table.dtype,
+                device=table.device,
+                group=table._group,
+            )
+        raise NotImplementedError(
+            f"{func} is not defined on a ShardedTable, of which this rank holds only parts. "
+            "Use full_tensor() to gather the whole, or local_shards()."
+        )
+
+    # -- torch.distributed.checkpoint ------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        distinct = {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for offsets, chunk in distinct.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=tensor.shape)
+            for offsets, tensor in self._shards
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.index is not None and index.index < len(self._shards):
+            return self._shards[index.index][1]
+        for offsets, tensor in self._shards:
+            if index.offset == torch.Size(offsets):
+                return tensor
+        raise ValueError(f"{index.fqn} has no part at {index.offset} on this rank; it has {self}.")
+
+
+def _region(offsets: tuple[int, ...], tensor: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(o, o + size) for o, size in zip(offsets, tensor.shape, strict=True))
+
+
+def _rebuild(
+    size: tuple[int, ...],
+    shards: list[tuple[tuple[int, ...], Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ShardedTable:
+    return ShardedTable(size, shards, dtype=dtype, device=device)

@@ -1,0 +1,220 @@
+"""From a strategy's name to rectangles, and from a plan's shards to checked rectangles.
+
+This is all a sharding strategy is: a function that returns rectangles. Nothing past this file knows
+their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from recsys.distributed.layout import Rect
+from recsys.distributed.types import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingType,
+    ShardMetadata,
+)
+
+_MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
+
+
+def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Cuts ``0..size`` into blocks of equal size, the last ones smaller; empty blocks are left out.
+
+    Args:
+        size: what to cut.
+        parts: the number of blocks wanted.
+        multiple: every block but the last is a multiple of this.
+
+    Returns:
+        ``(start, end)`` per block, at most ``parts`` of them.
+
+    Example:
+        >>> split_evenly(10, 4)
+        [(0, 3), (3, 6), (6, 9), (9, 10)]
+        >>> split_evenly(24, 4, multiple=4)
+        [(0, 8), (8, 16), (16, 24)]
+    """
+    block = -(-size // parts)
+    block = max(-(-block // multiple) * multiple, 1)
+    return [(start, min(start + block, size)) for start in range(0, size, block)]
+
+
+def _table_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
+    return [Rect(row_start=0, row_end=rows, col_start=0, col_end=dim, rank=ranks[0])]
+
+
+def _row_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
+    return [
+        Rect(row_start=start, row_end=end, col_start=0, col_end=dim, rank=rank)
+        for (start, end), rank in zip(split_evenly(rows, len(ranks)), ranks, strict=False)
+    ]
+
+
+def _column_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
+    return [
+        Rect(row_start=0, row_end=rows, col_start=start, col_end=end, rank=rank)
+        for (start, end), rank in zip(
+            split_evenly(dim, len(ranks), _MIN_COLUMNS), ranks, strict=False
+        )
+    ]
+
+
+STRATEGIES: Mapping[ShardingType, Callable[[int, int, Sequence[int]], list[Rect]]] = {
+    ShardingType.TABLE_WISE: _table_wise,
+    ShardingType.ROW_WISE: _row_wise,
+    ShardingType.COLUMN_WISE: _column_wise,
+}
+"""Per strategy the function from (rows, columns, owning ranks) to rectangles."""
+
+
+def parameter_sharding(
+    sharding_type: ShardingType,
+    num_rows: int,
+    dim: int,
+    ranks: Sequence[int],
+    *,
+    device_type: str = "cpu",
+    compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+) -> ParameterSharding:
+    """Places one table.
+
+    Args:
+        sharding_type: the strategy.
+        num_rows: rows of the table.
+        dim: columns of the table.
+        ranks: the owners, in order of their part; all ranks for a data-parallel table.
+        device_type: "cpu" or "cuda", for the placements.
+        compute_kernel: where the table lives.
+
+    Raises:
+        ValueError: if the strategy cannot be executed.
+
+    Example:
+        >>> placed = parameter_sharding(ShardingType.ROW_WISE, 10, 8, [0, 1])
+        >>> [shard.shard_sizes for shard in placed.sharding_spec.shards]
+        [[5, 8], [5, 8]]
+    """
+    spec = None
+    if sharding_type is not ShardingType.DATA_PARALLEL:
+        rects = _strategy(sharding_type)(num_rows, dim, ranks)
+        ranks = [rect.rank for rect in rects]
+        spec = EnumerableShardingSpec([shard_metadata(rect, device_type) for rect in rects])
+    return ParameterSharding(sharding_type.value, compute_kernel.value, list(ranks), spec)
+
+
+def _strategy(sharding_type: ShardingType) -> Callable[[int, int, Sequence[int]], list[Rect]]:
+    if sharding_type not in STRATEGIES:
+        raise ValueError(
+            f"Sharding type {sharding_type.value} is not supported yet; supported are "
+            f"{', '.join(t.value for t in (ShardingType.DATA_PARALLEL, *STRATEGIES))}."
+        )
+    return STRATEGIES[sharding_type]
+
+
+def shard_metadata(rect: Rect, device_type: str) -> ShardMetadata:
+    """Returns a rectangle as a plan writes it."""
+    device = f"cuda:{rect.rank}" if device_type == "cuda" else device_type
+    return ShardMetadata(
+        shard_offsets=[rect.row_start, rect.col_start],
+        shard_sizes=[rect.num_rows, rect.num_cols],
+        placement=f"rank:{rect.rank}/{device}",
+    )
+
+
+def rects_of(
+    name: str, num_rows: int, dim: int, sharding: ParameterSharding, world_size: int
+) -> tuple[Rect, ...]:
+    """Returns the rectangles a plan gives a table, neighbours on one rank merged; none if
+    replicated.
+
+    Args:
+        name: of the table.
+        num_rows: rows of the table.
+        dim: columns of the table.
+        sharding: the plan's entry. Without shards they follow from its type and ranks.
+        world_size: the number of ranks there are.
+
+    Raises:
+        ValueError: if a rank does not exist, or the plan has neither shards nor ranks. (Gaps and
+            overlaps are found when the layout is built.)
+    """
+    sharding_type = ShardingType(sharding.sharding_type)
+    if sharding_type is ShardingType.DATA_PARALLEL:
+        return ()
+    strategy = _strategy(sharding_type)
+    if sharding.sharding_spec is not None:
+        rects = [
+            Rect(
+                row_start=shard.shard_offsets[0],
+                row_end=shard.shard_offsets[0] + shard.shard_sizes[0],
+                col_start=shard.shard_offsets[1],
+                col_end=shard.shard_offsets[1] + shard.shard_sizes[1],
+                rank=shard.rank,
+            )
+            for shard in sharding.sharding_spec.shards
+        ]
+    else:
+        ranks = sharding.ranks
+        if not ranks:
+            if sharding_type is not ShardingType.ROW_WISE:
+                raise ValueError(
+                    f"The plan for table {name!r} ({sharding_type.value}) must name its ranks or "
+                    f"its shards; "
+                    "received neither. Set ParameterSharding.ranks."
+                )
+            ranks = list(range(world_size))
+        rects = strategy(num_rows, dim, ranks)
+    for rect in rects:
+        if not 0 <= rect.rank < world_size:
+            raise ValueError(
+                f"The plan places a shard of table {name!r} on rank {rect.rank}, but there are "
+                f"{world_size} "
+                f"ranks (0..{world_size - 1}). Make the plan for this world size."
+            )
+    kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
+    return tuple(_merge_neighbours(kept))
+
+
+def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
+    """Merges column neighbours of the same rows on the same rank, where all rows are cut alike."""
+    cuts: dict[tuple[int, int], list[Rect]] = {}
+    for rect in rects:
+        cuts.setdefault((rect.row_start, rect.row_end), []).append(rect)
+    if len(cuts) > 1:
+        return list(rects)
+    merged: list[Rect] = []
+    for rect in sorted(rects, key=lambda r: r.col_start):
+        last = merged[-1] if merged else None
+        if last and last.rank == rect.rank and last.col_end == rect.col_start:
+            rect = Rect(
+                row_start=rect.row_start,
+                row_end=rect.row_end,
+                col_start=last.col_start,
+                col_end=rect.col_end,
+                rank=rect.rank,
+            )
+            merged.pop()
+        merged.append(rect)
+    return merged
+
+
+def check_plan_covers(
+    module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Sequence[str]
+) -> None:
+    """Checks that a plan names exactly the tables of a module.
+
+    Raises:
+        ValueError: listing the tables that are missing from the plan, or not in the module.
+    """
+    missing = [name for name in table_names if name not in plan]
+    unknown = [name for name in plan if name not in table_names]
+    if missing or unknown:
+        raise ValueError(
+            f"The plan of module {module_path!r} must name each of its tables once; missing: "
+            f"{missing}, "
+            f"not in the module: {unknown}. The module's tables are {list(table_names)}."
+        )

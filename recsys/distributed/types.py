@@ -1,0 +1,390 @@
+"""The vocabulary of placement: sharding types, plans, the process environment, and awaitables.
+
+A plan is data. It names, for every table of every sharded module, a sharding type and the
+rectangles (row range x column range) of the table with the rank that owns each. Nothing here
+moves a tensor.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from torch import nn
+
+from recsys.kernels.types import BoundsCheckMode
+
+T = TypeVar("T")
+
+
+@unique
+class ShardingType(Enum):
+    """How the rows and columns of a table are divided among ranks."""
+
+    DATA_PARALLEL = "data_parallel"
+    """Every rank holds a whole copy; gradients are all-reduced."""
+    TABLE_WISE = "table_wise"
+    """One rank owns the whole table."""
+    COLUMN_WISE = "column_wise"
+    """Columns are divided; each part is owned by any rank."""
+    ROW_WISE = "row_wise"
+    """Rows are divided among all ranks."""
+    TABLE_ROW_WISE = "table_row_wise"
+    """Rows are divided among the ranks of one node."""
+    TABLE_COLUMN_WISE = "table_column_wise"
+    """Columns are divided among the ranks of one node."""
+    GRID_SHARD = "grid_shard"
+    """Columns are divided among nodes, the rows of each part among that node's ranks."""
+
+
+@unique
+class EmbeddingComputeKernel(Enum):
+    """Where a table lives and who updates it."""
+
+    DENSE = "dense"
+    """Plain parameters: backward fills ``.grad`` and any ``torch.optim`` optimizer trains them."""
+    FUSED = "fused"
+    """The optimizer attached to the table updates it in the backward pass."""
+    FUSED_UVM = "fused_uvm"
+    """As ``FUSED``, in host memory that the GPU reads directly."""
+    FUSED_UVM_CACHING = "fused_uvm_caching"
+    """As ``FUSED_UVM``, with a cache in device memory."""
+    QUANT = "quant"
+    """Quantized rows, for inference."""
+
+
+@final
+@dataclass
+class ShardMetadata:
+    """One rectangle of a table and its owner.
+
+    Args:
+        shard_offsets: ``[first row, first column]``.
+        shard_sizes: ``[rows, columns]``.
+        placement: ``"rank:<rank>/<device>"``, such as ``"rank:0/cuda:0"`` or ``"rank:1/cpu"``. An
+            object with a ``rank()`` method (torch's ``_remote_device``) is accepted as well.
+    """
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: object = None
+
+    @property
+    def rank(self) -> int:
+        """The owning rank.
+
+        Raises:
+            ValueError: if the placement names no rank.
+        """
+        return placement_rank(self.placement)
+
+
+def placement_rank(placement: object) -> int:
+    """Returns the rank a placement names, such as 3 for ``"rank:3/cuda:3"``.
+
+    Raises:
+        ValueError: if it names none.
+    """
+    rank = getattr(placement, "rank", None)
+    if callable(rank):
+        rank = rank()
+    if isinstance(rank, int):
+        return rank
+    match = re.fullmatch(r"rank:(\d+)(/.*)?", str(placement))
+    if match is None:
+        raise ValueError(
+            "A shard's placement must be 'rank:<rank>/<device>', such as 'rank:0/cpu'; "
+            f"received {placement!r}."
+        )
+    return int(match.group(1))
+
+
+@final
+@dataclass
+class EnumerableShardingSpec:
+    """The rectangles of one table; together they cover it once."""
+
+    shards: list[ShardMetadata]
+
+
+@final
+@dataclass
+class ParameterSharding:
+    """How one table is placed.
+
+    Args:
+        sharding_type: a :class:`ShardingType` value, such as ``"table_wise"``.
+        compute_kernel: an :class:`EmbeddingComputeKernel` value, such as ``"fused"``.
+        ranks: the owners of the shards in order; the sharding spec says the same in full.
+        sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
+            ``sharding_type`` and ``ranks``.
+        bounds_check_mode: what to do with an id outside the table.
+        output_dtype: dtype of the looked-up embeddings (default float32).
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int] | None = None
+    sharding_spec: EnumerableShardingSpec | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    output_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sharding_type, ShardingType):
+            self.sharding_type = self.sharding_type.value
+        if isinstance(self.compute_kernel, EmbeddingComputeKernel):
+            self.compute_kernel = self.compute_kernel.value
+        _check_choice("sharding_type", self.sharding_type, ShardingType)
+        _check_choice("compute_kernel", self.compute_kernel, EmbeddingComputeKernel)
+
+
+def _check_choice(field_name: str, value: str, choices: type[Enum]) -> None:
+    names = [choice.value for choice in choices]
+    if value not in names:
+        raise ValueError(
+            f"ParameterSharding.{field_name} must be one of {', '.join(names)}; received {value!r}."
+        )
+
+
+class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
+    """The placement of one module's tables: table name to :class:`ParameterSharding`.
+
+    Printing it shows the table that users of TorchRec know: one line per table, then one per shard.
+    """
+
+    def __str__(self) -> str:
+        head = ("param", "sharding type", "compute kernel", "ranks")
+        rows = [
+            (name, sharding.sharding_type, sharding.compute_kernel, str(sharding.ranks))
+            for name, sharding in self.items()
+        ]
+        shard_head = ("param", "shard offsets", "shard sizes", "placement")
+        shard_rows = [
+            (name, str(shard.shard_offsets), str(shard.shard_sizes), str(shard.placement))
+            for name, sharding in self.items()
+            if sharding.sharding_spec is not None
+            for shard in sharding.sharding_spec.shards
+        ]
+        return f"{format_table(head, rows)}\n\n{format_table(shard_head, shard_rows)}"
+
+
+def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Returns text columns under a head, each as wide as its widest cell."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+@final
+@dataclass
+class ShardingPlan:
+    """The placement of a whole model: module path to the plan of that module."""
+
+    plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
+
+    def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
+        """Returns the plan of the module at this path, or None."""
+        return self.plan.get(module_path)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"module: {path}\n{plan}" for path, plan in self.plan.items())
+
+
+@final
+class ShardingEnv:
+    """The ranks a module is sharded over.
+
+    Args:
+        world_size: number of ranks.
+        rank: this rank.
+        pg: the process group; ``None`` when there is only one rank.
+
+    Example:
+        >>> ShardingEnv(world_size=1, rank=0).world_size
+        1
+    """
+
+    def __init__(
+        self, world_size: int, rank: int, pg: torch.distributed.ProcessGroup | None = None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"ShardingEnv.rank must lie in [0, world_size); received rank={rank}, "
+                f"world_size={world_size}."
+            )
+        if pg is None and world_size > 1:
+            raise ValueError(
+                f"ShardingEnv needs a process group for world_size={world_size}. "
+                "Call torch.distributed.init_process_group and use ShardingEnv.from_process_group."
+            )
+        self.world_size = world_size
+        self.rank = rank
+        self.process_group = pg
+
+    @classmethod
+    def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
+        """Makes the environment of a process group."""
+        return cls(torch.distributed.get_world_size(pg), torch.distributed.get_rank(pg), pg)
+
+    @classmethod
+    def from_local(cls, world_size: int = 1, rank: int = 0) -> ShardingEnv:
+        """Makes the environment of a single process, without a process group."""
+        return cls(world_size, rank)
+
+    @classmethod
+    def default(cls) -> ShardingEnv:
+        """Makes the environment of the default process group, or of one process if there is none."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            assert torch.distributed.group.WORLD is not None
+            return cls.from_process_group(torch.distributed.group.WORLD)
+        return cls.from_local()
+
+
+class Awaitable(abc.ABC, Generic[T]):
+    """A result that is under way."""
+
+    @abc.abstractmethod
+    def wait(self) -> T:
+        """Blocks until the result is there and returns it; the same object at every call."""
+
+
+_UNSET: Any = object()
+
+
+class LazyAwaitable(Awaitable[T]):
+    """A result that is under way, and arrives by :meth:`wait` or by being used.
+
+    Attributes, indexing, iteration, arithmetic and torch functions all wait first, so that code
+    written for the result itself works unchanged.
+
+    Args:
+        finish: computes the result; called once, at the first use.
+
+    Example:
+        >>> later = LazyAwaitable(lambda: torch.ones(3))
+        >>> (later + 1).tolist()
+        [2.0, 2.0, 2.0]
+    """
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T = _UNSET
+
+    def wait(self) -> T:
+        """Blocks until the result is there and returns it."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def __repr__(self) -> str:
+        state = "under way" if self._finish is not None else repr(self._result)
+        return f"{type(self).__name__}({state})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_finish", "_result"):  # copying, pickling, probing
+            raise AttributeError(name)
+        return getattr(self.wait(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        resolve = torch.utils._pytree.tree_map_only
+        args, kwargs = resolve(LazyAwaitable, lambda lazy: lazy.wait(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wait())  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.wait())  # type: ignore[arg-type]
+
+
+def _forward_operator(name: str) -> Callable[..., Any]:
+    def operate(self: LazyAwaitable[Any], *others: Any) -> Any:
+        others = tuple(o.wait() if isinstance(o, LazyAwaitable) else o for o in others)
+        return getattr(self.wait(), name)(*others)
+
+    return operate
+
+
+for (
+    _name
+) in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "eq", "ne", "lt", "le", "gt", "ge"]:
+    setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
+LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class LazyNoWait(LazyAwaitable[T]):
+    """A result that is already there."""
+
+    def __init__(self, result: T) -> None:
+        super().__init__(lambda: result)
+        self.wait()
+
+
+class ShardedModule(nn.Module, abc.ABC):
+    """A module whose tables are placed on ranks by a plan."""
+
+    @property
+    @abc.abstractmethod
+    def fused_optimizer(self) -> Any:
+        """The keyed optimizer of the tables that update themselves in backward."""
+
+
+class ModuleSharder(abc.ABC, Generic[T]):
+    """Makes the sharded counterpart of one module type."""
+
+    @property
+    @abc.abstractmethod
+    def module_type(self) -> type[nn.Module]:
+        """The module type this sharder replaces."""
+
+    @abc.abstractmethod
+    def shard(
+        self,
+        module: Any,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedModule:
+        """Returns the sharded module; the given module's weights are kept."""
+
+    @abc.abstractmethod
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Returns table name to weight, for every table of the module."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns the sharding types this sharder can execute on that kind of device."""
+        return [
+            kind.value
+            for kind in (
+                ShardingType.DATA_PARALLEL,
+                ShardingType.TABLE_WISE,
+                ShardingType.COLUMN_WISE,
+                ShardingType.ROW_WISE,
+            )
+        ]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns the compute kernels for that sharding type on that kind of device."""
+        kernels = [EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE]
+        if compute_device_type == "cuda" and sharding_type != ShardingType.DATA_PARALLEL.value:
+            kernels += [EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING]
+        return [kernel.value for kernel in kernels]

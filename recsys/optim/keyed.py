@@ -1,0 +1,360 @@
+"""Optimizers whose state is named by parameter, so that it can be saved, checked and loaded under another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class KeyedOptimizer(Optimizer):
+    """An optimizer that knows its parameters by name.
+
+    ``state_dict()`` is keyed by parameter name instead of by position, so that it means the same
+    however many ranks there are and in whatever order they list their parameters.
+
+    Args:
+        params: name to parameter. A parameter may be any tensor, sharded or not.
+        state: parameter to its state (name to tensor), as in ``torch.optim``.
+        param_groups: the groups, as in ``torch.optim``.
+
+    Raises:
+        ValueError: if the groups hold a parameter that ``params`` does not name.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> sgd = torch.optim.SGD([weight], lr=0.1)
+        >>> KeyedOptimizer({"weight": weight}, sgd.state, sgd.param_groups).state_dict()["state"]
+        {}
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        state: Mapping[Any, Any],
+        param_groups: Collection[dict[str, Any]],
+    ) -> None:
+        # torch.optim.Optimizer.__init__ would copy and re-group; the state here belongs to someone else.
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+        self._optimizer_state_dict_pre_hooks: dict[int, Any] = {}
+        self._optimizer_state_dict_post_hooks: dict[int, Any] = {}
+        self._optimizer_load_state_dict_pre_hooks: dict[int, Any] = {}
+        self._optimizer_load_state_dict_post_hooks: dict[int, Any] = {}
+        self._patch_step_function()
+        self.defaults: dict[str, Any] = {}
+        self.params = params
+        self.state = state  # type: ignore[assignment]
+        self.param_groups = list(param_groups)
+        self._saves_param_groups = False
+        named = {id(param) for param in params.values()}
+        for index, group in enumerate(self.param_groups):
+            unnamed = sum(id(param) not in named for param in group["params"])
+            if unnamed:
+                raise ValueError(
+                    f"Every parameter of a KeyedOptimizer must be named; {unnamed} of the "
+                    f"{len(group['params'])} in param_groups[{index}] are not in `params`."
+                )
+
+    def save_param_groups(self, save: bool) -> None:
+        """Sets whether ``state_dict()`` holds the parameter groups (learning rates and the like) too."""
+        self._saves_param_groups = save
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Creates the state that the first step would create, without changing a parameter.
+
+        A checkpoint is loaded in place, so the state must exist before.
+
+        Args:
+            sparse_grad_parameter_names: parameters whose gradients are sparse.
+        """
+        sparse = sparse_grad_parameter_names or set()
+        before = {name: param.grad for name, param in self.params.items()}
+        for name, param in self.params.items():
+            if not param.requires_grad or param in self.state:
+                continue
+            if name in sparse:
+                index = torch.empty((param.dim(), 0), dtype=torch.int64, device=param.device)
+                values = param.new_empty((0,))
+                param.grad = torch.sparse_coo_tensor(index, values, param.shape)
+            else:
+                param.grad = torch.zeros_like(param)
+        with torch.no_grad():
+            values_before = {n: p.clone() for n, p in self.params.items() if p.grad is not None}
+            self.step(closure=None)
+            for name, value in values_before.items():  # weight decay moves even at zero gradient
+                self.params[name].copy_(value)
+        for name, param in self.params.items():
+            param.grad = before[name]
+        for param_state in self.state.values():
+            step = param_state.get("step")
+            if isinstance(step, Tensor):
+                step.zero_()
+            elif isinstance(step, int):
+                param_state["step"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns ``{"state": {name: {state name: value}}}``, and ``"param_groups"`` if asked for.
+
+        The tensors are the live ones.
+        """
+        names = {id(param): name for name, param in self.params.items()}
+        result: dict[str, Any] = {
+            "state": {
+                name: dict(self.state[param])
+                for name, param in self.params.items()
+                if param in self.state
+            }
+        }
+        if self._saves_param_groups:
+            result["param_groups"] = [
+                {**group, "params": sorted(names[id(param)] for param in group["params"])}
+                for group in self.param_groups
+            ]
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copies a state into this optimizer's, in place.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it.
+
+        Raises:
+            KeyError: if it lacks a parameter or a state that this optimizer has, or has more.
+            ValueError: if a shape differs, or the parameter groups do not match.
+        """
+        state = self.state_dict()["state"]
+        loaded = state_dict["state"]
+        _check_same_keys("parameters", state, loaded)
+        for name, values in state.items():
+            _check_same_keys(f"states of parameter {name!r}", values, loaded[name])
+            for key, value in values.items():
+                _load_value(self.state[self.params[name]], name, key, value, loaded[name][key])
+        if "param_groups" in state_dict:
+            self._load_param_groups(state_dict["param_groups"])
+        self.post_load_state_dict()
+
+    def _load_param_groups(self, groups: list[dict[str, Any]]) -> None:
+        names = {id(param): name for name, param in self.params.items()}
+        own = {
+            tuple(sorted(names[id(param)] for param in group["params"])): group
+            for group in self.param_groups
+        }
+        for group in groups:
+            key = tuple(sorted(group["params"]))
+            if key not in own:
+                raise ValueError(
+                    f"The loaded state has a parameter group of {list(key)}; this optimizer's "
+                    f"groups are "
+                    f"{[list(k) for k in own]}."
+                )
+            for option, value in group.items():
+                if option != "params":
+                    own[key][option] = value
+
+    def post_load_state_dict(self) -> None:
+        """Called after a state was loaded; for subclasses."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Not supported: the parameters are fixed when the optimizer is made.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "A KeyedOptimizer's parameters are fixed when it is made. Make another one and join "
+            "them "
+            "with CombinedOptimizer."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def _check_same_keys(what: str, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    missing, unexpected = sorted(own.keys() - loaded.keys()), sorted(loaded.keys() - own.keys())
+    if missing or unexpected:
+        raise KeyError(
+            f"The loaded optimizer state must have the same {what} as the optimizer; "
+            f"missing: {missing}, unexpected: {unexpected}."
+        )
+
+
+def _load_value(
+    holder: dict[str, Any], param: str, key: str, current: object, loaded: object
+) -> None:
+    if not isinstance(current, Tensor):
+        holder[key] = loaded
+        return
+    if not isinstance(loaded, Tensor):
+        loaded = torch.as_tensor(loaded)
+    if current.shape != loaded.shape:
+        raise ValueError(
+            f"State {key!r} of parameter {param!r} has shape {tuple(current.shape)}; "
+            f"the loaded one has {tuple(loaded.shape)}."
+        )
+    with torch.no_grad():
+        current.copy_(loaded)
+
+
+class CombinedOptimizer(KeyedOptimizer):
+    """Several keyed optimizers that step, save and load as one.
+
+    Args:
+        optims: the optimizers; one given as ``(prefix, optimizer)`` has its names led by
+            ``prefix.``.
+
+    Raises:
+        ValueError: if two of them name the same parameter.
+
+    Example:
+        >>> a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+        >>> make = lambda params: torch.optim.SGD(params, lr=0.1)
+        >>> both = CombinedOptimizer(
+        ...     [KeyedOptimizerWrapper({"a": a}, make), ("b", KeyedOptimizerWrapper({"w": b}, make))]
+        ... )
+        >>> sorted(both.params)
+        ['a', 'b.w']
+    """
+
+    def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
+        self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
+        params: dict[str, Tensor] = {}
+        for prefix, optim in self._optims:
+            for name, param in optim.params.items():
+                key = self.prepend_opt_key(name, prefix)
+                if key in params:
+                    raise ValueError(
+                        f"CombinedOptimizer needs distinct parameter names; {key!r} appears twice. "
+                        "Give one of the optimizers a prefix: (prefix, optimizer)."
+                    )
+                params[key] = param
+        groups = [group for _, optim in self._optims for group in optim.param_groups]
+        super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
+
+    @staticmethod
+    def prepend_opt_key(name: str, opt_key: str) -> str:
+        """Returns ``opt_key.name``, or ``name`` if the key is empty."""
+        return f"{opt_key}.{name}" if opt_key else name
+
+    @property
+    def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
+        """The optimizers with their prefixes."""
+        return self._optims
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all."""
+        for _, optim in self._optims:
+            optim.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps all."""
+        loss = closure() if closure is not None else None
+        for _, optim in self._optims:
+            optim.step()
+        return loss
+
+    def post_load_state_dict(self) -> None:
+        """Tells each optimizer that its state was loaded."""
+        for _, optim in self._optims:
+            optim.post_load_state_dict()
+
+    def save_param_groups(self, save: bool) -> None:
+        """Sets whether state dicts hold the parameter groups too."""
+        super().save_param_groups(save)
+        for _, optim in self._optims:
+            optim.save_param_groups(save)
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{prefix or '-'}: {optim!r}" for prefix, optim in self._optims)
+        return f"CombinedOptimizer({inner})"
+
+
+class _ChainedState(Mapping[Any, Any]):
+    """The states of several optimizers seen as one; always current."""
+
+    def __init__(self, optims: list[KeyedOptimizer]) -> None:
+        self._optims = optims
+
+    def __getitem__(self, param: Any) -> Any:
+        for optim in self._optims:
+            if param in optim.state:
+                return optim.state[param]
+        raise KeyError(param)
+
+    def __iter__(self) -> Any:
+        return (param for optim in self._optims for param in optim.state)
+
+    def __len__(self) -> int:
+        return sum(len(optim.state) for optim in self._optims)
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """Gives any ``torch.optim`` optimizer a state dict keyed by parameter name.
+
+    Args:
+        params: name to parameter.
+        optim_factory: makes the optimizer from the list of parameters.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = KeyedOptimizerWrapper(
+        ...     dict(layer.named_parameters()), lambda params: torch.optim.Adam(params, lr=0.01)
+        ... )
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state_dict()["state"])
+        ['bias', 'weight']
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
+    ) -> None:
+        self._optimizer = optim_factory(list(params.values()))
+        super().__init__(params, self._optimizer.state, self._optimizer.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps the wrapped optimizer."""
+        return self._optimizer.step(closure)
+
+
+class OptimizerWrapper(KeyedOptimizer):
+    """Base of optimizers that change what another keyed optimizer does (warm-up, clipping).
+
+    Args:
+        optimizer: the optimizer to wrap; its parameters, state and groups show through.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        self._optimizer = optimizer
+        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the wrapped optimizer."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps the wrapped optimizer."""
+        return self._optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the wrapped optimizer."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of the wrapped optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def save_param_groups(self, save: bool) -> None:
+        """Sets whether state dicts hold the parameter groups too."""
+        self._optimizer.save_param_groups(save)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._optimizer!r})"

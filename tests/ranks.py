@@ -1,0 +1,118 @@
+"""A pool of processes that run a function on several ranks, shared by the whole test session."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_GRACE_S = 5.0  # how long the other ranks get to report after one has failed
+
+
+class RankError(AssertionError):
+    """A function failed on some rank; the message has every rank's traceback."""
+
+
+def _serve(conn: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    while True:
+        try:
+            job = conn.recv_bytes()
+        except EOFError:
+            return
+        try:
+            fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
+            store = dist.FileStore(store_path, world_size)
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+            torch.manual_seed(rank)
+            try:
+                answer = (True, fn(*args))
+            finally:
+                dist.destroy_process_group()
+            data = pickle.dumps(answer)
+        except Exception:
+            data = pickle.dumps((False, traceback.format_exc()))
+        conn.send_bytes(data)
+
+
+class RankPool:
+    """Runs functions on 1 to 4 ranks over gloo on the loopback interface."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _grow(self, size: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["OMP_NUM_THREADS"] = "1"
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def __call__(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Calls ``fn(*args)`` on every rank, in a fresh default process group, and returns the results by rank.
+
+        ``fn`` must be a module-level function. Raises RankError if it fails or does not return in time on any
+        rank; the pool is then restarted, so that the next test finds it whole.
+        """
+        self._grow(world_size)
+        handle, path = tempfile.mkstemp(prefix="recsys-store-")
+        os.close(handle)
+        os.unlink(path)
+        for rank, (_, conn) in enumerate(self._workers[:world_size]):
+            conn.send_bytes(pickle.dumps((fn, args, rank, world_size, path, timeout)))
+        answers: dict[int, tuple[bool, Any]] = {}
+        rank_of = {conn: rank for rank, (_, conn) in enumerate(self._workers[:world_size])}
+        deadline = time.monotonic() + timeout
+        while len(answers) < world_size and time.monotonic() < deadline:
+            pending = [conn for conn, rank in rank_of.items() if rank not in answers]
+            for conn in wait(pending, timeout=max(deadline - time.monotonic(), 0)):
+                assert isinstance(conn, Connection)
+                try:
+                    answers[rank_of[conn]] = pickle.loads(conn.recv_bytes())
+                except EOFError:
+                    answers[rank_of[conn]] = (False, "the process died")
+                if not answers[rank_of[conn]][0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        silent = [rank for rank in range(world_size) if rank not in answers]
+        if failed or silent:
+            self.close()
+            report = "".join(f"\n--- rank {rank} ---\n{text}" for rank, text in failed.items())
+            raise RankError(f"ranks without an answer: {silent}{report}")
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process, conn in self._workers:
+            conn.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
