@@ -1,0 +1,24 @@
+"""What flows through a model: jagged ids going in, embeddings coming out.
+
+`JaggedTensor` is a batch of lists of different lengths, `KeyedJaggedTensor` one such batch per
+feature in a single buffer, `KeyedTensor` the pooled embeddings of several features side by side.
+Constructors check what costs O(1) and never read a GPU; `validate()` checks everything, and
+`set_debug(True)` or `RECSYS_DEBUG=1` does so at every construction.
+"""
+
+from recsys.sparse import tree  # noqa: F401  (registers the classes with torch's pytrees)
+from recsys.sparse.equality import jt_is_equal, kjt_is_equal
+from recsys.sparse.jagged import JaggedTensor
+from recsys.sparse.keyed import KeyedTensor
+from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.validate import is_debug, set_debug
+
+__all__ = [
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "is_debug",
+    "jt_is_equal",
+    "kjt_is_equal",
+    "set_debug",
+]

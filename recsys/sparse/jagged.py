@@ -1,0 +1,458 @@
+"""JaggedTensor: a batch of lists of different lengths.
+
+Legend: `M` bags (lists), `N` values of all bags together.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+from recsys.sparse import validate
+from recsys.sparse.text import format_jagged
+
+
+class JaggedSource(Protocol):
+    """Where a JaggedTensor that is one feature of a larger buffer finds its parts when asked."""
+
+    def values(self, index: int) -> Tensor: ...  # noqa: D102
+    def weights(self, index: int) -> Tensor | None: ...  # noqa: D102
+    def lengths(self, index: int) -> Tensor: ...  # noqa: D102
+
+
+class JaggedTensor:
+    """A batch of lists of different lengths, stored end to end.
+
+    Lengths and offsets derive from each other when first asked for.
+
+    Args:
+        values: `[N]`, or `[N, ...]` rows, of any dtype: the lists end to end.
+        weights: `[N]`, or `[N, ...]`: one weight per value, or None.
+        lengths: `[M]`, int32 or int64: the length of each list.
+        offsets: `[M + 1]`, int32 or int64: where each list starts, and the end of the last. One
+            of lengths and offsets is required.
+
+    Raises:
+        TypeError: if lengths or offsets are not int32 or int64 tensors.
+        ValueError: if shapes, devices or numbers do not fit together.
+
+    Example:
+        >>> JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))
+        JaggedTensor(3 bags, 3 values, int64, cpu)
+            [[1, 2], [], [3]]
+    """
+
+    __slots__ = ("__weakref__", "_index", "_lengths", "_offsets", "_source", "_values", "_weights")
+
+    _values: Tensor | None
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+    _source: JaggedSource | None
+    _index: int
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
+        if lengths is not None and lengths.dim() != 1:
+            raise ValueError(
+                f"JaggedTensor.lengths must be 1-D; received shape {tuple(lengths.shape)}."
+            )
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
+        self._offsets = offsets
+        self._source = None
+        self._index = 0
+        if validate.is_debug():
+            self.validate()
+
+    @staticmethod
+    def from_parts(
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> "JaggedTensor":
+        """Build from parts known to fit, without checks: for code on the hot path.
+
+        Args:
+            values: as for the constructor.
+            weights: as for the constructor.
+            lengths: as for the constructor.
+            offsets: as for the constructor.
+
+        Returns:
+            The jagged tensor.
+
+        Example:
+            >>> JaggedTensor.from_parts(torch.ones(2), lengths=torch.tensor([2])).to_dense()
+            [tensor([1., 1.])]
+        """
+        jt = JaggedTensor.__new__(JaggedTensor)
+        jt._values = values
+        jt._weights = weights
+        jt._lengths = lengths
+        jt._offsets = offsets
+        jt._source = None
+        jt._index = 0
+        return jt
+
+    @staticmethod
+    def from_source(source: JaggedSource, index: int) -> "JaggedTensor":
+        """Build a view whose parts are looked up in `source` when first asked for.
+
+        Args:
+            source: holds the parts of several features.
+            index: which of them this is.
+
+        Returns:
+            The jagged tensor.
+
+        Example:
+            >>> from recsys.sparse.features import FeatureViews
+            >>> one = torch.ones(1, dtype=torch.int64)
+            >>> views = FeatureViews(one, None, one, sizes=[1], strides=[1])
+            >>> JaggedTensor.from_source(views, 0).to_dense()
+            [tensor([1])]
+        """
+        jt = JaggedTensor.__new__(JaggedTensor)
+        jt._values = jt._weights = jt._lengths = jt._offsets = None
+        jt._source = source
+        jt._index = index
+        return jt
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> "JaggedTensor":
+        """Make a jagged tensor of no bags.
+
+        Args:
+            is_weighted: whether it has (no) weights.
+            device: where.
+            values_dtype: torch's default dtype if None.
+            weights_dtype: torch's default dtype if None.
+            lengths_dtype: int32 or int64.
+
+        Returns:
+            A jagged tensor with 0 bags.
+
+        Example:
+            >>> JaggedTensor.empty().lengths()
+            tensor([], dtype=torch.int32)
+        """
+        return JaggedTensor(
+            torch.empty(0, dtype=values_dtype, device=device),
+            torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
+            lengths=torch.empty(0, dtype=lengths_dtype, device=device),
+        )
+
+    @staticmethod
+    def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
+        """Make a jagged tensor of no bags with the dtypes of another.
+
+        Args:
+            jt: the model.
+            device: where; the model's device if None.
+
+        Returns:
+            A jagged tensor with 0 bags.
+
+        Example:
+            >>> jt = JaggedTensor(torch.tensor([1, 2]), lengths=torch.tensor([2]))
+            >>> JaggedTensor.empty_like(jt).values()
+            tensor([], dtype=torch.int64)
+        """
+        weights = jt.weights_or_none()
+        return JaggedTensor(
+            jt.values().new_empty((0, *jt.values().shape[1:]), device=device),
+            None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
+            lengths=jt.lengths().new_empty(0, device=device),
+        )
+
+    @staticmethod
+    def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
+        """Build from a list of tensors, one per bag.
+
+        Args:
+            values: one `[length, ...]` tensor per bag.
+            weights: one tensor per bag, or None.
+
+        Returns:
+            A jagged tensor with `len(values)` bags.
+
+        Raises:
+            ValueError: if the list is empty, or weights do not match values in shape.
+
+        Example:
+            >>> JaggedTensor.from_dense([torch.tensor([1, 2]), torch.tensor([3])]).lengths()
+            tensor([2, 1], dtype=torch.int32)
+        """
+        if not values:
+            raise ValueError(
+                "JaggedTensor.from_dense needs at least one bag; received an empty list. "
+                "Use JaggedTensor.empty()."
+            )
+        bag_lengths = [len(bag) for bag in values]
+        if weights is not None and [len(bag) for bag in weights] != bag_lengths:
+            raise ValueError(
+                "JaggedTensor.from_dense: weights must have the lengths of values; received "
+                f"lengths {[len(bag) for bag in weights]} for {bag_lengths}."
+            )
+        return JaggedTensor(
+            torch.cat(values),
+            None if weights is None else torch.cat(weights),
+            lengths=torch.tensor(bag_lengths, dtype=torch.int32, device=values[0].device),
+        )
+
+    @staticmethod
+    def from_dense_lengths(
+        values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> "JaggedTensor":
+        """Build from the rows of a padded tensor, keeping the first `lengths[i]` of row `i`.
+
+        Args:
+            values: `[M, width, ...]`.
+            lengths: `[M]`, each at most `width`.
+            weights: `[M, width, ...]` or None.
+
+        Returns:
+            A jagged tensor with `M` bags.
+
+        Raises:
+            ValueError: if lengths do not fit values' shape.
+
+        Example:
+            >>> padded = torch.tensor([[1, 2], [3, 0]])
+            >>> JaggedTensor.from_dense_lengths(padded, torch.tensor([2, 1])).values()
+            tensor([1, 2, 3])
+        """
+        if values.dim() < 2 or lengths.shape != values.shape[:1]:
+            raise ValueError(
+                "JaggedTensor.from_dense_lengths: values must be [M, width, ...] and lengths [M]; "
+                f"received values of shape {tuple(values.shape)} and lengths of shape "
+                f"{tuple(lengths.shape)}."
+            )
+        if (
+            validate.is_readable(lengths)
+            and lengths.numel()
+            and int(lengths.max()) > values.shape[1]
+        ):
+            raise ValueError(
+                "JaggedTensor.from_dense_lengths: lengths must be at most the width of values, "
+                f"{values.shape[1]}; received {int(lengths.max())}."
+            )
+        kept = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
+        return JaggedTensor(
+            values[kept], None if weights is None else weights[kept], lengths=lengths
+        )
+
+    def values(self) -> Tensor:
+        """Return the values of all bags end to end, `[N, ...]`."""
+        if self._values is None:
+            assert self._source is not None
+            self._values = self._source.values(self._index)
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return the weights, `[N, ...]`.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        weights = self.weights_or_none()
+        if weights is None:
+            raise ValueError("JaggedTensor has no weights. Ask with weights_or_none().")
+        return weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights, `[N, ...]`, or None if there are none."""
+        if self._weights is None and self._source is not None:
+            self._weights = self._source.weights(self._index)
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the length of each bag, `[M]`."""
+        lengths = self.lengths_or_none()
+        if lengths is None:
+            assert self._offsets is not None
+            lengths = self._lengths = self._offsets.diff()
+        return lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths if they are at hand, without deriving them."""
+        if self._lengths is None and self._source is not None:
+            self._lengths = self._source.lengths(self._index)
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return where each bag starts, and the end of the last, `[M + 1]`.
+
+        Raises:
+            ValueError: on CPU, if the lengths do not add up to the number of values.
+        """
+        if self._offsets is None:
+            offsets = ops.complete_cumsum(self.lengths())
+            validate.check_offsets_span("JaggedTensor", offsets, self.values())
+            self._offsets = offsets
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets if they are at hand, without deriving them."""
+        return self._offsets
+
+    def to_dense(self) -> list[Tensor]:
+        """Return one `[length, ...]` tensor per bag; reads the lengths, which waits for a GPU."""
+        return self._split(self.values())
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """Return one tensor of weights per bag, or None; waits for a GPU as `to_dense`."""
+        weights = self.weights_or_none()
+        return None if weights is None else self._split(weights)
+
+    def to_padded_dense(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor:
+        """Return one row per bag, padded or cut to one length.
+
+        Args:
+            desired_length: columns; the longest bag if None (which waits for a GPU).
+            padding_value: what fills the rest.
+
+        Returns:
+            `[M, desired_length]` or `[M, desired_length, ...]`.
+
+        Example:
+            >>> jt = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+            >>> jt.to_padded_dense(padding_value=-1)
+            tensor([[ 1,  2],
+                    [ 3, -1]])
+        """
+        return self._pad(self.values(), desired_length, padding_value)
+
+    def to_padded_dense_weights(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor | None:
+        """Return one row of weights per bag as `to_padded_dense`, or None."""
+        weights = self.weights_or_none()
+        return None if weights is None else self._pad(weights, desired_length, padding_value)
+
+    def device(self) -> torch.device:
+        """Return where the tensors are."""
+        return self.values().device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
+        """Copy to a device.
+
+        Args:
+            device: where to.
+            non_blocking: whether the copy may overlap (from pinned memory).
+
+        Returns:
+            A new jagged tensor; parts already there are shared.
+
+        Example:
+            >>> JaggedTensor.empty().to("cpu").device()
+            device(type='cpu')
+        """
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "JaggedTensor":
+        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        return self._map(Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        for tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
+        """Overwrite the contents in place with those of another of the same sizes.
+
+        Args:
+            jt: the source.
+            non_blocking: whether the copy may overlap.
+
+        Returns:
+            Self.
+
+        Example:
+            >>> jt = JaggedTensor(torch.zeros(2), lengths=torch.tensor([1, 1]))
+            >>> jt.copy_(JaggedTensor(torch.ones(2), lengths=torch.tensor([2, 0]))).to_dense()
+            [tensor([1., 1.]), tensor([])]
+        """
+        self.values().copy_(jt.values(), non_blocking)
+        self.lengths().copy_(jt.lengths(), non_blocking)
+        if self._offsets is not None:
+            self._offsets.copy_(jt.offsets(), non_blocking)
+        weights = self.weights_or_none()
+        if weights is not None:
+            weights.copy_(jt.weights(), non_blocking)
+        return self
+
+    def size_in_bytes(self) -> int:
+        """Return the size in bytes of all parts at hand."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def validate(self) -> None:
+        """Check every length and offset; waits for a GPU.
+
+        Raises:
+            ValueError: naming the first bag at fault.
+
+        Example:
+            >>> JaggedTensor(torch.ones(2), lengths=torch.tensor([3, -1])).validate()
+            Traceback (most recent call last):
+            ValueError: JaggedTensor.lengths must not be negative; received length -1 at bag 1.
+        """
+        validate.check_contents(
+            "JaggedTensor", self.values(), self.lengths_or_none(), self._offsets
+        )
+
+    def __repr__(self) -> str:
+        return format_jagged(self)
+
+    def __getstate__(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets
+
+    def __setstate__(
+        self, state: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+    ) -> None:
+        self._values, self._weights, self._lengths, self._offsets = state
+        self._source = None
+        self._index = 0
+
+    def _tensors(self) -> Iterator[Tensor]:
+        parts = (self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets)
+        return (part for part in parts if part is not None)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "JaggedTensor":
+        parts = (self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets)
+        values, weights, lengths, offsets = (
+            None if part is None else function(part) for part in parts
+        )
+        assert values is not None
+        return JaggedTensor.from_parts(values, weights, lengths, offsets)
+
+    def _split(self, tensor: Tensor) -> list[Tensor]:
+        lengths = self.lengths().tolist()
+        validate.check_total("JaggedTensor", sum(lengths), tensor)
+        return list(tensor.split_with_sizes(lengths))
+
+    def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+        if desired_length is None:
+            lengths = self.lengths()
+            desired_length = int(lengths.max()) if lengths.numel() else 0
+        return ops.jagged_to_padded_dense(tensor, self.offsets(), desired_length, padding_value)

@@ -1,0 +1,337 @@
+"""KeyedTensor: dense embeddings of several features side by side in one tensor.
+
+Legend: `B` batch size, `F` keys, `D` columns of all keys together.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from recsys.sparse import validate
+from recsys.sparse.text import format_keyed
+
+
+class KeyedTensor:
+    """Tensors by key, concatenated along one dimension.
+
+    Args:
+        keys: unique names, in the order of the columns.
+        length_per_key: `F` widths.
+        values: `[B, D]`, or any shape whose `key_dim` has size `D`, the sum of the widths.
+        key_dim: the dimension along which the keys lie.
+        offset_per_key: `F + 1`, the running sum of `length_per_key`, where known.
+        index_per_key: position of each key, where known.
+
+    Raises:
+        TypeError: if values is not a tensor.
+        ValueError: if keys repeat or the widths do not add up to the size of `key_dim`.
+
+    Example:
+        >>> KeyedTensor(["user", "film"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))["film"]
+        tensor([[2., 3.]])
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_index_per_key",
+        "_key_dim",
+        "_keys",
+        "_length_per_key",
+        "_offset_per_key",
+        "_values",
+    )
+
+    def __init__(
+        self,
+        keys: list[str],
+        length_per_key: list[int],
+        values: Tensor,
+        key_dim: int = 1,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+    ) -> None:
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                f"KeyedTensor.values must be a torch.Tensor; received {type(values).__name__}. "
+                "Use KeyedTensor.from_tensor_list for a list of tensors."
+            )
+        if len(keys) != len(length_per_key):
+            raise ValueError(
+                "KeyedTensor.length_per_key must have one width per key; received "
+                f"{len(length_per_key)} widths for {len(keys)} keys."
+            )
+        validate.check_unique("KeyedTensor", keys)
+        if not -values.dim() <= key_dim < values.dim():
+            raise ValueError(
+                f"KeyedTensor.key_dim must be a dimension of values; received {key_dim} for values "
+                f"of shape {tuple(values.shape)}."
+            )
+        if sum(length_per_key) != values.shape[key_dim]:
+            raise ValueError(
+                "KeyedTensor.length_per_key must add up to the size of values along key_dim "
+                f"{key_dim}; received widths that add up to {sum(length_per_key)} for values of "
+                f"shape {tuple(values.shape)}."
+            )
+        self._keys = list(keys)
+        self._length_per_key = list(length_per_key)
+        self._values = values
+        self._key_dim = key_dim
+        self._offset_per_key = offset_per_key
+        self._index_per_key = index_per_key
+
+    @staticmethod
+    def from_parts(
+        keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1
+    ) -> "KeyedTensor":
+        """Build from parts known to fit, without checks: for code on the hot path.
+
+        Args:
+            keys: as for the constructor.
+            length_per_key: as for the constructor.
+            values: as for the constructor.
+            key_dim: as for the constructor.
+
+        Returns:
+            The keyed tensor.
+
+        Example:
+            >>> KeyedTensor.from_parts(["a"], [2], torch.ones(1, 2)).values()
+            tensor([[1., 1.]])
+        """
+        kt = KeyedTensor.__new__(KeyedTensor)
+        kt._keys = keys
+        kt._length_per_key = length_per_key
+        kt._values = values
+        kt._key_dim = key_dim
+        kt._offset_per_key = None
+        kt._index_per_key = None
+        return kt
+
+    @staticmethod
+    def from_tensor_list(
+        keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
+    ) -> "KeyedTensor":
+        """Concatenate one tensor per key.
+
+        Args:
+            keys: unique names.
+            tensors: one per key, equal in all sizes but that of `cat_dim`.
+            key_dim: the dimension along which the keys lie.
+            cat_dim: the dimension to concatenate; the same unless the result is reshaped.
+
+        Returns:
+            The keyed tensor.
+
+        Raises:
+            ValueError: as the constructor.
+
+        Example:
+            >>> KeyedTensor.from_tensor_list(["a", "b"], [torch.ones(1, 1), torch.zeros(1, 2)])
+            KeyedTensor(2 keys, shape (1, 3), float32, cpu)
+                "a": [[1]]
+                "b": [[0, 0]]
+        """
+        widths = [tensor.shape[key_dim] for tensor in tensors]
+        return KeyedTensor(keys, widths, torch.cat(tensors, dim=cat_dim), key_dim)
+
+    def keys(self) -> list[str]:
+        """Return the keys, in the order of the columns."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """Return the whole tensor, `[B, D]`."""
+        return self._values
+
+    def key_dim(self) -> int:
+        """Return the dimension along which the keys lie."""
+        return self._key_dim
+
+    def length_per_key(self) -> list[int]:
+        """Return the width of each key, `F` integers."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Return where the columns of each key start, `F + 1` integers."""
+        if self._offset_per_key is None:
+            self._offset_per_key = [0, *itertools.accumulate(self._length_per_key)]
+        return self._offset_per_key
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return the columns of one key, a view."""
+        if self._index_per_key is None:
+            self._index_per_key = {name: i for i, name in enumerate(self._keys)}
+        index = self._index_per_key.get(key)
+        if index is None:
+            raise KeyError(f"KeyedTensor has no key {key!r}; received keys {self._keys}.")
+        start = self.offset_per_key()[index]
+        return self._values.narrow(self._key_dim, start, self._length_per_key[index])
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return the columns of every key, as views.
+
+        Returns:
+            Tensor by key, in order.
+
+        Example:
+            >>> KeyedTensor(["a", "b"], [1, 1], torch.ones(1, 2)).to_dict()
+            {'a': tensor([[1.]]), 'b': tensor([[1.]])}
+        """
+        columns = self._values.split_with_sizes(self._length_per_key, self._key_dim)
+        return dict(zip(self._keys, columns, strict=True))
+
+    @staticmethod
+    def regroup(keyed_tensors: "list[KeyedTensor]", groups: list[list[str]]) -> list[Tensor]:
+        """Gather keys of several keyed tensors into new tensors, one per group.
+
+        Args:
+            keyed_tensors: sources, alike in all but the keys.
+            groups: the keys of each result, in order; a key may serve several groups.
+
+        Returns:
+            One `[B, sum of widths]` per group; differentiable.
+
+        Raises:
+            KeyError: if no source has a key.
+            ValueError: if two sources have it, sources differ in `key_dim`, or a group is empty.
+
+        Example:
+            >>> kt = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
+            >>> KeyedTensor.regroup([kt], [["b", "a"], ["a"]])
+            [tensor([[2., 3., 1.]]), tensor([[1.]])]
+        """
+        key_dims = {kt._key_dim for kt in keyed_tensors}
+        if len(key_dims) != 1:
+            raise ValueError(
+                "KeyedTensor.regroup: all sources must have the same key_dim; received "
+                f"{[kt._key_dim for kt in keyed_tensors]}."
+            )
+        (key_dim,) = key_dims
+        plan = _plan_regroup(
+            tuple(tuple(kt._keys) for kt in keyed_tensors),
+            tuple(tuple(kt._length_per_key) for kt in keyed_tensors),
+            tuple(map(tuple, groups)),
+        )
+        return [
+            torch.cat(
+                [
+                    keyed_tensors[source]._values.narrow(key_dim, start, length)
+                    for source, start, length in runs
+                ],
+                dim=key_dim,
+            )
+            for runs in plan
+        ]
+
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: "list[KeyedTensor]", groups: list[list[str]], keys: list[str]
+    ) -> dict[str, Tensor]:
+        """Gather keys of several keyed tensors into new tensors, named.
+
+        Args:
+            keyed_tensors: sources, alike in all but the keys.
+            groups: the keys of each result, in order.
+            keys: the name of each result.
+
+        Returns:
+            `[B, sum of widths]` by name; differentiable.
+
+        Raises:
+            KeyError: as `regroup`.
+            ValueError: as `regroup`; and if names and groups differ in number.
+
+        Example:
+            >>> kt = KeyedTensor(["a", "b"], [1, 1], torch.tensor([[1.0, 2.0]]))
+            >>> KeyedTensor.regroup_as_dict([kt], [["b", "a"]], ["both"])
+            {'both': tensor([[2., 1.]])}
+        """
+        if len(groups) != len(keys):
+            raise ValueError(
+                "KeyedTensor.regroup_as_dict: keys must name each group; received "
+                f"{len(keys)} keys for {len(groups)} groups."
+            )
+        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
+
+    def device(self) -> torch.device:
+        """Return where the tensors are."""
+        return self._values.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":
+        """Copy to a device.
+
+        Args:
+            device: where to.
+            non_blocking: whether the copy may overlap (from pinned memory).
+
+        Returns:
+            A new keyed tensor.
+
+        Example:
+            >>> KeyedTensor(["a"], [2], torch.ones(1, 2)).to("cpu").device()
+            device(type='cpu')
+        """
+        values = self._values.to(device, non_blocking=non_blocking)
+        return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        self._values.record_stream(stream)
+
+    def size_in_bytes(self) -> int:
+        """Return the size of the values in bytes."""
+        return self._values.nbytes
+
+    def __repr__(self) -> str:
+        return format_keyed(self)
+
+
+Run = tuple[int, int, int]
+"""Source, first column and width of columns that move together."""
+
+
+@functools.lru_cache(maxsize=128)
+def _plan_regroup(
+    keys_per_source: tuple[tuple[str, ...], ...],
+    widths_per_source: tuple[tuple[int, ...], ...],
+    groups: tuple[tuple[str, ...], ...],
+) -> list[list[Run]]:
+    """Find the columns of each group; neighbours in both source and group move as one run."""
+    where: dict[str, Run] = {}
+    repeated: set[str] = set()
+    for source, (keys, widths) in enumerate(zip(keys_per_source, widths_per_source, strict=True)):
+        start = 0
+        for key, width in zip(keys, widths, strict=True):
+            if key in where:
+                repeated.add(key)
+            where[key] = (source, start, width)
+            start += width
+    wanted = set(itertools.chain.from_iterable(groups))
+    missing, ambiguous = sorted(wanted.difference(where)), sorted(wanted & repeated)
+    if missing:
+        raise KeyError(
+            f"KeyedTensor.regroup: no source has the keys {missing}; received sources with "
+            f"{sorted(where)}."
+        )
+    if ambiguous:
+        raise ValueError(
+            f"KeyedTensor.regroup: a key must be in one source only; received {ambiguous} in "
+            "several. Rename the keys of one source."
+        )
+    if not all(groups):
+        raise ValueError(
+            f"KeyedTensor.regroup: every group needs at least one key; received {list(groups)}."
+        )
+    return [_merge_runs(where[key] for key in group) for group in groups]
+
+
+def _merge_runs(runs: Iterable[Run]) -> list[Run]:
+    merged: list[Run] = []
+    for source, start, width in runs:
+        if merged and merged[-1][0] == source and sum(merged[-1][1:]) == start:
+            start, width = merged[-1][1], merged[-1][2] + width
+            merged.pop()
+        merged.append((source, start, width))
+    return merged

@@ -1,0 +1,96 @@
+"""What jagged and keyed tensors look like when printed: sizes first, then a few of the values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from recsys.sparse.jagged import JaggedTensor
+    from recsys.sparse.keyed import KeyedTensor
+    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+
+MAX_ITEMS = 8
+"""Keys, bags, values of a bag and rows beyond this number are shown as `...`."""
+
+
+def format_jagged(jt: JaggedTensor) -> str:
+    """Describe a JaggedTensor in a header line and its first bags."""
+    values = jt.values()
+    lengths = jt.lengths()
+    header = (
+        f"{lengths.numel()} bags, {len(values)} values{_describe(values, jt.weights_or_none())}"
+    )
+    return f"JaggedTensor({header}){_format_bags(jt)}"
+
+
+def format_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
+    """Describe a KeyedJaggedTensor in a header line and the first bags of its first keys."""
+    keys, values = kjt.keys(), kjt.values()
+    stride = kjt.stride_per_key() if kjt.variable_stride_per_key() else kjt.stride()
+    header = (
+        f"{len(keys)} keys, stride {stride}, {len(values)} values"
+        f"{_describe(values, kjt.weights_or_none())}"
+    )
+    lines = [f"KeyedJaggedTensor({header})"]
+    if values.is_meta:
+        return lines[0]
+    try:
+        lines += [f'    "{key}":{_format_bags(kjt[key], indent=8)}' for key in keys[:MAX_ITEMS]]
+    except ValueError as error:  # a repr that raises would hide the very object to debug
+        lines.append(f"    invalid: {error}")
+    if len(keys) > MAX_ITEMS:
+        lines.append("    ...")
+    return "\n".join(lines)
+
+
+def format_keyed(kt: KeyedTensor) -> str:
+    """Describe a KeyedTensor in a header line and its first rows per key."""
+    values = kt.values()
+    header = f"{len(kt.keys())} keys, shape {tuple(values.shape)}{_describe(values, None)}"
+    lines = [f"KeyedTensor({header})"]
+    if values.is_meta:
+        return lines[0]
+    for key in kt.keys()[:MAX_ITEMS]:
+        rows = kt[key].detach()
+        lines.append(f'    "{key}": {_cut([_format_values(row) for row in rows[: MAX_ITEMS + 1]])}')
+    if len(kt.keys()) > MAX_ITEMS:
+        lines.append("    ...")
+    return "\n".join(lines)
+
+
+def _describe(values: Tensor, weights: Tensor | None) -> str:
+    weighted = "" if weights is None else ", weighted"
+    return f"{weighted}, {str(values.dtype).removeprefix('torch.')}, {values.device}"
+
+
+def _format_bags(jt: JaggedTensor, indent: int = 4) -> str:
+    values, weights = jt.values(), jt.weights_or_none()
+    if values.is_meta:
+        return ""
+    start = "\n" + " " * indent
+    text = f"{start}{_format_segments(values, jt)}"
+    if weights is not None:
+        text += f"{start}weights {_format_segments(weights, jt)}"
+    return text
+
+
+def _format_segments(tensor: Tensor, jt: JaggedTensor) -> str:
+    lengths = jt.lengths()[: MAX_ITEMS + 1].tolist()
+    texts, start = [], 0
+    for length in lengths:
+        texts.append(_format_values(tensor[start : start + length].detach()))
+        start += length
+    return _cut(texts)
+
+
+def _format_values(values: Tensor) -> str:
+    if values.dim() == 0:
+        return f"{values.item():.4g}" if values.is_floating_point() else str(values.item())
+    return _cut([_format_values(value) for value in values[: MAX_ITEMS + 1]])
+
+
+def _cut(texts: list[str]) -> str:
+    shown = texts[:MAX_ITEMS] + ["..."] * (len(texts) > MAX_ITEMS)
+    return f"[{', '.join(shown)}]"
