@@ -1,0 +1,82 @@
+"""What DLRM has to beat: the base rate, popularity, and logistic regression on the same features.
+
+.venv/bin/python examples/movielens/baselines.py [--split time|random] [--data FOLDER]
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from sklearn.linear_model import LogisticRegression
+
+from recsys.datasets.movielens import MovieLens, load_movielens
+from recsys.metrics import auc, log_loss, normalized_entropy
+
+
+def one_hot(data: MovieLens, rows: NDArray[np.int64]) -> sparse.csr_matrix:
+    """Put all features of some ratings side by side; several ids of one feature share weight 1."""
+    columns = [sparse.csr_matrix(data.dense_ND[rows])]
+    for feature in data.sparse.values():
+        ids, lengths = feature.take(rows)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        weights = np.repeat(1.0 / np.maximum(lengths, 1), lengths)
+        shape = (len(rows), feature.num_embeddings)
+        columns.append(sparse.csr_matrix((weights, ids, starts), shape=shape))
+    return sparse.hstack(columns, format="csr")
+
+
+def logistic_regression(data: MovieLens) -> NDArray[np.float64]:
+    """Fit on the training part, choose the penalty on validation, score the test part."""
+    train, validation, test = (data.rows(part) for part in ("train", "validation", "test"))
+    train_x, validation_x = one_hot(data, train), one_hot(data, validation)
+    labels = torch.from_numpy(data.label_N[validation])
+    best_auc, best = 0.0, None
+    for inverse_penalty in (0.01, 0.03, 0.1, 0.3, 1.0):
+        model = LogisticRegression(C=inverse_penalty, max_iter=500)
+        model.fit(train_x, data.label_N[train])
+        found = auc(torch.from_numpy(model.predict_proba(validation_x)[:, 1]), labels).item()
+        if found > best_auc:
+            best_auc, best = found, model
+    assert best is not None
+    return best.predict_proba(one_hot(data, test))[:, 1]
+
+
+def popularity(data: MovieLens) -> NDArray[np.float64]:
+    """Score a film by its share of likes in training, drawn to the base rate if it has few."""
+    train, test = data.rows("train"), data.rows("test")
+    film_N = data.sparse["item_id"].values_V[data.sparse["item_id"].start_N]
+    num_films = data.num_embeddings["item_id"]
+    likes = np.bincount(film_N[train], weights=data.label_N[train], minlength=num_films)
+    count = np.bincount(film_N[train], minlength=num_films)
+    share = (likes + 10.0 * data.label_N[train].mean()) / (count + 10.0)
+    return share[film_N[test]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--split", choices=["time", "random"], help="default: both")
+    parser.add_argument("--data", type=Path, help="a MovieLens release; default: fetch 100K")
+    arguments = parser.parse_args()
+    print(f"{'split':8} {'model':22} {'test AUC':>9} {'NE':>7} {'log loss':>9}")
+    for split in [arguments.split] if arguments.split else ["time", "random"]:
+        data = load_movielens(arguments.data, split=split)
+        test = data.rows("test")
+        labels = torch.from_numpy(data.label_N[test])
+        models = {
+            "training base rate": np.full(len(test), data.label_N[data.rows("train")].mean()),
+            "popularity": popularity(data),
+            "logistic regression": logistic_regression(data),
+        }
+        for name, scores in models.items():
+            scores_N = torch.from_numpy(scores)
+            print(
+                f"{split:8} {name:22} {auc(scores_N, labels):9.4f} "
+                f"{normalized_entropy(scores_N, labels):7.4f} {log_loss(scores_N, labels):9.4f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Readers of recommendation data that give batches of dense features, jagged ids and labels.
+
+``utils`` says what a batch is and how ranks share one; ``random`` makes batches up, ``movielens``
+and ``criteo`` read real ones. Nothing here needs a process group: a reader is told its rank.
+"""

@@ -1,0 +1,142 @@
+"""Made-up batches: for benchmarks and first steps."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import IterableDataset
+
+from recsys.datasets.utils import Batch
+from recsys.sparse import KeyedJaggedTensor
+
+
+def _per_feature(
+    name: str, one: int | None, many: list[int] | None, default: int, keys: list[str]
+) -> list[int]:
+    """Read a setting given for all features at once or for each."""
+    if one is not None and many is not None:
+        raise ValueError(f"only one of {name} and {name}s may be given; received {one} and {many}.")
+    values = many if many is not None else [default if one is None else one] * len(keys)
+    if len(values) != len(keys):
+        raise ValueError(
+            f"{name}s must have one value for each of the {len(keys)} keys; received {values}."
+        )
+    return values
+
+
+class RandomRecDataset(IterableDataset[Batch]):
+    """Batches of uniform ids, normal dense features and coin-flip labels.
+
+    A few batches are made beforehand and given out in turn, so that making them is not measured.
+
+    Args:
+        keys: names of the sparse features.
+        batch_size: samples per batch.
+        hash_size: ids of every feature are below it; 100 if neither this nor ``hash_sizes`` is
+            given.
+        hash_sizes: the same, for each feature.
+        ids_per_feature: ids of every feature per sample; if neither this nor
+            ``ids_per_features`` is given, from 0 to 2.
+        ids_per_features: the same, for each feature.
+        num_dense: columns of the dense features.
+        manual_seed: makes the batches the same each time.
+        num_batches: length of an epoch; ``None`` for no end.
+        num_generated_batches: different batches; with 0 or less every batch is a new one.
+        min_ids_per_feature: if given, a sample has from so many to ``ids_per_feature`` ids.
+        min_ids_per_features: the same, for each feature.
+
+    Raises:
+        ValueError: a list has not one value per key, two ways of saying the same are used, or a
+            value is out of its range.
+
+    Example:
+        >>> batches = RandomRecDataset(["film"], batch_size=4, num_dense=13, num_batches=2)
+        >>> [list(batch.dense_features.shape) for batch in batches]
+        [[4, 13], [4, 13]]
+    """
+
+    def __init__(
+        self,
+        keys: list[str],
+        batch_size: int,
+        hash_size: int | None = None,
+        hash_sizes: list[int] | None = None,
+        ids_per_feature: int | None = None,
+        ids_per_features: list[int] | None = None,
+        num_dense: int = 50,
+        manual_seed: int | None = None,
+        num_batches: int | None = None,
+        num_generated_batches: int = 10,
+        min_ids_per_feature: int | None = None,
+        min_ids_per_features: list[int] | None = None,
+    ) -> None:
+        super().__init__()
+        counts_given = ids_per_feature is not None or ids_per_features is not None
+        self.keys = keys
+        self.batch_size = batch_size
+        self.num_dense = num_dense
+        self.num_batches = num_batches
+        self.num_generated_batches = num_generated_batches
+        self.hash_sizes = _per_feature("hash_size", hash_size, hash_sizes, 100, keys)
+        self.ids_per_features = _per_feature(
+            "ids_per_feature", ids_per_feature, ids_per_features, 2, keys
+        )
+        if min_ids_per_feature is None and min_ids_per_features is None:
+            min_ids_per_features = self.ids_per_features if counts_given else [0] * len(keys)
+        self.min_ids_per_features = _per_feature(
+            "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
+        )
+        for key, rows, least, most in zip(
+            keys, self.hash_sizes, self.min_ids_per_features, self.ids_per_features, strict=True
+        ):
+            if rows < 1 or not 0 <= least <= most:
+                raise ValueError(
+                    f"feature {key!r} must have a hash size of at least 1 and 0 <= min ids <= "
+                    f"ids; received hash size {rows}, min ids {least}, ids {most}."
+                )
+        self._manual_seed = manual_seed
+        self._generator = torch.Generator()
+        if manual_seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(manual_seed)
+        self._batches = [self._make_batch() for _ in range(num_generated_batches)]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Give the batches of one epoch, the same in every epoch unless all are new."""
+        endless = itertools.cycle(self._batches) if self._batches else self._new_batches()
+        return itertools.islice(endless, self.num_batches)
+
+    def __len__(self) -> int:
+        """Count the batches of an epoch.
+
+        Raises:
+            TypeError: the data has no end.
+        """
+        if self.num_batches is None:
+            raise TypeError("RandomRecDataset has no length unless num_batches is given.")
+        return self.num_batches
+
+    def _new_batches(self) -> Iterator[Batch]:
+        while True:
+            yield self._make_batch()
+
+    def _make_batch(self) -> Batch:
+        generator = self._generator
+        lengths, values = [], []
+        for rows, least, most in zip(
+            self.hash_sizes, self.min_ids_per_features, self.ids_per_features, strict=True
+        ):
+            shape = (self.batch_size,)
+            lengths.append(
+                torch.randint(least, most + 1, shape, generator=generator, dtype=torch.int32)
+            )
+            count = (int(lengths[-1].sum()),)
+            values.append(torch.randint(rows, count, generator=generator))
+        return Batch(
+            dense_features=torch.randn(self.batch_size, self.num_dense, generator=generator),
+            sparse_features=KeyedJaggedTensor(
+                keys=self.keys, values=torch.cat(values), lengths=torch.cat(lengths)
+            ),
+            labels=torch.randint(2, (self.batch_size,), generator=generator),
+        )

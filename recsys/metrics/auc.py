@@ -1,0 +1,219 @@
+"""Area under the ROC curve: the chance that a positive is scored above a negative.
+
+Ties count one half. Shapes: ``N`` samples, ``K`` bins, ``R`` ranks.
+"""
+
+from typing import final
+
+import torch
+
+from recsys.metrics.checks import check_predictions
+
+
+def auc(
+    predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the exact area under the ROC curve.
+
+    Args:
+        predictions: ``[N]`` scores of any scale; only their order matters.
+        labels: ``[N]``, 0 or 1.
+        weights: ``[N]``, not negative; ``None`` for ones.
+
+    Returns:
+        Scalar float64; NaN if only one class is present.
+
+    Raises:
+        ValueError: the inputs differ in size or device.
+
+    Example:
+        >>> auc(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0, 0, 1, 1])).item()
+        0.875
+    """
+    scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
+    order = scores_N.argsort()
+    positive_N = (labels_N * weights_N)[order]
+    negative_N = weights_N[order] - positive_N
+    # Equal scores form one group: each positive beats half of its own group's negatives.
+    _, group_N = torch.unique_consecutive(scores_N[order], return_inverse=True)
+    zeros = torch.zeros_like(scores_N)  # At most N groups; the rest stay empty.
+    return _area(zeros.index_add(0, group_N, positive_N), zeros.index_add(0, group_N, negative_N))
+
+
+def _area(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch.Tensor:
+    """Area from the weight of each class in groups of rising score."""
+    beaten_K = negative_K.cumsum(0) - 0.5 * negative_K
+    return (positive_K * beaten_K).sum() / (positive_K.sum() * negative_K.sum())
+
+
+@final
+class AUC:
+    """Exact area under the ROC curve over many batches and ranks.
+
+    It keeps every sample; `BinnedAUC` does not.
+
+    Example:
+        >>> metric = AUC()
+        >>> metric.update(torch.tensor([0.1, 0.4]), torch.tensor([0, 1]))
+        >>> metric.update(torch.tensor([0.3]), torch.tensor([0]))
+        >>> metric.compute().item()
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[torch.Tensor] = []
+
+    def update(
+        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            predictions: ``[N]`` scores.
+            labels: ``[N]``, 0 or 1.
+            weights: ``[N]``; ``None`` for ones.
+
+        Raises:
+            ValueError: the inputs differ in size or device.
+        """
+        self._samples.append(torch.stack(check_predictions(predictions, labels, weights)))
+
+    def state(self) -> torch.Tensor:
+        """Give everything seen so far.
+
+        Returns:
+            ``[3, N]`` float64: predictions, labels, weights.
+        """
+        if not self._samples:
+            return torch.zeros(3, 0, dtype=torch.float64)
+        if len(self._samples) > 1:
+            self._samples = [torch.cat(self._samples, dim=1)]
+        return self._samples[0]
+
+    def merge(self, other: "AUC") -> None:
+        """Add what another accumulator has seen.
+
+        Args:
+            other: is left as it was.
+        """
+        self._samples.append(other.state())
+
+    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
+        """Add what all ranks have seen; every rank must call it, and then holds the same state.
+
+        Args:
+            group: the ranks; ``None`` for all.
+        """
+        import torch.distributed as dist
+
+        mine = self.state()
+        if not self._samples and dist.get_backend(group) == "nccl":
+            mine = mine.cuda()  # A rank without samples does not know their device.
+        count = torch.tensor([mine.size(1)], device=mine.device)
+        counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(counts, count, group=group)
+        sizes = torch.cat(counts).tolist()
+        padded = mine.new_zeros(3, max(sizes))
+        padded[:, : mine.size(1)] = mine
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=group)
+        self._samples = [
+            torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
+        ]
+
+    def compute(self) -> torch.Tensor:
+        """Compute the area over everything seen.
+
+        Returns:
+            Scalar float64; NaN if only one class was seen.
+        """
+        predictions_N, labels_N, weights_N = self.state()
+        return auc(predictions_N, labels_N, weights_N)
+
+
+@final
+class BinnedAUC:
+    """Area under the ROC curve of probabilities, in memory that does not grow.
+
+    Predictions that share a bin count as ties. The error is at most half the chance that a positive
+    and a negative share one.
+
+    Args:
+        num_bins: equal bins from 0 to 1.
+        device: where the counts are kept: that of the predictions.
+
+    Raises:
+        ValueError: fewer than 2 bins.
+
+    Example:
+        >>> metric = BinnedAUC(num_bins=100)
+        >>> metric.update(torch.tensor([0.2, 0.9]), torch.tensor([0, 1]))
+        >>> metric.compute().item()
+        1.0
+    """
+
+    def __init__(self, num_bins: int = 10_000, device: torch.device | None = None) -> None:
+        if num_bins < 2:
+            raise ValueError(f"num_bins must be at least 2; received {num_bins}.")
+        self._weight_2K = torch.zeros(2, num_bins, dtype=torch.float64, device=device)
+
+    def update(
+        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            predictions: ``[N]`` probabilities.
+            labels: ``[N]``, 0 or 1.
+            weights: ``[N]``; ``None`` for ones.
+
+        Raises:
+            ValueError: the inputs differ in size or device.
+        """
+        scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
+        num_bins = self._weight_2K.size(1)
+        bin_N = (scores_N * num_bins).long().clamp(0, num_bins - 1)
+        self._weight_2K[1].index_add_(0, bin_N, labels_N * weights_N)
+        self._weight_2K[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
+
+    def state(self) -> torch.Tensor:
+        """Give everything seen so far; states of several ranks may be summed.
+
+        Returns:
+            ``[2, K]`` float64: the weight of negatives and of positives in each bin.
+        """
+        return self._weight_2K
+
+    def merge(self, other: "BinnedAUC") -> None:
+        """Add what another accumulator has seen.
+
+        Args:
+            other: has as many bins; is left as it was.
+
+        Raises:
+            ValueError: it has another number of bins.
+        """
+        mine, theirs = self._weight_2K.size(1), other._weight_2K.size(1)
+        if mine != theirs:
+            raise ValueError(
+                f"merged accumulators must have equally many bins; received {mine} and {theirs}."
+            )
+        self._weight_2K += other._weight_2K
+
+    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
+        """Add what all ranks have seen; every rank must call it, and then holds the same state.
+
+        Args:
+            group: the ranks; ``None`` for all.
+        """
+        import torch.distributed as dist
+
+        dist.all_reduce(self._weight_2K, group=group)
+
+    def compute(self) -> torch.Tensor:
+        """Compute the area over everything seen.
+
+        Returns:
+            Scalar float64; NaN if only one class was seen.
+        """
+        return _area(self._weight_2K[1], self._weight_2K[0])

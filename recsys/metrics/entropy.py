@@ -1,0 +1,161 @@
+"""Log loss, and log loss against a model that knows the base rate only.
+
+Normalized entropy is from He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook"
+(ADKDD 2014): below 1 the predictions say more than the base rate does, and unlike log loss it
+can be compared between data sets of different base rates. Shape: ``N`` samples.
+"""
+
+from typing import final
+
+import torch
+
+from recsys.metrics.checks import check_predictions
+
+EPSILON = 1e-12
+"""Predictions are kept this far from 0 and 1, so that one sure mistake does not cost infinity."""
+
+
+def log_loss(
+    predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the mean binary cross entropy.
+
+    Args:
+        predictions: ``[N]`` probabilities.
+        labels: ``[N]``, 0 or 1.
+        weights: ``[N]``; ``None`` for ones.
+
+    Returns:
+        Scalar float64, in nats per sample; NaN without samples.
+
+    Raises:
+        ValueError: the inputs differ in size or device.
+
+    Example:
+        >>> round(log_loss(torch.tensor([0.5, 0.5]), torch.tensor([0, 1])).item(), 4)
+        0.6931
+    """
+    metric = NormalizedEntropy(predictions.device)
+    metric.update(predictions, labels, weights)
+    return metric.log_loss()
+
+
+def normalized_entropy(
+    predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute log loss divided by the entropy of the labels' own base rate.
+
+    Args:
+        predictions: ``[N]`` probabilities.
+        labels: ``[N]``, 0 or 1.
+        weights: ``[N]``; ``None`` for ones.
+
+    Returns:
+        Scalar float64. Infinite if only one class is present.
+
+    Raises:
+        ValueError: the inputs differ in size or device.
+
+    Example:
+        >>> normalized_entropy(torch.tensor([0.5, 0.5]), torch.tensor([0, 1])).item()
+        1.0
+    """
+    metric = NormalizedEntropy(predictions.device)
+    metric.update(predictions, labels, weights)
+    return metric.compute()
+
+
+@final
+class NormalizedEntropy:
+    """Log loss, base rate and normalized entropy over many batches and ranks: three sums.
+
+    Args:
+        device: where the sums are kept: that of the predictions.
+
+    Example:
+        >>> metric = NormalizedEntropy()
+        >>> metric.update(torch.tensor([0.5, 0.5]), torch.tensor([0, 1]))
+        >>> metric.compute().item(), metric.base_rate().item()
+        (1.0, 0.5)
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def update(
+        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            predictions: ``[N]`` probabilities.
+            labels: ``[N]``, 0 or 1.
+            weights: ``[N]``; ``None`` for ones.
+
+        Raises:
+            ValueError: the inputs differ in size or device.
+        """
+        probs_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
+        loss_N = _cross_entropy(probs_N, labels_N)
+        self._sums += torch.stack(
+            [(loss_N * weights_N).sum(), (labels_N * weights_N).sum(), weights_N.sum()]
+        )
+
+    def state(self) -> torch.Tensor:
+        """Give everything seen so far; states of several ranks may be summed.
+
+        Returns:
+            ``[3]`` float64: summed loss, positive weight, weight.
+        """
+        return self._sums
+
+    def merge(self, other: "NormalizedEntropy") -> None:
+        """Add what another accumulator has seen.
+
+        Args:
+            other: is left as it was.
+        """
+        self._sums += other._sums
+
+    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
+        """Add what all ranks have seen; every rank must call it, and then holds the same state.
+
+        Args:
+            group: the ranks; ``None`` for all.
+        """
+        import torch.distributed as dist
+
+        dist.all_reduce(self._sums, group=group)
+
+    def log_loss(self) -> torch.Tensor:
+        """Compute the mean loss.
+
+        Returns:
+            Scalar float64, nats per sample; NaN without samples.
+        """
+        return self._sums[0] / self._sums[2]
+
+    def base_rate(self) -> torch.Tensor:
+        """Compute the share of positives.
+
+        Returns:
+            Scalar float64; NaN without samples.
+        """
+        return self._sums[1] / self._sums[2]
+
+    def compute(self) -> torch.Tensor:
+        """Compute the normalized entropy.
+
+        Returns:
+            Scalar float64; infinite if only one class was seen.
+        """
+        base_rate = self.base_rate()
+        entropy = torch.special.entr(base_rate) + torch.special.entr(1.0 - base_rate)
+        normalized: torch.Tensor = self.log_loss() / entropy
+        return normalized
+
+
+def _cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    probs_N = probs_N.clamp(EPSILON, 1.0 - EPSILON)
+    loss_N: torch.Tensor = -labels_N * probs_N.log() - (1.0 - labels_N) * torch.log1p(-probs_N)
+    return loss_N

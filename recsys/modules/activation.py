@@ -1,0 +1,35 @@
+"""Activations that `torch.nn` does not have."""
+
+import torch
+from torch import nn
+
+
+class SwishLayerNorm(nn.Module):
+    """Gate the input by the sigmoid of its own layer norm: ``x * sigmoid(layer_norm(x))``.
+
+    Args:
+        input_dims: sizes of the last dimensions, over which is normalized.
+        device: where the parameters lie.
+
+    Example:
+        >>> SwishLayerNorm(4)(torch.zeros(2, 4)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.LayerNorm(input_dims, device=device), nn.Sigmoid())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the gate.
+
+        Args:
+            input: ``[..., *input_dims]``.
+
+        Returns:
+            The same shape.
+        """
+        gated: torch.Tensor = input * self.norm(input)
+        return gated

@@ -1,0 +1,148 @@
+"""Stacks of linear layers. Shape: ``B`` samples."""
+
+import inspect
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+
+from recsys.modules.activation import SwishLayerNorm
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""A function, or a module."""
+
+
+class Perceptron(nn.Module):
+    """One linear layer and its activation.
+
+    Args:
+        in_size: columns of the input.
+        out_size: columns of the output.
+        bias: whether the layer adds a learned constant.
+        activation: applied to the layer's output.
+        device: where the parameters lie.
+        dtype: of the parameters.
+
+    Example:
+        >>> Perceptron(3, 2)(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        bias: bool = True,
+        activation: Activation = torch.relu,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self._in_size = in_size
+        self._out_size = out_size
+        # The names of the parts are those of checkpoints that users already have.
+        self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        self._activation_fn = activation
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the layer.
+
+        Args:
+            input: ``[B, in_size]``.
+
+        Returns:
+            ``[B, out_size]``.
+        """
+        return self._activation_fn(self._linear(input))
+
+
+class MLP(nn.Module):
+    """Layers one after another, each with its activation.
+
+    Args:
+        in_size: columns of the input.
+        layer_sizes: columns of each layer's output; without layers the input is given back.
+        bias: whether layers add a learned constant.
+        activation: a function; a module, shared by all layers; a module class or a function without
+            arguments, of which each layer gets its own; or one of the names ``"relu"``,
+            ``"sigmoid"``, ``"swish_layernorm"``.
+        device: where the parameters lie.
+        dtype: of the parameters.
+        activation_on_last: whether the last layer has the activation too.
+
+    Raises:
+        ValueError: an unknown activation name, or a size below 1.
+
+    Example:
+        >>> MLP(3, [8, 2], activation="sigmoid")(torch.ones(5, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        layer_sizes: list[int],
+        bias: bool = True,
+        activation: str | Callable[[], nn.Module] | Activation = torch.relu,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        activation_on_last: bool = True,
+    ) -> None:
+        super().__init__()
+        if min(in_size, *layer_sizes, in_size) < 1:
+            raise ValueError(
+                f"MLP sizes must be at least 1; received in_size {in_size} and layer_sizes "
+                f"{layer_sizes}."
+            )
+        layers = []
+        for place, (size_in, size_out) in enumerate(
+            zip([in_size, *layer_sizes], layer_sizes, strict=False)
+        ):
+            active = activation_on_last or place < len(layer_sizes) - 1
+            function = _activation(activation, size_out, device) if active else nn.Identity()
+            layers.append(Perceptron(size_in, size_out, bias, function, device, dtype))
+        self._mlp = nn.Sequential(*layers)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply all layers.
+
+        Args:
+            input: ``[B, in_size]``.
+
+        Returns:
+            ``[B, layer_sizes[-1]]``.
+        """
+        output: torch.Tensor = self._mlp(input)
+        return output
+
+
+_NAMED: dict[str, Activation] = {"relu": torch.relu, "sigmoid": torch.sigmoid}
+
+
+def _activation(
+    activation: str | Callable[[], nn.Module] | Activation,
+    size: int,
+    device: torch.device | None,
+) -> Activation:
+    """Give one layer's activation."""
+    if activation == "swish_layernorm":
+        return SwishLayerNorm(size, device)
+    if isinstance(activation, str):
+        if activation not in _NAMED:
+            raise ValueError(
+                f"activation must be one of {', '.join([*_NAMED, 'swish_layernorm'])}, a function "
+                f"or a module; received {activation!r}. Pass for example torch.nn.GELU()."
+            )
+        return _NAMED[activation]
+    if isinstance(activation, type) or _takes_nothing(activation):
+        return cast(Callable[[], nn.Module], activation)()
+    return cast(Activation, activation)
+
+
+def _takes_nothing(function: Callable[..., object]) -> bool:
+    """Tell a function that builds activations from one that is an activation."""
+    try:
+        return not inspect.signature(function).parameters
+    except ValueError:  # Functions written in C, such as torch.relu, have no signature.
+        return False

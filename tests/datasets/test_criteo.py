@@ -1,0 +1,96 @@
+import gzip
+import math
+
+import pytest
+import torch
+
+from recsys.datasets.criteo import CAT_FEATURE_COUNT, CriteoDataset, parse_criteo
+
+
+def line(label=1, first_count="5", first_category="0000000a", num_categories=CAT_FEATURE_COUNT):
+    counts = [first_count, "-2", ""] + ["7"] * 10
+    categories = [first_category, ""] + ["ffffffff"] * (num_categories - 2)
+    return "\t".join([str(label), *counts, *categories]) + "\n"
+
+
+def test_fields_are_read():
+    rows = parse_criteo([line().encode(), line(0, "1234567").encode()], "day_0")
+    assert rows.label_B.tolist() == [1, 0]
+    assert rows.counts_BK[:, :4].tolist() == [[5, -2, 0, 7], [1234567, -2, 0, 7]]
+    assert rows.categories_BK[0, :3].tolist() == [10, -1, 0xFFFFFFFF]
+
+
+def test_batch(tmp_path):
+    path = tmp_path / "day_0"
+    path.write_text(line() + line(0))
+    (batch,) = CriteoDataset([path], batch_size=2, num_embeddings_per_feature=8)
+    assert batch.labels.tolist() == [1.0, 0.0]
+    assert batch.dense_features.shape == (2, 13)
+    expected = torch.tensor([math.log(6), 0.0, 0.0])
+    torch.testing.assert_close(batch.dense_features[0, :3], expected)
+    ids = batch.sparse_features
+    assert ids.stride() == 2
+    assert ids["cat_0"].values().tolist() == [1 + 10 % 7] * 2
+    assert ids["cat_1"].values().tolist() == [0, 0], "row 0 is for a missing category"
+    assert ids["cat_2"].values().tolist() == [1 + 0xFFFFFFFF % 7] * 2
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_ranks_share_every_step_and_plain_equals_gzip(tmp_path, suffix):
+    text = "".join(line(first_count=str(k)) for k in range(11))
+    path = tmp_path / f"day_0{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
+    shares = [
+        [batch.dense_features[:, 0] for batch in CriteoDataset([path], 2, 100, rank, 3)]
+        for rank in range(3)
+    ]
+    assert [len(share) for share in shares] == [2, 2, 2], "all ranks take as many steps"
+    assert [[len(step) for step in share] for share in shares] == [[2, 1], [2, 2], [2, 2]]
+    in_order = torch.cat([share[step] for step in range(2) for share in shares])
+    torch.testing.assert_close(in_order.expm1(), torch.arange(11.0))
+
+
+def test_a_rank_without_lines_gets_an_empty_batch(tmp_path):
+    path = tmp_path / "day_0"
+    path.write_text(line())
+    (batch,) = CriteoDataset([path], 2, 100, rank=0, world_size=2)
+    assert batch.labels.shape == (0,)
+    assert batch.dense_features.shape == (0, 13)
+    assert batch.sparse_features.stride() == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (line(num_categories=25), r"day_0, line 3: must have 40 fields .* received 39 fields"),
+        (line()[:-1], r"line 3: .* received 40 fields and no newline at the end"),
+        (line()[:30], r"line 3: must have 40 fields"),
+        (line() + "\n", r"line 4: must have 40 fields .* received 1 fields"),
+        (line(first_category="0000000g"), r"line 3: field 'cat_0' .* hex digits; received '0000000g"),
+        (line(first_category="123456789"), r"line 3: field 'cat_0' .* received '123456789'"),
+        (line(first_count="5.5"), r"line 3: field 'int_0' must be decimal; received '5.5'"),
+        (line(label=2), r"line 3: field 'label' must be 0 or 1; received '2'"),
+        (line(label=""), r"line 3: field 'label' must be 0 or 1; received ''"),
+    ],
+)  # fmt: skip
+def test_damaged_line_is_named(tmp_path, bad, message):
+    path = tmp_path / "day_0"
+    path.write_text(line() + line() + bad)
+    with pytest.raises(ValueError, match=message):
+        list(CriteoDataset([path], batch_size=2, num_embeddings_per_feature=100))
+
+
+def test_cut_off_gzip_is_named(tmp_path):
+    path = tmp_path / "day_0.gz"
+    path.write_bytes(gzip.compress(line().encode() * 100)[:-10])
+    with pytest.raises(ValueError, match=r"day_0.gz, after line .*must be a whole gzip file"):
+        list(CriteoDataset([path], batch_size=10, num_embeddings_per_feature=100))
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no_such_day must be a file"):
+        CriteoDataset([tmp_path / "no_such_day"], 2, 100)
+    with pytest.raises(ValueError, match="26 numbers of at least 2"):
+        CriteoDataset([], 2, [100] * 25)
+    with pytest.raises(ValueError, match="rank must be in"):
+        CriteoDataset([], 2, 100, rank=2, world_size=2)
