@@ -183,52 +183,79 @@ def apply_row_update(
 
     `step` is a scalar, or [K, 1] when rows of several tables mix.
     """
-    w_KD = weight.index_select(0, rows)
-    old_KD = w_KD.float()
     g_KD = grads.float()
-    decay, kind = spec.weight_decay, spec.algorithm
-    if decay and spec.weight_decay_mode is WeightDecayMode.L2 and kind is not EmbOptimType.LARS_SGD:
-        g_KD = g_KD.add(old_KD, alpha=decay)
-        decay = 0.0
+    if weight.dtype is torch.float32 and not _reads_weights(spec):
+        move_KD = _move(spec, None, g_KD, state, rows, learning_rate, step, row_moment)
+        weight.index_add_(0, rows, move_KD, alpha=-1)
+        return
+    old_KD = weight.index_select(0, rows).float()
+    move_KD = _move(spec, old_KD, g_KD, state, rows, learning_rate, step, row_moment)
+    weight.index_copy_(0, rows, (old_KD - move_KD).to(weight.dtype))
 
-    def bump(name: str, fresh: Tensor, keep: float, share: float) -> Tensor:
-        """state[rows] = keep * state[rows] + share * fresh; returns the new values."""
+
+def _reads_weights(spec: OptimizerSpec) -> bool:
+    return spec.weight_decay != 0 or spec.algorithm in _NORM_REDUCING
+
+
+def _move(
+    spec: OptimizerSpec,
+    old_KD: Tensor | None,
+    g_KD: Tensor,
+    state: Mapping[str, Tensor],
+    rows: Tensor,
+    learning_rate: float | Tensor,
+    step: Tensor | None,
+    row_moment: Tensor | None,
+) -> Tensor:
+    """What to subtract from the rows, [K, D]; moves the state on."""
+    kind, decay = spec.algorithm, spec.weight_decay
+
+    def advance(name: str, fresh: Tensor, keep: float, share: float) -> Tensor:
+        """Set state[rows] to keep * state[rows] + share * fresh; returns the new values."""
         values = state[name].index_select(0, rows)
         values = values.mul_(keep).add_(fresh, alpha=share)
         state[name].index_copy_(0, rows, values)
         return values
 
+    if kind is EmbOptimType.LARS_SGD:
+        assert old_KD is not None
+        w_norm, g_norm = _row_norm(old_KD), _row_norm(g_KD)
+        trust = _safe_ratio(spec.eta * w_norm, g_norm + decay * w_norm) * learning_rate
+        return advance(
+            "momentum_buffer", g_KD.add(old_KD, alpha=decay).mul_(trust), spec.momentum, 1.0
+        )
+    if decay and spec.weight_decay_mode is WeightDecayMode.L2:
+        assert old_KD is not None
+        g_KD = g_KD.add(old_KD, alpha=decay)
+        decay = 0.0
     if kind is EmbOptimType.SGD:
         delta_KD = g_KD
     elif kind is EmbOptimType.EXACT_ADAGRAD:
-        delta_KD = g_KD / bump("sum", g_KD.square(), 1.0, 1.0).sqrt_().add_(spec.eps)
+        delta_KD = g_KD / advance("sum", g_KD.square(), 1.0, 1.0).sqrt_().add_(spec.eps)
     elif kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         moment_K = g_KD.square().mean(1) if row_moment is None else row_moment
-        delta_KD = g_KD / bump("sum", moment_K, 1.0, 1.0).sqrt_().add_(spec.eps).unsqueeze(1)
-    elif kind is EmbOptimType.LARS_SGD:
-        w_norm, g_norm = _row_norm(old_KD), _row_norm(g_KD)
-        trust = _safe_ratio(spec.eta * w_norm, g_norm + decay * w_norm) * learning_rate
-        pull = g_KD.add(old_KD, alpha=decay).mul_(trust)
-        weight.index_copy_(
-            0, rows, (old_KD - bump("momentum_buffer", pull, spec.momentum, 1.0)).to(weight.dtype)
-        )
-        return
+        root_K = advance("sum", moment_K, 1.0, 1.0).sqrt_().add_(spec.eps)
+        if not decay:
+            return g_KD * (learning_rate / root_K).unsqueeze(1)
+        delta_KD = g_KD / root_K.unsqueeze(1)
     else:
         assert step is not None
-        mean_hat = bump("exp_avg", g_KD, spec.beta1, 1 - spec.beta1) / (1 - spec.beta1**step)
+        mean_hat = advance("exp_avg", g_KD, spec.beta1, 1 - spec.beta1) / (1 - spec.beta1**step)
         if kind is EmbOptimType.PARTIAL_ROWWISE_ADAM:
             moment_K = g_KD.square().mean(1) if row_moment is None else row_moment
-            square = bump("exp_avg_sq", moment_K, spec.beta2, 1 - spec.beta2).unsqueeze(1)
+            square = advance("exp_avg_sq", moment_K, spec.beta2, 1 - spec.beta2).unsqueeze(1)
         else:
-            square = bump("exp_avg_sq", g_KD.square(), spec.beta2, 1 - spec.beta2)
+            square = advance("exp_avg_sq", g_KD.square(), spec.beta2, 1 - spec.beta2)
         delta_KD = mean_hat / (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
         if kind is EmbOptimType.LAMB:
+            assert old_KD is not None
             delta_KD = delta_KD.add(old_KD, alpha=decay)
             delta_KD *= _safe_ratio(_row_norm(old_KD), _row_norm(delta_KD))
             decay = 0.0
     if decay:
+        assert old_KD is not None
         delta_KD = delta_KD.add(old_KD, alpha=decay)
-    weight.index_copy_(0, rows, (old_KD - delta_KD * learning_rate).to(weight.dtype))
+    return delta_KD * learning_rate
 
 
 def _row_norm(x_KD: Tensor) -> Tensor:

@@ -293,23 +293,17 @@ class TableBatchedEmbedding:
     @property
     def row_gradients(self) -> list[tuple[Tensor, Tensor] | None]:
         """Per table (rows [K] ascending, grads [K, D] fp32); None before the first backward."""
-        per_table: list[tuple[Tensor, Tensor] | None] = [None] * len(self.layout.tables)
         if self._pending is None:
-            return per_table
-        for group, (rows, grads) in zip(self.layout.groups, self._pending, strict=True):
-            bounds = torch.searchsorted(rows, group.row_starts).tolist()
-            starts = group.row_starts.tolist()
-            for i, table in enumerate(group.tables):
-                part = slice(bounds[i], bounds[i + 1])
-                per_table[table] = (rows[part] - starts[i], grads[part])
-        return per_table
+            return [None] * len(self.layout.tables)
+        return list(self._by_table(self._pending))
 
     def step(self, row_moments: Sequence[Tensor] | None = None) -> None:
         """DEFERRED mode: apply the tables' optimizer to the row gradients, and clear them.
 
         Args:
             row_moments: Per table [K], aligned with `row_gradients`: the mean of g*g over all
-                columns of a row, for row-wise optimizers on tables split by columns. None: computed here.
+                columns of a row, for row-wise optimizers on tables split by columns. None:
+                computed here.
         """
         if self._pending is None:
             return
@@ -365,32 +359,38 @@ class TableBatchedEmbedding:
         trained: Sequence[bool],
     ) -> list[Tensor | None]:
         """Per table its gradient, dense or sparse; None for frozen tables."""
+        if not self.sparse_grad:
+            flat = self._kernel.dense_gradients(grad, indices, offsets, weights)
+            pieces = self.layout.table_views(flat)
+            return [g if wanted else None for g, wanted in zip(pieces, trained, strict=True)]
         result: list[Tensor | None] = [None] * len(self.layout.tables)
-        dtype = self.storage.dtype
-        row_gradients = self._kernel.row_gradients(grad, indices, offsets, weights)
+        found = self._kernel.row_gradients(grad, indices, offsets, weights)
+        for table, (rows, grads) in enumerate(self._by_table(found)):
+            if trained[table]:
+                spec = self.layout.tables[table]
+                result[table] = torch.sparse_coo_tensor(
+                    rows.unsqueeze(0),
+                    grads.to(self.storage.dtype),
+                    (spec.num_rows, spec.dim),
+                    is_coalesced=True,
+                    check_invariants=False,
+                )
+        return result
+
+    def _by_table(self, row_gradients: list[RowGradients]) -> list[RowGradients]:
+        """Row gradients of dim groups -> of tables, rows counted from the start of the table."""
+        per_table: dict[int, RowGradients] = {}
         for group, (rows, grads) in zip(self.layout.groups, row_gradients, strict=True):
-            if self.sparse_grad:
-                bounds = torch.searchsorted(rows, group.row_starts).tolist()
-                starts = group.row_starts.tolist()
-                for i, table in enumerate(group.tables):
-                    part = slice(bounds[i], bounds[i + 1])
-                    result[table] = torch.sparse_coo_tensor(
-                        (rows[part] - starts[i]).unsqueeze(0),
-                        grads[part].to(dtype),
-                        (group.table_rows[i], group.dim),
-                        is_coalesced=True,
-                        check_invariants=False,
-                    )
-                continue
-            dense = torch.zeros(group.num_rows, group.dim, dtype=dtype, device=grad.device)
-            dense.index_copy_(0, rows, grads.to(dtype))
-            for table, piece in zip(
-                group.tables, torch.split(dense, list(group.table_rows)), strict=True
-            ):
-                result[table] = piece
-        return [g if wanted else None for g, wanted in zip(result, trained, strict=True)]
+            bounds = torch.searchsorted(rows, group.row_starts).tolist()
+            first_row = 0
+            for i, table in enumerate(group.tables):
+                part = slice(bounds[i], bounds[i + 1])
+                per_table[table] = (rows[part] - first_row, grads[part])
+                first_row += group.table_rows[i]
+        return [per_table[t] for t in range(len(self.layout.tables))]
 
 
+@final
 class _Lookup(torch.autograd.Function):
     """The autograd node of a lookup: its backward updates the tables or returns their gradients."""
 

@@ -47,7 +47,7 @@ FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
 }
 """Optimizers that have a fused CPU backward, with FBGEMM's name for it."""
 
-_OUTPUT_CODE = {torch.float32: 0, torch.float16: 1}
+_OUTPUT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
 
 _FORWARD = (
     "weights weights_offsets D_offsets total_D hash_size_cumsum indices offsets pooling_mode "
@@ -56,6 +56,10 @@ _FORWARD = (
 _BACKWARD = (
     "grad_output host_weights weights_placements weights_offsets D_offsets max_D hash_size_cumsum "
     "total_hash_size_bits indices offsets pooling_mode indice_weights stochastic_rounding"
+)
+_DENSE_BACKWARD = (
+    "grad_output host_weights weights_offsets D_offsets max_D hash_size_cumsum "
+    "total_hash_size_bits indices offsets pooling_mode indice_weights unused"
 )
 _STATE = " momentum1_host momentum1_placements momentum1_offsets"
 _CPU_OPS: Mapping[str, str] = {
@@ -66,6 +70,7 @@ _CPU_OPS: Mapping[str, str] = {
     "split_embedding_codegen_grad_indice_weights_cpu": (
         "grad_output weights weights_offsets D_offsets indices offsets feature_requires_grad"
     ),
+    "split_embedding_backward_codegen_dense_cpu": _DENSE_BACKWARD,
     "split_embedding_backward_codegen_sgd_cpu": _BACKWARD + " learning_rate_tensor output_dtype",
     "split_embedding_backward_codegen_adagrad_cpu": (
         _BACKWARD + _STATE + " learning_rate_tensor eps output_dtype"
@@ -179,6 +184,28 @@ class FbgemmCpuKernel(TorchKernel):
             values = values * inverse_bag_length(offsets, indices.numel())
         return values.float()
 
+    def dense_gradients(
+        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """The gradient of the whole storage, in its dtype and layout."""
+        if indices.numel() == 0:
+            return torch.zeros_like(self.storage)
+        geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
+        flat: Tensor = _ops().split_embedding_backward_codegen_dense_cpu(
+            grad.float(),
+            self.storage,
+            geometry.weights_offsets,
+            geometry.dim_offsets,
+            geometry.max_dim,
+            geometry.row_cumsum,
+            geometry.hash_bits,
+            indices,
+            offsets,
+            _SUM,
+            weights,
+        )
+        return flat.to(self.storage.dtype)
+
     def update(
         self,
         grad: Tensor,
@@ -190,21 +217,9 @@ class FbgemmCpuKernel(TorchKernel):
         """One optimizer step from the gradient of the output, in place."""
         if indices.numel() == 0:
             return
-        geometry = self._geometry
-        offsets = offsets.to(indices.dtype)
-        if self.pooling is PoolingMode.NONE:
-            # As a pooled lookup of one-id bags into one table: half the time of FBGEMM's own
-            # sequence backward, and the same numbers.
-            geometry = self._one_table
-            (group,) = (g for g in self.layout.groups if g.features)
-            indices = row_ids_of(group, indices, offsets)
-            offsets = torch.arange(indices.numel() + 1)
-        elif self.pooling is PoolingMode.MEAN:
-            # FBGEMM's kernel forgets the bag length when the lookup is weighted.
-            inverse = inverse_bag_length(offsets, indices.numel())
-            weights = inverse if weights is None else weights * inverse
         assert self.optimizer is not None
         spec = self.optimizer
+        geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
         self._learning_rate.fill_(learning_rate)
         common = (
             grad,
@@ -234,6 +249,22 @@ class FbgemmCpuKernel(TorchKernel):
         _ops().split_embedding_backward_codegen_rowwise_adagrad_cpu(
             *common, *state, geometry.row_state_offsets, self._learning_rate, spec.eps
         )
+
+    def _as_sum(
+        self, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> tuple[_Geometry, Tensor, Tensor, Tensor | None]:
+        """The batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
+        offsets = offsets.to(indices.dtype)
+        if self.pooling is PoolingMode.NONE:
+            # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
+            (group,) = (g for g in self.layout.groups if g.features)
+            row_ids = row_ids_of(group, indices, offsets)
+            return self._one_table, row_ids, torch.arange(row_ids.numel() + 1), None
+        if self.pooling is PoolingMode.MEAN:
+            # FBGEMM's kernel forgets the bag length when the lookup is weighted.
+            inverse = inverse_bag_length(offsets, indices.numel())
+            weights = inverse if weights is None else weights * inverse
+        return self._geometry, indices, offsets, weights
 
 
 _SUM, _MEAN = 0, 1

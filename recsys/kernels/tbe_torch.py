@@ -133,6 +133,16 @@ class TorchKernel:
             for g, found in zip(self.layout.groups, result, strict=True)
         ]
 
+    def dense_gradients(
+        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """The gradient of the whole storage, in its dtype and layout."""
+        out = torch.zeros_like(self.storage)
+        found = self.row_gradients(grad, indices, offsets, weights)
+        for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
+            group.matrix(out).index_copy_(0, rows, grads.to(out.dtype))
+        return out
+
     def update(
         self,
         grad: Tensor,

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recsys.kernels.bounds import check_ids, find_bad_ids
+
+ROWS = torch.tensor([5, 3])
+NAMES = (["user", "item"], ["users", "items"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_good_ids_pass(dtype: torch.dtype) -> None:
+    check_ids(torch.tensor([0, 4, 2], dtype=dtype), torch.tensor([0, 1, 2, 3, 3]), ROWS, *NAMES)
+    check_ids(torch.empty(0, dtype=dtype), torch.zeros(5, dtype=dtype), ROWS, *NAMES)
+    check_ids(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=dtype), ROWS, *NAMES)
+
+
+def test_the_message_names_feature_table_id_position_and_size() -> None:
+    indices, offsets = torch.tensor([4, 0, 1, 3, -1]), torch.tensor([0, 1, 2, 3, 5])
+    with pytest.raises(IndexError) as caught:
+        check_ids(indices, offsets, ROWS, *NAMES)
+    assert str(caught.value) == (
+        "Id 3 of feature 'item' is out of range for table 'items' with 3 rows (position 1 of the "
+        "feature's ids, sample 1; 2 bad ids in the batch). Ids must lie in [0, 3): hash or remap "
+        "them, enlarge num_embeddings, or choose another BoundsCheckMode."
+    )
+
+
+def test_a_negative_id_is_bad() -> None:
+    with pytest.raises(IndexError, match="Id -1 of feature 'user'"):
+        check_ids(torch.tensor([-1, 0]), torch.tensor([0, 1, 2]), ROWS, *NAMES)
+
+
+def test_empty_bags_before_a_bad_id_do_not_shift_its_sample() -> None:
+    offsets = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    with pytest.raises(IndexError, match=r"feature 'user'.*sample 2"):
+        check_ids(torch.tensor([5]), offsets, ROWS, *NAMES)
+
+
+def test_find_bad_ids_uses_each_features_own_table() -> None:
+    bad = find_bad_ids(torch.tensor([3, 3]), torch.tensor([0, 1, 2]), ROWS)
+    assert bad.tolist() == [False, True]

@@ -1,0 +1,174 @@
+"""The table of facts about FBGEMM, measured again: each claimed limit is real, and no other."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from recsys.kernels import support, tbe_fbgemm
+from recsys.kernels.row_update import STATE_KINDS
+from recsys.kernels.support import LIMITS, LookupSettings, choose_backend
+from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmCpuKernel, has_cpu_ops
+from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import TorchKernel
+from recsys.kernels.types import (
+    EmbeddingLocation,
+    EmbOptimType,
+    OptimizerSpec,
+    PoolingMode,
+    TableSpec,
+    UpdateMode,
+    WeightDecayMode,
+)
+
+CPU = torch.device("cpu")
+FBGEMM_NAMES = {
+    EmbOptimType.ADAM: "adam",
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: "partial_rowwise_adam",
+    EmbOptimType.LAMB: "lamb",
+    EmbOptimType.LARS_SGD: "lars_sgd",
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+needs_fbgemm = pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed")
+
+
+def settings(
+    *,
+    device: str = "cpu",
+    weights: torch.dtype = torch.float32,
+    output: torch.dtype = torch.float32,
+    dims: tuple[int, ...] = (4, 4),
+    features: tuple[int, ...] = (0, 0, 1),
+    pooling: PoolingMode = PoolingMode.SUM,
+    optimizer: OptimizerSpec | None = None,
+    mode: UpdateMode = UpdateMode.FUSED,
+) -> LookupSettings:
+    return LookupSettings(
+        device=torch.device(device),
+        weights_dtype=weights,
+        output_dtype=output,
+        dims=dims,
+        feature_table_map=features,
+        pooling=pooling,
+        optimizer=optimizer or OptimizerSpec(algorithm=EmbOptimType.SGD),
+        update_mode=mode,
+        location=EmbeddingLocation.HOST if device == "cpu" else EmbeddingLocation.DEVICE,
+    )
+
+
+def kernels_agree(s: LookupSettings) -> bool:
+    """Whether FBGEMM's CPU kernels, forced, give what the torch kernels give."""
+    assert s.optimizer is not None
+    if s.optimizer.algorithm not in FUSED_ON_CPU:
+        name = FBGEMM_NAMES[s.optimizer.algorithm]
+        return hasattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu")
+    results = []
+    for kernel_class in (FbgemmCpuKernel, TorchKernel):
+        tables = [TableSpec(name=str(i), num_rows=6, dim=d) for i, d in enumerate(s.dims)]
+        layout = StorageLayout(tables, s.feature_table_map, CPU)
+        generator = torch.Generator().manual_seed(0)
+        storage = torch.randn(layout.num_elements, generator=generator).to(s.weights_dtype)
+        sizes = {"element": layout.num_elements, "row": layout.num_rows, "table": len(tables)}
+        states = {
+            name: torch.zeros(sizes[kind])
+            for name, kind in STATE_KINDS[s.optimizer.algorithm].items()
+        }
+        kernel = kernel_class(layout, storage, s.pooling, s.output_dtype, s.optimizer, states)
+        num_features = layout.num_features
+        indices = torch.tensor([1, 1, 3, 0, 5, 3] * num_features)
+        offsets = torch.arange(2 * num_features + 1) * 3
+        try:
+            out = kernel.lookup(indices, offsets, None)
+            grad = torch.randn(out.shape, generator=generator).to(out.dtype)
+            for _ in range(2):
+                kernel.update(grad, indices, offsets, None, 0.1)
+        except (RuntimeError, AssertionError):
+            return False
+        results.append((out.float(), storage.float()))
+    tolerance = 1e-4 if s.weights_dtype is s.output_dtype is torch.float32 else 1e-2
+    return all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True)
+    )
+
+
+def measured_settings() -> list[LookupSettings]:
+    found = [settings(weights=w, output=o) for w, o in itertools.product(DTYPES, DTYPES)]
+    for algorithm, decay in itertools.product(EmbOptimType, (0.0, 0.5)):
+        spec = OptimizerSpec(algorithm=algorithm, weight_decay=decay)
+        found.append(settings(optimizer=spec))
+    for algorithm, dims in itertools.product(FUSED_ON_CPU, ((3, 3), (1, 1), (5, 4), (4, 12))):
+        found.append(settings(dims=dims, optimizer=OptimizerSpec(algorithm=algorithm)))
+    for algorithm, pooling in itertools.product(FUSED_ON_CPU, PoolingMode):
+        found.append(settings(pooling=pooling, optimizer=OptimizerSpec(algorithm=algorithm)))
+    rowwise = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    found.extend(
+        settings(features=features, optimizer=rowwise)
+        for features in ((0, 1, 0), (1, 0), (1, 1, 0), (1, 0, 1), (0,))
+    )
+    return found
+
+
+def describe(s: LookupSettings) -> str:
+    assert s.optimizer is not None
+    name = s.optimizer.algorithm.name + ("-decay" if s.optimizer.weight_decay else "")
+    dtypes = f"{s.weights_dtype}-{s.output_dtype}".replace("torch.", "")
+    return f"{name}-{s.pooling.name}-{dtypes}-{s.dims}-{s.feature_table_map}".replace(" ", "")
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("case", measured_settings(), ids=describe)
+def test_the_cpu_rows_of_the_table_are_what_is_measured(case: LookupSettings) -> None:
+    choice = choose_backend(case)
+    assert (choice.backend == "fbgemm") is kernels_agree(case), choice.reason
+
+
+@needs_fbgemm
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dims": (4, 6)}, "divisible by 4"),
+        ({"weights": torch.bfloat16}, "fp32 and fp16"),
+        ({"output": torch.bfloat16}, None),
+        ({"mode": UpdateMode.DEFERRED}, "fused update only"),
+        ({"optimizer": OptimizerSpec(algorithm=EmbOptimType.ADAM)}, None),
+        (
+            {"optimizer": OptimizerSpec(algorithm=EmbOptimType.SGD, weight_decay=0.1)},
+            "ignores this weight decay",
+        ),
+        (
+            {
+                "optimizer": OptimizerSpec(
+                    algorithm=EmbOptimType.ADAM,
+                    weight_decay=0.1,
+                    weight_decay_mode=WeightDecayMode.L2,
+                )
+            },
+            "ignores this weight decay",
+        ),
+    ],
+)
+def test_cuda_choices(changes: dict[str, object], reason: str | None) -> None:
+    choice = choose_backend(settings(device="cuda", **changes))  # type: ignore[arg-type]
+    assert choice.backend == ("fbgemm" if reason is None else "torch")
+    assert reason is None or reason in choice.reason
+
+
+def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_cpu_ops():
+        assert "no kernels for device 'mps'" in choose_backend(settings(device="mps")).reason
+    monkeypatch.setattr(support, "HAS_FBGEMM", False)
+    choice = choose_backend(settings())
+    assert choice == ("torch", "fbgemm_gpu is not installed")
+
+
+def test_a_changed_op_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {**tbe_fbgemm._CPU_OPS, "split_embedding_codegen_forward_cpu": "weights"}
+    monkeypatch.setattr(tbe_fbgemm, "_CPU_OPS", changed)
+    assert not has_cpu_ops()
+
+
+def test_every_limit_says_why() -> None:
+    assert all(len(limit.reason) > 10 for limit in LIMITS)

@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recsys.kernels.row_update import update_rows
+from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
+from recsys.kernels.types import (
+    EmbeddingLocation,
+    EmbOptimType,
+    OptimizerSpec,
+    PoolingMode,
+    TableSpec,
+    UpdateMode,
+    WeightDecayMode,
+)
+from tests.kernels.lookup_cases import CPU, Case, cases, output_gradient, reference_lookup
+
+few = settings(max_examples=25, deadline=None, derandomize=True)
+needs_fbgemm = pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed")
+
+SMALL = Case(
+    rows=(7, 5, 9),
+    dims=(4, 8, 4),
+    feature_table_map=(0, 1, 1, 2),
+    pooling=PoolingMode.SUM,
+    weighted=False,
+    index_dtype=torch.int64,
+    batch_size=3,
+    seed=0,
+)
+
+
+def spec_of(algorithm: EmbOptimType, **kwargs: float) -> OptimizerSpec:
+    return OptimizerSpec(algorithm=algorithm, learning_rate=0.1, **kwargs)
+
+
+def train(
+    tbe: TableBatchedEmbedding, case: Case, steps: int = 3, parameters: list[Tensor] | None = None
+) -> list[Tensor]:
+    """Outputs and gradients of per-sample weights of some training steps."""
+    seen = []
+    for step in range(steps):
+        indices, offsets, weights = case.batch(step)
+        if weights is not None:
+            weights.requires_grad_()
+        out = tbe.forward(indices, offsets, weights, parameters)
+        if out.requires_grad:
+            out.backward(output_gradient(case, step, out.shape).to(out.dtype))
+        seen.append(out.detach())
+        if weights is not None:
+            assert weights.grad is not None
+            seen.append(weights.grad)
+        if tbe.update_mode is UpdateMode.DEFERRED:
+            tbe.step()
+    return seen
+
+
+def assert_same(
+    a: TableBatchedEmbedding, b: TableBatchedEmbedding, rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    for x, y in zip(a.weights, b.weights, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+    for state_a, state_b in zip(a.states, b.states, strict=True):
+        assert state_a.keys() == state_b.keys()
+        for name in state_a:
+            torch.testing.assert_close(state_a[name], state_b[name], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("fbgemm", marks=needs_fbgemm), "torch"])
+@few
+@given(case=cases(neighbours=True))
+def test_forward_and_gradients_equal_a_loop_over_bags(backend: str, case: Case) -> None:
+    tbe = case.build(None, UpdateMode.GRADIENT, backend)
+    parameters = [w.detach().requires_grad_() for w in tbe.weights]
+    tables = [w.clone().requires_grad_() for w in case.init()]
+    indices, offsets, weights = case.batch(0)
+    mine = None if weights is None else weights.clone().requires_grad_()
+    theirs = None if weights is None else weights.clone().requires_grad_()
+    out = tbe.forward(indices, offsets, mine, parameters)
+    expected = reference_lookup(case, tables, indices, offsets, theirs)
+    torch.testing.assert_close(out, expected)
+    grad = output_gradient(case, 0, out.shape)
+    out.backward(grad)
+    expected.backward(grad)
+    for parameter, table in zip(parameters, tables, strict=True):
+        reference = torch.zeros_like(table) if table.grad is None else table.grad
+        torch.testing.assert_close(parameter.grad, reference)
+    if mine is not None and theirs is not None:
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@needs_fbgemm
+@few
+@given(case=cases(neighbours=True), algorithm=st.sampled_from(list(FUSED_ON_CPU)))
+def test_fbgemm_and_torch_train_alike(case: Case, algorithm: EmbOptimType) -> None:
+    spec = spec_of(algorithm)
+    fbgemm = case.build(spec, UpdateMode.FUSED, "fbgemm")
+    plain = case.build(spec, UpdateMode.FUSED, "torch")
+    for a, b in zip(train(fbgemm, case), train(plain, case), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_same(fbgemm, plain)
+
+
+@few
+@given(case=cases(), algorithm=st.sampled_from(list(EmbOptimType)))
+def test_deferred_equals_fused(case: Case, algorithm: EmbOptimType) -> None:
+    fused = case.build(spec_of(algorithm), UpdateMode.FUSED)
+    deferred = case.build(spec_of(algorithm), UpdateMode.DEFERRED)
+    train(fused, case)
+    train(deferred, case)
+    assert_same(fused, deferred)
+
+
+# torch.optim.Adagrad builds sparse tensors without saying whether to check them
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer"),
+    [
+        (EmbOptimType.SGD, torch.optim.SGD),
+        (EmbOptimType.EXACT_ADAGRAD, torch.optim.Adagrad),
+        # touches only rows with a gradient, as a table's own Adam does
+        (EmbOptimType.ADAM, torch.optim.SparseAdam),
+    ],
+)
+def test_own_optimizer_equals_torch_optim(
+    mode: UpdateMode, algorithm: EmbOptimType, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    eps = {} if algorithm is EmbOptimType.SGD else {"eps": 1e-10}
+    own = SMALL.build(spec_of(algorithm, **eps), mode)
+    train(own, SMALL)
+    plain = SMALL.build(None, UpdateMode.GRADIENT, sparse_grad=True)
+    parameters = [w.detach().requires_grad_() for w in plain.weights]
+    torch_optimizer = optimizer(parameters, lr=0.1, **eps)  # type: ignore[call-arg]
+    for step in range(3):
+        indices, offsets, _ = SMALL.batch(step)
+        torch_optimizer.zero_grad()
+        out = plain.forward(indices, offsets, None, parameters)
+        out.backward(output_gradient(SMALL, step, out.shape))
+        torch_optimizer.step()
+    for a, b in zip(own.weights, plain.weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", list(EmbOptimType))
+@pytest.mark.parametrize("weights_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("output_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_half_tables_and_outputs(
+    algorithm: EmbOptimType, weights_dtype: torch.dtype, output_dtype: torch.dtype
+) -> None:
+    half = SMALL.build(
+        spec_of(algorithm),
+        UpdateMode.FUSED,
+        weights_dtype=weights_dtype,
+        output_dtype=output_dtype,
+    )
+    full = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
+    for a, b in zip(full.weights, half.weights, strict=True):
+        a.copy_(b)
+    out_half, *_ = train(half, SMALL, steps=1)
+    out_full, *_ = train(full, SMALL, steps=1)
+    assert out_half.dtype is output_dtype
+    torch.testing.assert_close(out_half.float(), out_full, rtol=2e-2, atol=2e-2)
+    for a, b in zip(half.weights, full.weights, strict=True):
+        assert a.dtype is weights_dtype
+        torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2)
+    assert all(s.dtype is torch.float32 for state in half.states for s in state.values())
+
+
+@pytest.mark.parametrize("algorithm", list(EmbOptimType))
+def test_weight_decay_is_never_ignored(algorithm: EmbOptimType) -> None:
+    plain = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
+    decayed = SMALL.build(spec_of(algorithm, weight_decay=0.5), UpdateMode.FUSED)
+    deferred = SMALL.build(spec_of(algorithm, weight_decay=0.5), UpdateMode.DEFERRED)
+    for tbe in (plain, decayed, deferred):
+        train(tbe, SMALL, steps=2)
+    assert not torch.allclose(plain.weights[0], decayed.weights[0])
+    assert_same(decayed, deferred)
+
+
+def test_weight_decay_leaves_rows_alone_that_were_not_looked_up() -> None:
+    spec = spec_of(EmbOptimType.SGD, weight_decay=0.5)
+    tbe = SMALL.build(spec, UpdateMode.FUSED)
+    before = [w.clone() for w in tbe.weights]
+    tbe.forward(torch.tensor([2]), torch.tensor([0, 1] + [1] * 11), None).sum().backward()
+    changed = (tbe.weights[0] != before[0]).any(1)
+    assert changed.tolist() == [i == 2 for i in range(7)]
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_frozen_tables_do_not_move_and_the_others_do(mode: UpdateMode) -> None:
+    optimizer = None if mode is UpdateMode.GRADIENT else spec_of(EmbOptimType.ADAM)
+    tbe = SMALL.build(optimizer, mode)
+    free = SMALL.build(optimizer, mode)
+    before = [w.clone() for w in tbe.weights]
+    parameters = [w.detach().requires_grad_(t != 1) for t, w in enumerate(tbe.weights)]
+    train(tbe, SMALL, parameters=parameters)
+    train(free, SMALL, parameters=[w.detach().requires_grad_() for w in free.weights])
+    assert parameters[1].grad is None
+    assert torch.equal(tbe.weights[1], before[1])
+    if mode is UpdateMode.GRADIENT:
+        assert parameters[0].grad is not None
+        return
+    assert torch.equal(tbe.states[1]["exp_avg"], torch.zeros_like(before[1]))
+    assert torch.equal(tbe.weights[0], free.weights[0])
+    assert not torch.equal(tbe.weights[0], before[0])
+
+
+def test_all_tables_frozen_means_no_graph() -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED)
+    indices, offsets, _ = SMALL.batch(0)
+    frozen = [w.detach() for w in tbe.weights]
+    assert not tbe.forward(indices, offsets, None, frozen).requires_grad
+    assert tbe.forward(indices, offsets).requires_grad
+    with torch.no_grad():
+        assert not tbe.forward(indices, offsets).requires_grad
+
+
+def test_no_grad_forward_does_not_count_as_a_step() -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.ADAM), UpdateMode.FUSED)
+    indices, offsets, _ = SMALL.batch(0)
+    with torch.no_grad():
+        tbe.forward(indices, offsets)
+    assert tbe.states[0]["step"] == 0
+    tbe.forward(indices, offsets).sum().backward()
+    assert [state["step"].item() for state in tbe.states] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
+def test_adam_counts_a_step_without_ids(mode: UpdateMode) -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.ADAM), mode)
+    before = [w.clone() for w in tbe.weights]
+    empty = torch.empty(0, dtype=torch.int64)
+    tbe.forward(empty, torch.zeros(13, dtype=torch.int64)).sum().backward()
+    tbe.step()
+    assert [state["step"].item() for state in tbe.states] == [1.0, 1.0, 1.0]
+    assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("fbgemm", marks=needs_fbgemm), "torch"])
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_a_batch_of_no_samples(mode: UpdateMode, backend: str) -> None:
+    optimizer = None if mode is UpdateMode.GRADIENT else spec_of(EmbOptimType.EXACT_ADAGRAD)
+    tbe = SMALL.build(optimizer, mode, backend)
+    parameters = [w.detach().requires_grad_() for w in tbe.weights]
+    weights = torch.empty(0, requires_grad=True)
+    out = tbe.forward(
+        torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), weights, parameters
+    )
+    assert out.shape == (0, 24)
+    out.sum().backward()
+    assert weights.grad is not None
+
+
+def test_row_gradients_are_duplicate_free_and_add_up() -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.SGD), UpdateMode.DEFERRED)
+    assert tbe.row_gradients == [None, None, None]
+    tables = [w.clone().requires_grad_() for w in SMALL.init()]
+    calls = []
+    tbe.on_row_gradients = lambda: calls.append(tbe.row_gradients)
+    for step in range(2):
+        indices, offsets, _ = SMALL.batch(step)
+        out = tbe.forward(indices, offsets)
+        grad = output_gradient(SMALL, step, out.shape)
+        out.backward(grad)
+        reference_lookup(SMALL, tables, indices, offsets, None).backward(grad)
+    assert len(calls) == 2
+    for found, table in zip(tbe.row_gradients, tables, strict=True):
+        assert found is not None
+        assert table.grad is not None
+        rows, grads = found
+        assert rows.unique().numel() == rows.numel()
+        dense = torch.zeros_like(table).index_add(0, rows, grads)
+        torch.testing.assert_close(dense, table.grad)
+    tbe.zero_grad()
+    before = [w.clone() for w in tbe.weights]
+    tbe.step()
+    assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
+
+
+def test_step_takes_row_moments_of_the_whole_row() -> None:
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    tbe = SMALL.build(spec, UpdateMode.DEFERRED)
+    indices, offsets, _ = SMALL.batch(0)
+    tbe.forward(indices, offsets).sum().backward()
+    expected = [w.clone() for w in tbe.weights]
+    moments = []
+    for weight, found in zip(expected, tbe.row_gradients, strict=True):
+        assert found is not None
+        rows, grads = found
+        moments.append(torch.full((rows.numel(),), 4.0))
+        state = {"sum": torch.zeros(weight.shape[0])}
+        update_rows(spec, weight, state, rows, grads, 0.1, row_moment=moments[-1])
+    tbe.step(moments)
+    for a, b in zip(tbe.weights, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("algorithm", [EmbOptimType.SGD, EmbOptimType.ADAM])
+def test_learning_rate_takes_effect_at_the_next_update(algorithm: EmbOptimType) -> None:
+    tbe = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
+    assert tbe.learning_rate == 0.1
+    before = [w.clone() for w in tbe.weights]
+    tbe.learning_rate = 0.0
+    train(tbe, SMALL, steps=1)
+    assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
+    tbe.learning_rate = 0.5
+    train(tbe, SMALL, steps=1)
+    assert not torch.equal(tbe.weights[0], before[0])
+
+
+@pytest.mark.parametrize("algorithm", [EmbOptimType.EXACT_ADAGRAD, EmbOptimType.ADAM])
+def test_states_are_live(algorithm: EmbOptimType) -> None:
+    whole = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
+    train(whole, SMALL, steps=2)
+    resumed = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
+    train(resumed, SMALL, steps=1)
+    copy = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
+    for a, b in zip(copy.weights, resumed.weights, strict=True):
+        a.copy_(b)
+    for state_a, state_b in zip(copy.states, resumed.states, strict=True):
+        for name, value in state_b.items():
+            state_a[name].copy_(value)
+    indices, offsets, _ = SMALL.batch(1)
+    out = copy.forward(indices, offsets)
+    out.backward(output_gradient(SMALL, 1, out.shape))
+    assert_same(copy, whole, rtol=0, atol=0)
+
+
+def test_weights_can_be_given_and_are_the_storage() -> None:
+    first = SMALL.build(None, UpdateMode.GRADIENT)
+    second = TableBatchedEmbedding(
+        SMALL.specs,
+        feature_table_map=SMALL.feature_table_map,
+        pooling=SMALL.pooling,
+        optimizer=spec_of(EmbOptimType.SGD),
+        update_mode=UpdateMode.FUSED,
+        device=CPU,
+        weights=first.storage,
+    )
+    before = first.weights[0].clone()
+    train(second, SMALL, steps=1)
+    assert not torch.equal(first.weights[0], before)
+
+
+def test_meta_device_gives_shapes() -> None:
+    tbe = TableBatchedEmbedding(
+        SMALL.specs,
+        feature_table_map=SMALL.feature_table_map,
+        pooling=PoolingMode.SUM,
+        optimizer=spec_of(EmbOptimType.ADAM),
+        update_mode=UpdateMode.FUSED,
+        device=torch.device("meta"),
+    )
+    out = tbe.forward(
+        torch.empty(5, dtype=torch.int64, device="meta"),
+        torch.empty(13, dtype=torch.int64, device="meta"),
+    )
+    assert out.shape == (3, 24)
+    assert tbe.weights[1].shape == (5, 8)
+    assert tbe.states[1]["exp_avg"].is_meta
+
+
+def test_repr_names_the_backend_and_why() -> None:
+    decayed = SMALL.build(spec_of(EmbOptimType.SGD, weight_decay=0.1), UpdateMode.FUSED)
+    assert "backend=torch" in repr(decayed)
+    if has_cpu_ops():
+        assert "ignore weight decay" in repr(decayed)
+        assert "backend=fbgemm" in repr(SMALL.build(None, UpdateMode.GRADIENT))
+
+
+@needs_fbgemm
+def test_scattered_features_are_left_to_torch() -> None:
+    scattered = Case(**{**SMALL.__dict__, "feature_table_map": (1, 0, 1, 2)})
+    tbe = scattered.build(spec_of(EmbOptimType.EXACT_ADAGRAD), UpdateMode.FUSED)
+    assert tbe.backend == "torch"
+    assert "neighbours" in tbe.backend_reason
+
+
+def build_badly(**changes: object) -> None:
+    arguments: dict[str, object] = {
+        "feature_table_map": [0],
+        "pooling": PoolingMode.SUM,
+        "update_mode": UpdateMode.GRADIENT,
+        "device": CPU,
+    }
+    tables = [TableSpec(name="a", num_rows=3, dim=4), TableSpec(name="b", num_rows=3, dim=8)]
+    TableBatchedEmbedding(tables, **{**arguments, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"update_mode": UpdateMode.FUSED}, "needs an optimizer; received None"),
+        ({"pooling": PoolingMode.NONE}, r"needs equal dims; received \[4, 8\]"),
+        ({"feature_table_map": [2]}, r"table numbers in \[0, 2\); received \[2\]"),
+        ({"feature_table_map": []}, "at least one table and one feature"),
+        ({"location": EmbeddingLocation.DEVICE}, "does not fit device cpu"),
+        ({"weights": torch.zeros(3)}, r"contiguous \[36\] tensor"),
+        ({"weights_dtype": torch.int8}, "weights_dtype must be floating"),
+        ({"weights_dtype": torch.bfloat16, "backend": "fbgemm"}, "cannot serve this lookup"),
+    ],
+)
+def test_contradictory_settings_raise(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_badly(**changes)
+
+
+def test_weighted_sequence_lookup_raises() -> None:
+    tbe = TableBatchedEmbedding(
+        [TableSpec(name="a", num_rows=3, dim=4)],
+        feature_table_map=[0],
+        pooling=PoolingMode.NONE,
+        update_mode=UpdateMode.GRADIENT,
+        device=CPU,
+    )
+    with pytest.raises(ValueError, match="takes no per_sample_weights"):
+        tbe.forward(torch.tensor([0]), torch.tensor([0, 1]), torch.ones(1))
+
+
+def test_l2_and_decoupled_decay_differ() -> None:
+    tables = []
+    for mode in WeightDecayMode:
+        spec = OptimizerSpec(
+            algorithm=EmbOptimType.EXACT_ADAGRAD,
+            learning_rate=0.1,
+            weight_decay=0.3,
+            weight_decay_mode=mode,
+        )
+        tbe = SMALL.build(spec, UpdateMode.FUSED)
+        train(tbe, SMALL)
+        tables.append(tbe.weights[0])
+    assert not torch.allclose(*tables)
