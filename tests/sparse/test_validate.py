@@ -1,0 +1,177 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, is_debug, set_debug
+
+IDS = torch.arange(3)
+ONE_EACH = torch.tensor([1, 2])
+
+
+@pytest.fixture
+def debug():
+    set_debug(True)
+    yield
+    set_debug(False)
+
+
+@pytest.mark.parametrize("build", [JaggedTensor, lambda *a, **k: KeyedJaggedTensor(["a"], *a, **k)])
+class TestParts:
+    def test_lengths_or_offsets(self, build):
+        with pytest.raises(ValueError, match="needs lengths or offsets; received neither"):
+            build(IDS)
+
+    @pytest.mark.parametrize("part", ["lengths", "offsets"])
+    def test_integers(self, build, part):
+        with pytest.raises(
+            TypeError, match=rf"{part} must be int32 or int64; received torch.float"
+        ):
+            build(IDS, **{part: torch.tensor([0.0, 3.0])})
+
+    @pytest.mark.parametrize("part", ["lengths", "offsets", "weights"])
+    def test_tensors(self, build, part):
+        parts = {"lengths": ONE_EACH, part: [1, 2]}
+        with pytest.raises(TypeError, match=rf"{part} must be a torch.Tensor; received list"):
+            build(IDS, **parts)
+
+    @pytest.mark.parametrize("part", ["lengths", "offsets", "weights"])
+    def test_devices(self, build, part):
+        parts = {"lengths": ONE_EACH, part: torch.empty(3, dtype=torch.int64, device="meta")}
+        with pytest.raises(ValueError, match=rf"{part} must be on the values' device; .* meta"):
+            build(IDS, **parts)
+
+    def test_weights(self, build):
+        with pytest.raises(ValueError, match=r"one entry per value; received weights of shape \(2"):
+            build(IDS, torch.ones(2), ONE_EACH)
+
+    def test_scalar_values(self, build):
+        with pytest.raises(ValueError, match="at least 1 dimension; received a scalar"):
+            build(torch.tensor(1), lengths=ONE_EACH)
+        with pytest.raises(TypeError, match=r"values must be a torch.Tensor; received list"):
+            build([1], lengths=ONE_EACH)
+
+    def test_offsets_shape(self, build):
+        with pytest.raises(ValueError, match=r"must be 1-D .* received shape \(0,\)"):
+            build(IDS, offsets=IDS[:0])
+        with pytest.raises(ValueError, match="received 2 offsets and 2 lengths"):
+            build(IDS, lengths=ONE_EACH, offsets=torch.tensor([0, 3]))
+
+    def test_offsets_span(self, build):
+        with pytest.raises(
+            ValueError, match=r"from 0 to the number of values, 3; received .* to 2"
+        ):
+            build(IDS, offsets=torch.tensor([0, 1, 2]))
+        with pytest.raises(ValueError, match="received offsets from 1 to 3"):
+            build(IDS, offsets=torch.tensor([1, 1, 3]))
+
+    def test_length_sums_when_offsets_are_derived(self, build):
+        with pytest.raises(ValueError, match=r"to the number of values, 3; received .* to 4"):
+            build(IDS, lengths=torch.tensor([2, 2])).offsets()
+
+    def test_full_check_names_the_bag(self, build):
+        with pytest.raises(ValueError, match="must not be negative; received length -1 at bag 1"):
+            build(IDS, lengths=torch.tensor([4, -1])).validate()
+        with pytest.raises(ValueError, match="must not decrease; received length -2 at bag 1"):
+            build(IDS, offsets=torch.tensor([0, 4, 2, 3])).validate()
+        with pytest.raises(ValueError, match="received lengths that add up to 4 for 3 values"):
+            build(IDS, lengths=torch.tensor([2, 2])).validate()
+        with pytest.raises(ValueError, match="received length 1 and offsets that say 2 at bag 0"):
+            build(IDS, lengths=ONE_EACH, offsets=torch.tensor([0, 2, 3])).validate()
+
+    def test_debug_checks_at_construction(self, build, debug):
+        with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+            build(IDS, lengths=torch.tensor([2, 2]))
+
+
+def test_jagged_lengths_are_flat():
+    with pytest.raises(ValueError, match=r"must be 1-D; received shape \(1, 2\)"):
+        JaggedTensor(IDS, lengths=ONE_EACH.view(1, 2))
+    with pytest.raises(ValueError, match="add up to 2 for 3 values"):
+        JaggedTensor(IDS, lengths=torch.tensor([2])).to_dense()
+
+
+def test_keys():
+    with pytest.raises(ValueError, match=r"must be unique; received more than once: \['a'\]"):
+        KeyedJaggedTensor(["a", "b", "a"], IDS, lengths=torch.ones(3).long())
+
+
+def test_numbers_per_key():
+    with pytest.raises(ValueError, match="3 lengths for 2 keys"):
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.ones(3).long())
+    with pytest.raises(ValueError, match="2 lengths for 2 keys and a stride of 3"):
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride=3)
+    with pytest.raises(ValueError, match=r"2 lengths for 0 keys\. Lengths"):
+        KeyedJaggedTensor([], IDS, lengths=ONE_EACH)
+    with pytest.raises(ValueError, match=r"received strides \[1, 2\] for 2 keys and 2 lengths"):
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride_per_key=[1, 2])
+    with pytest.raises(ValueError, match=r"\[keys \* samples\] or \[keys, samples\]; .* \(2, 1\)"):
+        KeyedJaggedTensor(["a"], IDS, lengths=ONE_EACH.view(2, 1))
+    with pytest.raises(ValueError, match="length_per_key must have one entry per key; received 1"):
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[3])
+    with pytest.raises(ValueError, match="add up to 2 for 3 values"):
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[1, 1])
+
+
+def test_length_sums_when_features_are_told_apart():
+    kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.tensor([2, 2]))
+    for read in (kjt.to_dict, kjt.length_per_key, kjt.sync, lambda: kjt["a"]):
+        with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+            read()
+
+
+def test_full_check_names_the_feature():
+    kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.tensor([1, 1, 3, -2]))
+    with pytest.raises(ValueError, match='received length -2 at bag 1 of feature "b"'):
+        kjt.validate()
+    kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[2, 1])
+    with pytest.raises(
+        ValueError, match=r"must agree with lengths; received \[2, 1\] for \[1, 2\]"
+    ):
+        kjt.validate()
+
+
+def test_inverse_indices():
+    def build(keys, rows):
+        return KeyedJaggedTensor(
+            ["a", "b"],
+            IDS,
+            lengths=ONE_EACH,
+            stride_per_key=[1, 1],
+            inverse_indices=(keys, rows),
+        )
+
+    build(["b", "a"], torch.zeros(2, 3).long()).validate()
+    with pytest.raises(ValueError, match=r"cover every key; received none for \['b'\]"):
+        build(["a"], torch.zeros(1, 3).long())
+    with pytest.raises(ValueError, match=r"2 keys and torch.int64 of shape \(1, 3\)"):
+        build(["a", "b"], torch.zeros(1, 3).long())
+    with pytest.raises(ValueError, match=r"2 keys and torch\.float32"):
+        build(["a", "b"], torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="values' device; received indices on meta"):
+        build(["a", "b"], torch.zeros(2, 3, device="meta").long())
+    with pytest.raises(ValueError, match=r'of feature "b" must be in 0\.\.0; received 1'):
+        build(["a", "b"], torch.tensor([[0, 0], [0, 1]])).validate()
+
+
+def test_meta_tensors_are_not_read():
+    lengths = torch.empty(4, dtype=torch.int64, device="meta")
+    kjt = KeyedJaggedTensor(["a", "b"], torch.empty(9, device="meta"), lengths=lengths)
+    assert kjt.offsets().shape == (5,)
+    assert repr(kjt) == "KeyedJaggedTensor(2 keys, stride 2, 9 values, float32, meta)"
+
+
+def test_debug_from_the_environment():
+    assert not is_debug()
+    script = "from recsys.sparse import is_debug; print(is_debug())"
+    for value, expected in (("1", "True"), ("0", "False")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"RECSYS_DEBUG": value},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == expected
