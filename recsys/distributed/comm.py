@@ -35,26 +35,48 @@ class Pending:
 
 
 def all_to_all(
-    env: ShardingEnv, send: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]
+    env: ShardingEnv,
+    send: Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    out: Tensor | None = None,
 ) -> Pending:
     """Starts an all-to-all of stretches of a flat tensor.
 
     Args:
         env: the ranks that take part.
-        send: ``[sum(send_sizes)]``, the stretch for rank 0 first.
+        send: ``[sum(send_sizes)]``, the stretch for rank 0 first. Do not change it before the wait.
         send_sizes: elements for each rank.
         recv_sizes: elements from each rank.
+        out: ``[sum(recv_sizes)]``, to receive into; allocated if None.
 
     Returns:
         The pending ``[sum(recv_sizes)]``, the stretch from rank 0 first.
     """
+    rank = env.rank
     if env.world_size == 1:
-        return Pending(send, None)
-    received = send.new_empty(sum(recv_sizes))
+        if out is None:
+            return Pending(send, None)
+        return Pending(out.copy_(send), None)
+    if out is None:
+        out = send.new_empty(sum(recv_sizes))
+    send_sizes, recv_sizes = list(send_sizes), list(recv_sizes)
+    sent, received = send, out
+    if send.device.type == "cpu" and rank in (0, env.world_size - 1):
+        # gloo moves a rank's own stretch slower than a copy does; at either end it can be cut off
+        own = send_sizes[rank]
+        kept = slice(own, None) if rank == 0 else slice(0, send.numel() - own)
+        into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
+        sent, received = send[kept], out[into]
+        send_sizes[rank] = recv_sizes[rank] = 0
     work = dist.all_to_all_single(
-        received, send, list(recv_sizes), list(send_sizes), group=env.process_group, async_op=True
+        received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
     )
-    return Pending(received, work, send)
+    if received is not out:  # while the others' stretches are under way
+        own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
+        own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
+        out[own_to].copy_(send[own_from])
+    return Pending(out, work, send)
 
 
 def all_reduce(env: ShardingEnv, tensor: Tensor) -> Pending:

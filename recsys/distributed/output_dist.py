@@ -1,9 +1,10 @@
-"""Third stage: looked-up embeddings go back to the samples they belong to, into their final
-columns.
+"""Third stage: looked-up embeddings go back to their samples, into their final columns.
 
-One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank
-``q`` the rows of ``q``'s samples as they lie in its lookup's output; ``q`` adds up the parts of
-row-split tables and lays every stretch of columns where the unsharded module would have put it.
+One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank ``q``
+the rows of ``q``'s samples as they lie in its lookups' output. What arrives is one buffer, seen as
+rows of ``chunk`` columns (the largest width that divides every stretch of columns); one gather lays
+those rows out as the unsharded module would have them, adding up the parts of row-split tables on
+the way. Backward is the transposed gather and the reverse exchange.
 
 Shape names: ``B`` samples of this rank, ``T`` samples of all ranks, ``D`` output columns, ``C``
 columns of one rank's lookups.
@@ -11,16 +12,37 @@ columns of one rank's lookups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recsys.distributed import comm
 from recsys.distributed.input_dist import Receipt
 from recsys.distributed.layout import Layout
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
+
+_MAX_CACHED_PLACEMENTS = 16  # one per batch size seen; datasets have few
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placement:
+    """The gathers for one batch size.
+
+    ``collect`` lists, for each chunk of the output ``[B, D]``, the chunks of the received buffer that add up to it;
+    ``offsets`` says where each chunk's list begins, None if every list has one entry. ``spread`` lists, for each
+    chunk of the buffer, the chunk of the output it went to.
+    """
+
+    collect: Tensor
+    offsets: Tensor | None
+    spread: Tensor
 
 
 @final
@@ -53,18 +75,27 @@ class OutputDist:
         self.mean_slots = mean_slots
         self.on_backward = on_backward
         self.has_exchange = any(layout.rank_widths)
-        # a backward pass must reach every rank, also one whose own tables are frozen or that owns none
+        # the columns of the received buffer, block by block: each rank's, then the replicas'
+        self._blocks = [*layout.source_columns, *layout.replica_columns]
+        edges = [edge for block in self._blocks for columns in block for edge in columns]
+        self.chunk = gcd(*edges)
+        self._placements: dict[int, _Placement] = {}
+        # a backward pass must reach every rank, also one whose own tables are frozen or that owns
+        # none
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
         self._is_identity = (
             env.world_size == 1
             and not mean_slots
-            and not layout.replica_groups
-            and len(layout.groups[0]) == 1
-            and layout.placement == ((0, 0, layout.width),)
+            and len(self._blocks[0] or self._blocks[-1]) == 1
+            and len(layout.groups[0]) + len(layout.replica_groups) == 1
         )
 
     def start(
-        self, lookups: list[Tensor], replicas: list[Tensor], receipt: Receipt, trains: bool
+        self,
+        lookups: Sequence[Tensor],
+        replicas: Sequence[Tensor],
+        receipt: Receipt,
+        trains: bool,
     ) -> LazyAwaitable[Tensor]:
         """Starts the exchange.
 
@@ -77,150 +108,180 @@ class OutputDist:
         Returns:
             The pending ``[B, D]``.
         """
-        if self._is_identity:
+        if self._is_identity and not replicas:
             (whole,) = lookups
             return LazyAwaitable(lambda: whole)
-        anchor = self._anchor if trains else self._anchor.detach()
         exchange = _Exchange(self, receipt)
-        output: Tensor = _ExchangeFunction.apply(exchange, anchor, *lookups, *replicas)
-        return LazyAwaitable(lambda: exchange.finish(output))
+        anchor = self._anchor if trains else self._anchor.detach()
+        arriving = _Send.apply(exchange, anchor, *lookups, *replicas)
+        return LazyAwaitable(lambda: _Place.apply(exchange, arriving))
+
+    def placement(self, batch_size: int) -> _Placement:
+        """Returns the gathers for a batch size; built once, kept on the device."""
+        found = self._placements.get(batch_size)
+        if found is None:
+            if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
+                self._placements.pop(next(iter(self._placements)))
+            found = self._placements[batch_size] = self._build_placement(batch_size)
+        return found
+
+    def _build_placement(self, batch_size: int) -> _Placement:
+        """Numbers the chunks of the buffer ``[block][sample][column]`` by where they go."""
+        num_chunks = self.layout.width // self.chunk
+        samples = np.arange(batch_size)[:, None] * num_chunks
+        spread = np.concatenate(
+            [np.zeros(0, dtype=np.int64)]
+            + [(samples + self._chunks_of(block)[None, :]).reshape(-1) for block in self._blocks]
+        )
+        collect = np.argsort(spread, kind="stable")
+        offsets = None
+        if spread.size != batch_size * num_chunks:
+            offsets = np.searchsorted(spread[collect], np.arange(batch_size * num_chunks + 1))
+        return _Placement(
+            collect=torch.from_numpy(collect).to(self.device),
+            offsets=None if offsets is None else torch.from_numpy(offsets).to(self.device),
+            spread=torch.from_numpy(spread).to(self.device),
+        )
+
+    def _chunks_of(self, columns: Sequence[tuple[int, int]]) -> np.ndarray:
+        stretches = [
+            np.arange(start // self.chunk, end // self.chunk) for start, end in columns
+        ]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *stretches])
 
 
 @final
 class _Exchange:
-    """One batch's way through the output stage, forward and backward."""
+    """One batch's way through the stage, forward and backward."""
 
     def __init__(self, stage: OutputDist, receipt: Receipt) -> None:
         self.stage = stage
-        self.layout = stage.layout
-        self.rank = stage.env.rank
+        self.env = stage.env
         self.batch_sizes = receipt.batch_sizes
-        self.batch_size = receipt.batch_sizes[self.rank]
-        self.inverse_counts = self._invert(receipt)
+        self.batch_size = receipt.batch_sizes[stage.env.rank]
+        self.widths = stage.layout.rank_widths
+        self.own_width = self.widths[stage.env.rank]
+        self.lookup_widths = [group.width for group in stage.layout.groups[stage.env.rank]]
+        self.replica_widths = [group.width for group in stage.layout.replica_groups]
+        self.sends = [size * self.own_width for size in self.batch_sizes]
+        self.receives = [self.batch_size * width for width in self.widths]
+        self.num_received = sum(self.receives)
+        self.scales = self._mean_scales(receipt)
         self.pending: comm.Pending | None = None
-        self.replicas: tuple[Tensor, ...] = ()
 
-    def _invert(self, receipt: Receipt) -> Tensor | None:
-        """Returns ``[B, slots]`` one over the bag lengths of mean-pooled row-split slots (1 for an empty bag)."""
+    def _mean_scales(self, receipt: Receipt) -> Tensor | None:
+        """Returns ``[slots, B, 1]`` one over the bag length (1 if empty) of mean row-split slots."""
         if not self.stage.mean_slots:
             return None
         assert receipt.counts is not None
-        counts = receipt.counts.view(len(self.layout.split_slots), self.batch_size)
+        counts = receipt.counts.view(-1, self.batch_size) if self.batch_size else receipt.counts
         counts = counts[list(self.stage.mean_slots)].clamp(min=1)
-        return counts.to(self.stage.dtype).reciprocal_().t()
+        return counts.to(self.stage.dtype).reciprocal_().unsqueeze(2)
 
-    def _scale_means(self, values_BD: Tensor) -> None:
-        if self.inverse_counts is None:
+    def scale_means(self, values_BD: Tensor) -> None:
+        if self.scales is None or not self.batch_size:
             return
-        for i, place in enumerate(self.stage.mean_slots):
-            slot = self.layout.slots[self.layout.split_slots[place]]
-            values_BD[:, slot.col : slot.col + slot.dim].mul_(self.inverse_counts[:, i : i + 1])
+        layout = self.stage.layout
+        for place, scale_B1 in zip(self.stage.mean_slots, self.scales, strict=True):
+            slot = layout.slots[layout.split_slots[place]]
+            values_BD[:, slot.col : slot.col + slot.dim].mul_(scale_B1)
 
-    def _sizes(self) -> tuple[list[int], list[int]]:
-        """Elements this rank sends to, and receives from, each rank in the forward exchange."""
-        own_width = self.layout.rank_widths[self.rank]
-        send = [size * own_width for size in self.batch_sizes]
-        receive = [self.batch_size * width for width in self.layout.rank_widths]
-        return send, receive
-
-    def send(self, lookups: tuple[Tensor, ...], replicas: tuple[Tensor, ...]) -> None:
-        self.replicas = replicas
-        if not self.stage.has_exchange:
-            return
-        if not lookups:
-            sent = torch.empty(0, dtype=self.stage.dtype, device=self.stage.device)
-        elif len(lookups) == 1:
-            sent = lookups[0]
-        else:
-            sent = torch.cat(lookups, dim=1)
-        self.pending = comm.all_to_all(self.stage.env, sent.reshape(-1), *self._sizes())
-
-    def finish(self, output_BD: Tensor) -> Tensor:
-        """Waits, adds up and places; fills the output in place."""
-        layout = self.layout
-        with torch.no_grad():
-            sources: list[Tensor] = []
-            if self.pending is not None:
-                received = self.pending.wait().split(self._sizes()[1])
-                by_rank = [
-                    part.view(self.batch_size, width)
-                    for part, width in zip(received, layout.rank_widths, strict=True)
-                ]
-                for run in layout.runs:
-                    pieces = [
-                        by_rank[rank].narrow(1, start, run.width)
-                        for rank, start in zip(run.ranks, run.starts, strict=True)
-                    ]
-                    sources.append(pieces[0] if len(pieces) == 1 else _add_up(pieces))
-            sources += self.replicas
-            torch.cat(
-                [sources[s].narrow(1, start, width) for s, start, width in layout.placement],
-                dim=1,
-                out=output_BD.detach(),
+    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Starts the exchange into one buffer, which holds the replicas' output behind what arrives."""
+        stage = self.stage
+        num_local = self.batch_size * sum(self.replica_widths)
+        buffer = torch.empty(
+            self.num_received + num_local, dtype=stage.dtype, device=stage.device
+        )
+        if stage.has_exchange:
+            sent = buffer.new_empty(0)
+            if len(lookups) == 1:
+                sent = lookups[0].reshape(-1)
+            elif lookups:
+                sent = torch.cat(tuple(lookups), dim=1).view(-1)
+            self.pending = comm.all_to_all(
+                self.env, sent, self.sends, self.receives, out=buffer[: self.num_received]
             )
-            self._scale_means(output_BD)
-        self.pending = None
-        self.replicas = ()
-        return output_BD
+        at = self.num_received
+        for replica in replicas:
+            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
+            at += replica.numel()
+        return buffer
 
-    def backward(self, grad_BD: Tensor) -> list[Tensor | None]:
-        """Returns the gradients of the lookups' and replicas' outputs."""
-        layout, env = self.layout, self.stage.env
-        self.stage.on_backward()
-        if self.inverse_counts is not None:
+    def place(self, buffer: Tensor) -> Tensor:
+        """Waits and lays the buffer out: ``[B, D]``."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        stage, width = self.stage, self.stage.layout.width
+        placement = stage.placement(self.batch_size)
+        rows = buffer.view(-1, stage.chunk)
+        if placement.offsets is None or not self.batch_size:
+            output = rows.index_select(0, placement.collect)
+        else:
+            output = functional.embedding_bag(
+                placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
+            )
+        output = output.view(self.batch_size, width)
+        self.scale_means(output)
+        return output
+
+    def spread(self, grad_BD: Tensor) -> Tensor:
+        """Transposed :meth:`place`: the gradient of the buffer."""
+        if self.scales is not None:
             grad_BD = grad_BD.clone()
-            self._scale_means(grad_BD)
-        grads: list[Tensor | None] = []
+            self.scale_means(grad_BD)
+        placement = self.stage.placement(self.batch_size)
+        rows = grad_BD.reshape(-1, self.stage.chunk)
+        return rows.index_select(0, placement.spread).view(-1)
+
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
+        self.stage.on_backward()
+        grads: list[Tensor] = []
         if self.stage.has_exchange:
-            receive, send = self._sizes()
-            sent = grad_BD.new_empty(sum(send))
-            parts = sent.split(send)
-            for part, width, columns in zip(
-                parts, layout.rank_widths, layout.source_columns, strict=True
-            ):
-                if width:
-                    _gather_columns(grad_BD, columns, part.view(self.batch_size, width))
-            if env.world_size > 1:  # the mean over ranks, as DistributedDataParallel takes it
-                sent.mul_(1.0 / env.world_size)
-            arrived = comm.all_to_all(env, sent, send, receive).wait()
-            groups = layout.groups[self.rank]
-            if groups:
-                arrived = arrived.view(-1, layout.rank_widths[self.rank])
-                widths = [group.width for group in groups]
-                grads += [grad.contiguous() for grad in arrived.split(widths, dim=1)]
-        for group, columns in zip(layout.replica_groups, layout.replica_columns, strict=True):
-            local = grad_BD.new_empty(self.batch_size, group.width)
-            _gather_columns(grad_BD, columns, local)
-            grads.append(local)
+            sent = grad[: self.num_received]
+            if self.env.world_size > 1:  # the mean over ranks, as DistributedDataParallel takes it
+                sent = sent.mul_(1.0 / self.env.world_size)
+            arrived = comm.all_to_all(self.env, sent, self.receives, self.sends).wait()
+            if self.lookup_widths:
+                arrived = arrived.view(-1, self.own_width)
+                parts = arrived.split(self.lookup_widths, dim=1)
+                grads += [part.contiguous() for part in parts]
+        sizes = [self.batch_size * width for width in self.replica_widths]
+        grads += [
+            part.view(self.batch_size, width)
+            for part, width in zip(
+                grad[self.num_received :].split(sizes) if sizes else (),
+                self.replica_widths,
+                strict=True,
+            )
+        ]
         return grads
 
 
-def _add_up(pieces: list[Tensor]) -> Tensor:
-    total = pieces[0] + pieces[1]
-    for piece in pieces[2:]:
-        total += piece
-    return total
-
-
-def _gather_columns(source: Tensor, columns: tuple[tuple[int, int], ...], out: Tensor) -> None:
-    torch.cat([source.narrow(1, start, end - start) for start, end in columns], dim=1, out=out)
-
-
-class _ExchangeFunction(torch.autograd.Function):
-    """Autograd node of the stage. Its output is filled later, by ``_Exchange.finish``."""
+class _Send(torch.autograd.Function):
+    """Local embeddings to the buffer they arrive in; the buffer is complete after ``_Place``."""
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, anchor: Tensor, *outputs: Tensor) -> Tensor:
-        num_lookups = len(exchange.layout.groups[exchange.rank])
-        exchange.send(outputs[:num_lookups], outputs[num_lookups:])
         ctx.exchange = exchange
-        return torch.empty(
-            exchange.batch_size,
-            exchange.layout.width,
-            dtype=exchange.stage.dtype,
-            device=exchange.stage.device,
-        )
+        num_lookups = len(exchange.lookup_widths)
+        return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
 
     @staticmethod
-    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.exchange.backward(grad_BD))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.exchange.send_back(grad))
+
+
+class _Place(torch.autograd.Function):
+    """The arriving buffer to the samples' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, buffer: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.place(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BD: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.spread(grad_BD)
