@@ -273,7 +273,12 @@ def load_movielens(
 
 
 def build_movielens(
-    files: MovieLensFiles, *, split: Literal["time", "random"], history: int = 20, seed: int = 0
+    files: MovieLensFiles,
+    *,
+    split: Literal["time", "random"],
+    history: int = 20,
+    seed: int = 0,
+    scale: bool = True,
 ) -> MovieLens:
     """Build features and split of ratings that have been read.
 
@@ -282,6 +287,7 @@ def build_movielens(
         split: ``"time"`` or ``"random"``.
         history: longest history of liked items.
         seed: of the random split.
+        scale: bring dense features to a common scale.
 
     Returns:
         All samples.
@@ -297,18 +303,25 @@ def build_movielens(
         part_N = split_at_random(len(user_N), seed)
         visible_N = part_N == 0
     dense_ND = dense_features(files, user_N, item_N, users, items, visible_N)
-    train_ND = dense_ND[part_N == 0].astype(np.float64)
-    deviation_D = train_ND.std(axis=0)
-    scaled_ND = (dense_ND - train_ND.mean(axis=0)) / np.where(deviation_D > 0, deviation_D, 1.0)
+    if scale:
+        dense_ND = _scaled(dense_ND, dense_ND[part_N == 0])
     sparse = sparse_features(files, user_N, item_N, users, items, visible_N, history)
     assert tuple(sparse) == SPARSE_NAMES
     return MovieLens(
-        # A film's first day lies far from all others: 20 deviations would drown the rest.
-        dense_ND=np.clip(scaled_ND, -5.0, 5.0).astype(np.float32),
+        dense_ND=dense_ND,
         sparse=sparse,
         label_N=(files.rating_N >= LIKED).astype(np.float32),
         part_N=part_N,
     )
+
+
+def _scaled(dense_ND: NDArray[np.float32], train_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Give columns the mean 0 and the deviation 1 over the training part."""
+    mean_D = train_ND.mean(axis=0, dtype=np.float64)
+    deviation_D = train_ND.std(axis=0, dtype=np.float64)
+    scaled_ND = (dense_ND - mean_D) / np.where(deviation_D > 0, deviation_D, 1.0)
+    # A film's first day lies 20 deviations from the others and would drown them.
+    return np.clip(scaled_ND, -5.0, 5.0).astype(np.float32)
 
 
 def split_by_time(user_N: NDArray[np.int64], timestamp_N: NDArray[np.int64]) -> NDArray[np.int64]:

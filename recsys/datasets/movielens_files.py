@@ -135,8 +135,11 @@ _RATING = np.dtype([("user", "i8"), ("item", "i8"), ("rating", "f4"), ("timestam
 
 def _read_ratings(path: Path, separator: str, header: bool) -> NDArray[np.void]:
     """Parse the ratings in C, straight from the file; on failure find the line to blame."""
+    size_bytes = path.stat().st_size
+    if not size_bytes:
+        _bad_line(path, 1, "a rating", "")
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 1))
+        file.seek(size_bytes - 1)
         whole = file.read() == b"\n"
     try:
         with open(path, encoding="utf-8") as lines:

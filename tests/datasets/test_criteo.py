@@ -66,7 +66,7 @@ def test_a_rank_without_lines_gets_an_empty_batch(tmp_path):
         (line()[:-1], r"line 3: .* received 40 fields and no newline at the end"),
         (line()[:30], r"line 3: must have 40 fields"),
         (line() + "\n", r"line 4: must have 40 fields .* received 1 fields"),
-        (line(first_category="0000000g"), r"line 3: field 'cat_0' .* hex digits; received '0000000g"),
+        (line(first_category="000000g"), r"line 3: field 'cat_0' .* hex digits; received '000000g"),
         (line(first_category="123456789"), r"line 3: field 'cat_0' .* received '123456789'"),
         (line(first_count="5.5"), r"line 3: field 'int_0' must be decimal; received '5.5'"),
         (line(label=2), r"line 3: field 'label' must be 0 or 1; received '2'"),
