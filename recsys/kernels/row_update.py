@@ -30,6 +30,7 @@ __all__ = [
     "init_state",
     "is_row_reducing",
     "row_statistic",
+    "row_wise_moment",
     "update_rows",
 ]
 
@@ -56,6 +57,16 @@ def is_row_reducing(algorithm: EmbOptimType) -> bool:
         (True, False)
     """
     return algorithm in _MOMENT_REDUCING or algorithm in _NORM_REDUCING
+
+
+def row_wise_moment(algorithm: EmbOptimType) -> bool:
+    """Whether all that an update takes from the whole row is the mean of g*g (see `row_statistic`).
+
+    Example:
+        >>> row_wise_moment(EmbOptimType.EXACT_ROWWISE_ADAGRAD), row_wise_moment(EmbOptimType.LAMB)
+        (True, False)
+    """
+    return algorithm in _MOMENT_REDUCING
 
 
 def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,40 @@
+"""Optimizers: of embedding tables (in backward), for plain parameters, and keyed by name.
+
+A table's optimizer is a specification (`recsys.kernels.types.OptimizerSpec`) that its kernel
+applies. This room turns optimizer classes into specifications, attaches them to parameters, and
+wraps optimizers so that their state is saved by parameter name.
+"""
+
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.optim.keyed import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+)
+from recsys.optim.optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    LarsSGD,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    in_backward_optimizer_filter,
+)
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "CombinedOptimizer",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
+    "LarsSGD",
+    "OptimizerWrapper",
+    "PartialRowWiseAdam",
+    "RowWiseAdagrad",
+    "apply_optimizer_in_backward",
+    "in_backward_optimizer_filter",
+]

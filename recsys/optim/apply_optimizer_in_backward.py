@@ -1,0 +1,149 @@
+"""Give parameters an optimizer that updates them during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recsys.kernels.types import OptimizerSpec
+from recsys.optim.specs import optimizer_spec
+
+__all__ = [
+    "AttachedOptimizer",
+    "apply_optimizer_in_backward",
+    "attached_optimizer",
+    "attached_optimizer_spec",
+    "attachment_count",
+    "mark_in_backward",
+]
+
+_ATTRIBUTE = "_in_backward_optimizers"
+_attachments = 0
+
+
+@final
+class AttachedOptimizer:
+    """What one call of `apply_optimizer_in_backward` gave to its parameters.
+
+    It holds no parameter, so that a parameter which carries it can be pickled.
+
+    Args:
+        optimizer_class: As given.
+        optimizer_kwargs: As given.
+
+    Attributes:
+        param_groups: One group with the settings. Changing its `lr` takes effect at the next
+            forward; torch's learning rate schedulers change it in the same way.
+    """
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], optimizer_kwargs: Mapping[str, Any]
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.param_groups: list[dict[str, Any]] = [dict(optimizer_kwargs)]
+
+    def spec(self) -> OptimizerSpec:
+        """The optimizer of an embedding table that carries this."""
+        return optimizer_spec(self.optimizer_class, self.param_groups[0])
+
+    def __repr__(self) -> str:
+        return f"AttachedOptimizer({self.optimizer_class.__name__}, {self.param_groups[0]})"
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[Optimizer],
+    params: Iterable[nn.Parameter],
+    optimizer_kwargs: Mapping[str, Any],
+) -> None:
+    """Let parameters be updated during backward, each as soon as its gradient is there.
+
+    Gradients are then never kept: memory falls by the size of the parameters. Embedding tables
+    of an (sharded or unsharded) collection do it inside their kernel; other parameters by a
+    hook. Leave them
+    out of the optimizer you step yourself: see `in_backward_optimizer_filter`.
+
+    Args:
+        optimizer_class: A class of torch.optim or recsys.optim.
+        params: The parameters.
+        optimizer_kwargs: Arguments of the class, besides the parameters.
+
+    Raises:
+        ValueError: A parameter already has an optimizer.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(layer.weight)
+        >>> apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.5})
+        >>> layer(torch.ones(1, 1)).sum().backward()
+        >>> layer.weight.item(), layer.weight.grad
+        (0.5, None)
+    """
+    global _attachments
+    attached = AttachedOptimizer(optimizer_class, optimizer_kwargs)
+    params = list(params)
+    for parameter in params:
+        if hasattr(parameter, _ATTRIBUTE):
+            raise ValueError(
+                f"A parameter of shape {list(parameter.shape)} is already updated in backward by "
+                f"{getattr(parameter, _ATTRIBUTE)}; received {attached} for it as well. Apply one."
+            )
+    for parameter in params:
+        setattr(parameter, _ATTRIBUTE, [attached])
+        _hook(parameter, attached)
+    _attachments += 1
+
+
+def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
+    # Built at the first gradient: the tables of a collection never get there, and some classes
+    # (SparseAdam) check parameters.
+    built: list[Optimizer] = []
+
+    def update(updated: Tensor) -> None:
+        if not built:
+            built.append(attached.optimizer_class([updated], **attached.param_groups[0]))
+        built[0].param_groups[0].update(attached.param_groups[0])
+        built[0].step()
+        updated.grad = None
+
+    parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
+
+def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
+    """The optimizer that `apply_optimizer_in_backward` gave to a parameter, if any."""
+    attached: list[AttachedOptimizer] = getattr(parameter, _ATTRIBUTE, [])
+    return attached[0] if attached else None
+
+
+def attached_optimizer_spec(parameter: Tensor) -> OptimizerSpec | None:
+    """The table optimizer that `apply_optimizer_in_backward` gave to a parameter, if any.
+
+    Args:
+        parameter: A table's weight.
+
+    Returns:
+        Its specification, or None.
+
+    Raises:
+        ValueError: Tables do not know the optimizer, or one of its settings.
+    """
+    attached = attached_optimizer(parameter)
+    return None if attached is None else attached.spec()
+
+
+def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> None:
+    """Record that a kernel updates a parameter in backward, so that filters leave it out.
+
+    Args:
+        parameter: The parameter; gets no hook.
+        source: Where to copy the attached optimizer from, if anything was attached there.
+    """
+    setattr(parameter, _ATTRIBUTE, list(getattr(source, _ATTRIBUTE, [])))
+
+
+def attachment_count() -> int:
+    """How often optimizers were attached in this process: tells a collection to look again."""
+    return _attachments
