@@ -84,7 +84,8 @@ class KeyedExchange(KeyedBuffer):
             A synced keyed jagged tensor with the bags of all ranks.
 
         Raises:
-            ValueError: if `stride_per_rank` is missing or does not have `W` entries.
+            ValueError: if `stride_per_rank` or `recat` do not have as many entries as there are
+                ranks or parts.
 
         Example:
             >>> from recsys.sparse import KeyedJaggedTensor
@@ -149,7 +150,9 @@ def _receive_uniform(
     bags where they differ. None where the order is right already.
     """
     if recat is not None and lengths.numel():
-        if len(set(stride_per_rank)) == 1:
+        is_even = len(set(stride_per_rank)) == 1
+        _check_recat(recat, len(stride_per_rank) * num_keys if is_even else lengths.numel())
+        if is_even:
             lengths_SB = lengths.view(len(stride_per_rank) * num_keys, -1)
             lengths, values, weights = ops.permute_2d(
                 recat, lengths_SB, values, weights, values.numel()
@@ -175,6 +178,7 @@ def _receive_variable(
     `strides` `[W * F]` is the number of bags of each segment as received.
     """
     if recat is not None:
+        _check_recat(recat, strides.numel())
         values_per_segment = ops.segment_sum(lengths, ops.complete_cumsum(strides))
         _, values, weights = ops.permute_1d(
             recat, values_per_segment, values, weights, values.numel()
@@ -182,6 +186,16 @@ def _receive_variable(
         strides, lengths, _ = ops.permute_1d(recat, strides, lengths, None, lengths.numel())
     per_key_per_rank: list[list[int]] = strides.view(num_keys, -1).tolist() if num_keys else []
     return _Received(values, weights, lengths, None, per_key_per_rank)
+
+
+def _check_recat(recat: Tensor, num_segments: int) -> None:
+    # A kernel would read past the end.
+    if recat.numel() != num_segments:
+        raise ValueError(
+            "KeyedJaggedTensor.dist_init: recat must permute the parts received (features of each "
+            "rank; single bags where batch sizes differ between ranks); received "
+            f"{recat.numel()} positions for {num_segments} parts."
+        )
 
 
 def _sum_runs(sizes: list[int], run_lengths: list[int]) -> list[int]:

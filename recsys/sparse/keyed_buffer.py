@@ -118,7 +118,7 @@ class KeyedBuffer:
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
         if length_per_key is not None:
-            validate.check_total("KeyedJaggedTensor", sum(length_per_key), values)
+            validate.check_length_per_key(keys, length_per_key, values)
         if validate.is_debug():
             self.validate()
 
@@ -281,7 +281,7 @@ class KeyedBuffer:
         """
         if self._length_per_key is None:
             length_per_key: list[int] = self._values_per_key().tolist()
-            validate.check_total("KeyedJaggedTensor", sum(length_per_key), self._values)
+            validate.check_length_per_key(self._keys, length_per_key, self._values)
             self._length_per_key = length_per_key
         return self._length_per_key
 

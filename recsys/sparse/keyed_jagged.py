@@ -396,6 +396,8 @@ class KeyedJaggedTensor(KeyedExchange):
 
         Raises:
             IndexError: if an index is out of range.
+            ValueError: if `indices_tensor` has another size; on CPU, if the lengths do not add up
+                to the number of values.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([1, 2]))
@@ -409,6 +411,13 @@ class KeyedJaggedTensor(KeyedExchange):
             )
         if indices_tensor is None:
             indices_tensor = torch.tensor(indices, dtype=torch.int32, device=self._values.device)
+        elif indices_tensor.numel() != len(indices):
+            raise ValueError(
+                "KeyedJaggedTensor.permute: indices_tensor must hold the same as indices; received "
+                f"{indices_tensor.numel()} entries for {len(indices)}."
+            )
+        if validate.is_readable(self._values):
+            self.length_per_key()  # a kernel given lengths that do not add up would read past the end
         length_per_key, total = self._length_per_key, None
         if length_per_key is not None:
             length_per_key = [length_per_key[i] for i in indices]

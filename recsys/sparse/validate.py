@@ -151,6 +151,21 @@ def check_total(owner: str, total: int, values: Tensor) -> None:
         )
 
 
+def check_length_per_key(keys: Sequence[str], length_per_key: list[int], values: Tensor) -> None:
+    """Check that the numbers of values of each feature account for all values.
+
+    Raises:
+        ValueError: if they do not, naming a feature whose lengths are negative.
+    """
+    check_total("KeyedJaggedTensor", sum(length_per_key), values)
+    if min(length_per_key, default=0) < 0:
+        index = next(i for i, length in enumerate(length_per_key) if length < 0)
+        raise ValueError(
+            "KeyedJaggedTensor.lengths must not be negative; received lengths of feature "
+            f'"{keys[index]}" that add up to {length_per_key[index]}.'
+        )
+
+
 def check_unique(owner: str, keys: Sequence[str]) -> None:
     """Check that no key occurs twice.
 

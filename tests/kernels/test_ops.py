@@ -1,4 +1,7 @@
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,15 +88,17 @@ def test_permutes(batch, data):
 @pytest.mark.parametrize("use_fbgemm", [True, False])
 def test_permute_is_differentiable_and_takes_rows(monkeypatch, use_fbgemm):
     monkeypatch.setattr(ops, "USE_FBGEMM", use_fbgemm and ops.HAS_FBGEMM)
-    rows = torch.arange(6.0).view(3, 2).requires_grad_()
+    permute, lengths = torch.tensor([1, 1]), torch.tensor([1, 2])
     weights = torch.ones(3, requires_grad=True)
-    _, picked, picked_weights = ops.permute_1d(
-        torch.tensor([1, 1]), torch.tensor([1, 2]), rows, weights
-    )
-    assert picked.tolist() == [[2, 3], [4, 5], [2, 3], [4, 5]]
-    (picked.sum() + 3 * picked_weights.sum()).backward()
-    assert rows.grad.tolist() == [[0, 0], [2, 2], [2, 2]]
+    _, _, picked_weights = ops.permute_1d(permute, lengths, torch.arange(3), weights)
+    (3 * picked_weights.sum()).backward()
     assert weights.grad.tolist() == [0, 6, 6]
+
+    rows = torch.arange(6.0).view(3, 2).requires_grad_()
+    _, picked, _ = ops.permute_1d(permute, lengths, rows)
+    assert picked.tolist() == [[2, 3], [4, 5], [2, 3], [4, 5]]
+    picked.sum().backward()
+    assert rows.grad.tolist() == [[0, 0], [2, 2], [2, 2]]
 
 
 @needs_fbgemm
@@ -215,3 +220,29 @@ def test_padding_is_differentiable(monkeypatch, use_fbgemm):
     values = torch.ones(3, 2, requires_grad=True)
     ops.jagged_to_padded_dense(values, torch.tensor([0, 2, 3]), 1).sum().backward()
     assert values.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "warning"),
+    [
+        ("ModuleNotFoundError('absent', name='fbgemm_gpu')", ""),
+        ("OSError('undefined symbol')", "cannot be loaded (undefined symbol); using the slower"),
+    ],
+)
+def test_works_without_fbgemm(tmp_path, failure, warning):
+    package = tmp_path / "fbgemm_gpu"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {failure}")
+    script = "import recsys.kernels.ops as ops, torch; print(ops.HAS_FBGEMM, ops.USE_FBGEMM, "
+    script += "ops.complete_cumsum(torch.tensor([1, 2])).tolist())"
+    search_path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False False [0, 1, 3]"
+    assert warning in done.stderr
+    assert bool(done.stderr) == bool(warning)

@@ -78,3 +78,10 @@ def test_batch_sizes_must_be_known():
         KeyedJaggedTensor.dist_init(
             ["a"], [torch.tensor([1, 1]), torch.arange(2)], False, 2, None, None
         )
+
+
+def test_recat_must_fit():
+    with pytest.raises(ValueError, match="received 4 positions for 2 parts"):
+        KeyedJaggedTensor.dist_init(
+            ["a"], [torch.ones(4).int(), torch.arange(4)], False, 2, torch.arange(4), [2, 2]
+        )

@@ -41,15 +41,16 @@ def test_from_tensor_list(kt):
 
 
 def test_regroup(kt):
-    other = KeyedTensor(["w"], [1], torch.full((2, 1), 9.0))
-    groups = [["w", "x", "y"], ["z"], ["y", "x"]]
-    first, second, third = KeyedTensor.regroup([kt, other], groups)
+    other = KeyedTensor(["w", "v"], [1, 1], torch.tensor([[9.0, 8.0], [9.0, 8.0]]))
+    groups = [["w", "x", "y"], ["z"], ["y", "x"], ["x", "v"]]
+    first, second, third, fourth = KeyedTensor.regroup([kt, other], groups)
     assert first.tolist() == [[9, 0, 1, 2], [9, 4, 5, 6]]
     assert second.tolist() == [[3], [7]]
     assert third.tolist() == [[1, 2, 0], [5, 6, 4]]
-    named = KeyedTensor.regroup_as_dict([kt, other], groups, ["p", "q", "r"])
+    assert fourth.tolist() == [[0, 8], [4, 8]]
+    named = KeyedTensor.regroup_as_dict([kt, other], groups, ["p", "q", "r", "s"])
     assert torch.equal(named["p"], first)
-    assert list(named) == ["p", "q", "r"]
+    assert list(named) == ["p", "q", "r", "s"]
 
 
 def test_regroup_is_differentiable(kt):

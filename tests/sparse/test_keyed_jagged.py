@@ -44,6 +44,13 @@ def test_permute_out_of_range(kjt, bad):
         kjt.permute([0, bad])
 
 
+def test_permute_does_not_read_past_the_end(kjt):
+    with pytest.raises(ValueError, match="add up to 9 for 3 values"):
+        KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([9])).permute([0])
+    with pytest.raises(ValueError, match="received 3 entries for 2"):
+        kjt.permute([0, 1], torch.tensor([0, 1, 1]))
+
+
 def test_permuted_weights_keep_their_gradient():
     weights = torch.ones(3, requires_grad=True)
     kjt = KeyedJaggedTensor(["a", "b"], torch.arange(3), weights, torch.tensor([1, 2]))
