@@ -1,0 +1,77 @@
+# All targets share one set-up: the folder .venv, with the extra that fits this machine.
+#
+#   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
+#   make test       the test suite; pass arguments with ARGS="-k jagged"
+#   make bench      CPU benchmarks against TorchRec
+#   make gpu        tests and benchmarks that need a GPU
+#   make lint       ruff, codespell, mypy
+#   make docs       build the documentation into site/
+#   make clean      remove everything that make has made
+#
+# Python is python3; another one: make train PYTHON=python3.12
+# torch's CPU or CUDA build is chosen by whether nvidia-smi works; otherwise: make train EXTRA=cpu
+
+PYTHON ?= python3
+EXTRA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+RANKS ?= 2
+
+# Relative, so that the path to here may hold spaces.
+VENV := .venv
+BIN := $(VENV)/bin
+# Without --no-compile, pip spends a minute on bytecode of which little is ever run.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+# An empty file per set of packages, renewed when it is older than the packages' list. Its name has
+# the extra: a machine that gets a GPU installs anew.
+BASE := $(VENV)/.installed-$(EXTRA)
+stamp = $(VENV)/.installed-$(EXTRA)-$(1)
+
+.PHONY: train test bench gpu lint docs peers clean
+.DELETE_ON_ERROR:
+
+train: $(BASE)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/movielens/train.py $(ARGS)
+
+test: $(call stamp,test)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(call stamp,peers)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu: $(call stamp,test) $(call stamp,peers)
+	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+lint: $(call stamp,dev)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+docs: $(call stamp,docs)
+	$(BIN)/mkdocs build --strict
+
+peers: $(call stamp,peers)
+
+clean:
+	rm -rf $(VENV) build dist site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python must be 3.11 or newer; received $$($(PYTHON) -V 2>&1) from '$(PYTHON)'." \
+			"Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(BASE): pyproject.toml | $(VENV)/bin/python
+	$(PIP) --editable ".[$(EXTRA),examples]"
+	@touch $@
+
+$(call stamp,test) $(call stamp,dev) $(call stamp,docs): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
+	$(PIP) --editable ".[$(EXTRA),$*]"
+	@touch $@
+
+# TorchRec asks for fbgemm-gpu with no version and would replace the pair that is installed.
+$(call stamp,peers): $(BASE)
+	$(PIP) --editable ".[$(EXTRA),peers]"
+	$(PIP) --no-deps torchrec==1.8.0
+	@touch $@
