@@ -321,7 +321,8 @@ def _scaled(dense_ND: NDArray[np.float32], train_ND: NDArray[np.float32]) -> NDA
     deviation_D = train_ND.std(axis=0, dtype=np.float64)
     scaled_ND = (dense_ND - mean_D) / np.where(deviation_D > 0, deviation_D, 1.0)
     # A film's first day lies 20 deviations from the others and would drown them.
-    return np.clip(scaled_ND, -5.0, 5.0).astype(np.float32)
+    clipped_ND: NDArray[np.float32] = np.clip(scaled_ND, -5.0, 5.0).astype(np.float32)
+    return clipped_ND
 
 
 def split_by_time(user_N: NDArray[np.int64], timestamp_N: NDArray[np.int64]) -> NDArray[np.int64]:
