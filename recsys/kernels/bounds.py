@@ -5,12 +5,16 @@ Shape suffixes: N ids, F features, B bags per feature.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-__all__ = ["bad_id_message", "check_ids", "find_bad_ids"]
+from recsys.kernels.types import BoundsCheckMode
+
+__all__ = ["IdGuard", "bad_id_message", "check_ids", "find_bad_ids"]
 
 
 def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor:
@@ -104,3 +108,106 @@ def bad_id_message(
         f"[0, {rows}): hash or remap them, enlarge num_embeddings, or choose another "
         "BoundsCheckMode."
     )
+
+
+class _Report(NamedTuple):
+    """A check whose result is still on its way from the device."""
+
+    bad_count: Tensor
+    """[] int64 in pinned memory."""
+    done: torch.cuda.Event
+    bad_N: Tensor
+    indices: Tensor
+    offsets: Tensor
+
+
+@final
+class IdGuard:
+    """Applies a BoundsCheckMode to the ids of one lookup, batch after batch.
+
+    On a CPU a bad id raises (or warns) at once. On CUDA nothing waits for the device: bad ids
+    are made row 0 there and counted, and the error comes with a later batch, or with `check()`.
+
+    Args:
+        num_rows: [F] rows of the table that each feature reads.
+        feature_names: [F].
+        table_names: [F] the table each feature reads.
+        mode: What to do.
+        device: Of the ids.
+
+    Example:
+        >>> guard = IdGuard([3], ["f"], ["t"], BoundsCheckMode.IGNORE, torch.device("cpu"))
+        >>> guard(torch.tensor([2, 9]), torch.tensor([0, 2]))
+        tensor([2, 0])
+    """
+
+    def __init__(
+        self,
+        num_rows: Sequence[int],
+        feature_names: Sequence[str],
+        table_names: Sequence[str],
+        mode: BoundsCheckMode,
+        device: torch.device,
+    ) -> None:
+        self.mode = mode
+        self._names = (list(feature_names), list(table_names))
+        self._num_rows_F = torch.tensor(num_rows, dtype=torch.int64, device=device)
+        self._smallest = min(num_rows)
+        self._reports: list[_Report] = []
+
+    def __call__(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        """Check a batch.
+
+        Args:
+            indices: [N] int32 or int64.
+            offsets: [F * B + 1].
+
+        Returns:
+            [N] ids that are safe to look up.
+
+        Raises:
+            IndexError: Mode FATAL and a bad id, in this batch or (CUDA) an earlier one.
+        """
+        if self.mode is BoundsCheckMode.NONE or not indices.numel():
+            return indices
+        if indices.is_cuda:
+            return self._check_on_device(indices, offsets)
+        low, high = indices.aminmax()
+        if int(low) >= 0 and int(high) < self._smallest:
+            return indices
+        bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
+        if not bool(bad_N.any()):
+            return indices
+        self._complain(bad_N, indices, offsets)
+        return indices.masked_fill(bad_N, 0)
+
+    def check(self) -> None:
+        """Wait for the device and raise (or warn) about bad ids of earlier batches."""
+        reports, self._reports = self._reports, []
+        for report in reports:
+            report.done.synchronize()
+            self._read(report)
+
+    def _check_on_device(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        while self._reports and self._reports[0].done.query():  # type: ignore[no-untyped-call]
+            self._read(self._reports.pop(0))
+        bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
+        if self.mode is not BoundsCheckMode.IGNORE:
+            count = torch.empty((), dtype=torch.int64, pin_memory=True)
+            count.copy_(bad_N.sum(), non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            self._reports.append(_Report(count, done, bad_N, indices, offsets))
+        return indices.masked_fill(bad_N, 0)
+
+    def _read(self, report: _Report) -> None:
+        if int(report.bad_count):
+            self._complain(report.bad_N, report.indices, report.offsets)
+
+    def _complain(self, bad_N: Tensor, indices: Tensor, offsets: Tensor) -> None:
+        if self.mode is BoundsCheckMode.IGNORE:
+            return
+        message = bad_id_message(bad_N, indices, offsets, self._num_rows_F, *self._names)
+        if self.mode is BoundsCheckMode.FATAL:
+            raise IndexError(message)
+        warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=4)

@@ -1,0 +1,161 @@
+"""EmbeddingBagCollection: pooled embeddings of many tables on one device.
+
+Legend: `F` features, `B` batch size, `D` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    PoolingType,
+    pooling_type_to_pooling_mode,
+)
+from recsys.modules.embedding_inputs import check_features
+from recsys.modules.embedding_interfaces import (
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
+from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+
+__all__ = ["EmbeddingBagCollection"]
+
+
+class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
+    """Looks up bags of ids in many tables at once and pools each bag.
+
+    Tables of the same dtype and pooling are one fused lookup. Each table's weight is an ordinary
+    parameter, `embedding_bags[table].weight`, which any torch optimizer trains; with
+    `apply_optimizer_in_backward` the table is updated during backward instead.
+
+    Args:
+        tables: The tables; names and features must be unique within a collection and a table.
+        is_weighted: Multiply each row by the weight of its id before pooling.
+        device: Where the tables live; None: torch's default device; "meta": nothing is allocated.
+        bounds_check_mode: What to do with ids outside their table.
+
+    Attributes:
+        embedding_bags: Table name to the module that holds its `weight`.
+
+    Raises:
+        ValueError: No tables, repeated names, a table without features, pooling NONE, or a dtype
+            that cannot be trained.
+
+    Example:
+        >>> ebc = EmbeddingBagCollection(
+        ...     tables=[
+        ...         EmbeddingBagConfig(100, 4, "users", feature_names=["user"]),
+        ...         EmbeddingBagConfig(500, 8, "films", feature_names=["liked", "shown"]),
+        ...     ]
+        ... )
+        >>> batch = KeyedJaggedTensor(
+        ...     keys=["user", "liked", "shown"],
+        ...     values=torch.tensor([7, 8, 1, 2, 3, 4, 5]),
+        ...     lengths=torch.tensor([1, 1, 3, 0, 1, 1]),
+        ... )
+        >>> pooled = ebc(batch)
+        >>> pooled.keys(), pooled.values().shape
+        (['user', 'liked', 'shown'], torch.Size([2, 20]))
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        *,
+        bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+    ) -> None:
+        for config in tables:
+            if config.pooling is PoolingType.NONE:
+                raise ValueError(
+                    f"EmbeddingBagCollection pools bags; received PoolingType.NONE for table "
+                    f"'{config.name}'. Use an EmbeddingCollection for one embedding per id."
+                )
+        poolings = [pooling_type_to_pooling_mode(config.pooling) for config in tables]
+        super().__init__(tables, poolings, device, bounds_check_mode)
+        self._is_weighted = is_weighted
+        by_table = get_embedding_names_by_table(tables)
+        self._names = [name for names in by_table for name in names]
+        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+        self.embedding_bags = self._new_tables()
+        self._fill()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up and pool a batch.
+
+        Args:
+            features: Ids int32 or int64 for all features of the tables (others are ignored). With
+                one batch size per key it must carry inverse indices.
+
+        Returns:
+            fp32 [B, sum of D], keyed by feature ("feature@table" if several tables read it),
+            tables in order, features in the order of their table.
+
+        Raises:
+            KeyError: A feature is missing.
+            TypeError: Ids are not integers.
+            ValueError: The batch is on another device, or has no weights or inverse indices where
+                they are needed.
+            IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
+        """
+        groups = self._groups()
+        check_features(features, type(self).__name__, self.device, self._is_weighted)
+        weights = features.weights_or_none() if self._is_weighted else None
+        pooled = [group.lookup(*group.selector.select(features, weights)) for group in groups]
+        values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
+        if features.variable_stride_per_key():
+            values_BD = self._expand(values_BD, features)
+        return KeyedTensor.from_parts(self._names, self._dims, values_BD)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables, in order."""
+        return list(self._configs)  # type: ignore[arg-type]
+
+    def is_weighted(self) -> bool:
+        """Whether ids come with weights."""
+        return self._is_weighted
+
+    @property
+    def embedding_names(self) -> list[str]:
+        """Names of the outputs, in order."""
+        return list(self._names)
+
+    def _tables(self) -> list[EmbeddingTable]:
+        return list(self.embedding_bags.values())  # type: ignore[arg-type]
+
+    def _in_table_order(self, groups: Sequence[LookupGroup], pooled: Sequence[Tensor]) -> Tensor:
+        """Columns of several groups -> columns in the order of the tables."""
+        widths = [c.embedding_dim * c.num_features() for c in self._configs]
+        pieces: dict[int, Tensor] = {}
+        for group, values in zip(groups, pooled, strict=True):
+            parts = torch.split(values, [widths[t] for t in group.tables], dim=1)
+            pieces.update(zip(group.tables, parts, strict=True))
+        return torch.cat([pieces[t] for t in range(len(widths))], dim=1)
+
+    def _expand(self, values_BD: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        """Give each sample the bag that its inverse index names, feature by feature."""
+        inverse = features.inverse_indices_or_none()
+        if inverse is None:
+            raise ValueError(
+                f"{type(self).__name__} received a batch with a batch size per key "
+                f"({features.stride_per_key()[:10]}) and no inverse_indices, so that its output "
+                "would have no common batch size. Pass inverse_indices to the KeyedJaggedTensor."
+            )
+        keys, bags_FB = inverse
+        place = {key: i for i, key in enumerate(keys)}
+        names = [f for c in self._configs for f in c.feature_names]
+        columns = torch.split(values_BD, self._dims, dim=1)
+        return torch.cat(
+            [
+                column.index_select(0, bags_FB[place[feature]])
+                for feature, column in zip(names, columns, strict=True)
+            ],
+            dim=1,
+        )

@@ -1,0 +1,130 @@
+"""EmbeddingCollection: one embedding per id, of many tables on one device.
+
+Legend: `N` ids of one feature, `D` columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from recsys.kernels.types import BoundsCheckMode, PoolingMode
+from recsys.modules.embedding_configs import EmbeddingConfig
+from recsys.modules.embedding_inputs import check_features
+from recsys.modules.embedding_interfaces import (
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from recsys.modules.embedding_tables import EmbeddingTable, TableCollection
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor
+from recsys.sparse.features import FeatureViews
+
+__all__ = ["EmbeddingCollection"]
+
+
+class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
+    """Looks up ids in many tables at once, without pooling: for sequences.
+
+    Everything else is as in `EmbeddingBagCollection`.
+
+    Args:
+        tables: The tables, all of the same embedding_dim.
+        device: Where the tables live; None: torch's default device; "meta": nothing is allocated.
+        need_indices: Return the ids too, as the weights of each JaggedTensor.
+        bounds_check_mode: What to do with ids outside their table.
+
+    Attributes:
+        embeddings: Table name to the module that holds its `weight`.
+
+    Raises:
+        ValueError: No tables, repeated names, a table without features, different dims, or a dtype
+            that cannot be trained.
+
+    Example:
+        >>> ec = EmbeddingCollection(
+        ...     tables=[EmbeddingConfig(500, 8, "films", feature_names=["watched"])]
+        ... )
+        >>> batch = KeyedJaggedTensor(
+        ...     keys=["watched"], values=torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 0, 1])
+        ... )
+        >>> watched = ec(batch)["watched"]
+        >>> watched.values().shape, watched.lengths()
+        (torch.Size([3, 8]), tensor([2, 0, 1]))
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | None = None,
+        need_indices: bool = False,
+        *,
+        bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+    ) -> None:
+        dims = {config.name: config.embedding_dim for config in tables}
+        if len(set(dims.values())) > 1:
+            raise ValueError(
+                "EmbeddingCollection needs tables of one embedding_dim; received "
+                f"{dims}. Use one collection per dim."
+            )
+        super().__init__(tables, [PoolingMode.NONE] * len(tables), device, bounds_check_mode)
+        self._need_indices = need_indices
+        self._names_by_table = get_embedding_names_by_table(tables)
+        self.embeddings = self._new_tables()
+        self._fill()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look up a batch.
+
+        Args:
+            features: Ids int32 or int64 for all features of the tables (others are ignored).
+
+        Returns:
+            By feature ("feature@table" if several tables read it): values fp32 [N, D], the
+            feature's lengths, and its ids as weights if asked for.
+
+        Raises:
+            KeyError: A feature is missing.
+            TypeError: Ids are not integers.
+            ValueError: The batch is on another device.
+            IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
+        """
+        groups = self._groups()
+        check_features(features, type(self).__name__, self.device, False)
+        sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
+        lengths = features.lengths().split_with_sizes(strides_per_key)
+        found: dict[str, JaggedTensor] = {}
+        for group in groups:
+            bags = group.selector.select(features, None)
+            rows_ND = group.lookup(*bags)
+            positions = group.selector.positions
+            views = FeatureViews(
+                rows_ND,
+                bags.indices if self._need_indices else None,
+                torch.cat([lengths[p] for p in positions]),
+                [sizes_per_key[p] for p in positions],
+                [strides_per_key[p] for p in positions],
+            )
+            names = [name for t in group.tables for name in self._names_by_table[t]]
+            for i, name in enumerate(names):
+                found[name] = JaggedTensor.from_source(views, i)
+        if len(groups) == 1:
+            return found
+        return {name: found[name] for names in self._names_by_table for name in names}
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables, in order."""
+        return list(self._configs)  # type: ignore[arg-type]
+
+    def need_indices(self) -> bool:
+        """Whether the ids are returned too."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """Columns of every table."""
+        return self._configs[0].embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Per table the names of its outputs."""
+        return [list(names) for names in self._names_by_table]
+
+    def _tables(self) -> list[EmbeddingTable]:
+        return list(self.embeddings.values())  # type: ignore[arg-type]

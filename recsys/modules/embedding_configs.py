@@ -1,0 +1,257 @@
+"""What an embedding table is: size, features, dtype, pooling, initial values.
+
+These dataclasses are mutable and take positional arguments because that is how their users
+build and adapt them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.types import PoolingMode
+
+__all__ = [
+    "DATA_TYPE_NUM_BITS",
+    "BaseEmbeddingConfig",
+    "DataType",
+    "EmbeddingBagConfig",
+    "EmbeddingConfig",
+    "EmbeddingTableConfig",
+    "PoolingType",
+    "data_type_to_dtype",
+    "dtype_to_data_type",
+    "pooling_type_to_pooling_mode",
+]
+
+
+@final
+class PoolingType(enum.Enum):
+    """How the rows of one bag become one vector."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+@final
+class DataType(enum.Enum):
+    """Element type of a table. Training uses the first three; quantized tables the others."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
+    INT4 = "INT4"
+    INT2 = "INT2"
+    NFP8 = "NFP8"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+DATA_TYPE_NUM_BITS: Mapping[DataType, int] = {
+    DataType.FP32: 32,
+    DataType.FP16: 16,
+    DataType.BF16: 16,
+    DataType.INT64: 64,
+    DataType.INT32: 32,
+    DataType.INT8: 8,
+    DataType.UINT8: 8,
+    DataType.INT4: 4,
+    DataType.INT2: 2,
+    DataType.NFP8: 8,
+}
+"""Bits per element."""
+
+_DTYPES: Mapping[DataType, torch.dtype] = {
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+    DataType.INT64: torch.int64,
+    DataType.INT32: torch.int32,
+    DataType.INT8: torch.int8,
+    DataType.UINT8: torch.uint8,
+    DataType.INT4: torch.quint4x2,
+    DataType.INT2: torch.quint2x4,
+    DataType.NFP8: torch.float8_e4m3fn,
+}
+_DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
+_POOLING_MODES = {
+    PoolingType.SUM: PoolingMode.SUM,
+    PoolingType.MEAN: PoolingMode.MEAN,
+    PoolingType.NONE: PoolingMode.NONE,
+}
+
+
+def data_type_to_dtype(data_type: DataType) -> torch.dtype:
+    """The torch dtype of a DataType.
+
+    Example:
+        >>> data_type_to_dtype(DataType.BF16)
+        torch.bfloat16
+    """
+    return _DTYPES[data_type]
+
+
+def dtype_to_data_type(dtype: torch.dtype) -> DataType:
+    """The DataType of a torch dtype.
+
+    Raises:
+        ValueError: No table has such elements.
+
+    Example:
+        >>> dtype_to_data_type(torch.float16)
+        <DataType.FP16: 'FP16'>
+    """
+    if dtype not in _DATA_TYPES:
+        raise ValueError(
+            f"No DataType has elements of {dtype}. Choose one of "
+            f"{[str(known) for known in _DATA_TYPES]}."
+        )
+    return _DATA_TYPES[dtype]
+
+
+def pooling_type_to_pooling_mode(pooling: PoolingType) -> PoolingMode:
+    """The kernels' word for a pooling."""
+    return _POOLING_MODES[pooling]
+
+
+@dataclass
+class BaseEmbeddingConfig:
+    """A table and the features that read it.
+
+    Raises:
+        ValueError: Sizes that are not positive, a feature listed twice, an empty range of initial
+            values, or an option that is not supported.
+        TypeError: `data_type` is not a DataType.
+    """
+
+    num_embeddings: int
+    """Rows; ids lie in [0, num_embeddings)."""
+    embedding_dim: int
+    """Columns."""
+    name: str = ""
+    """Unique in its collection: the table's name in state dict, plan and messages."""
+    data_type: DataType = DataType.FP32
+    """Element type."""
+    feature_names: list[str] = field(default_factory=list)
+    """Keys of the KeyedJaggedTensor that are looked up in this table."""
+    weight_init_max: float | None = None
+    """Initial values are uniform up to here; None: 1 / sqrt(num_embeddings)."""
+    weight_init_min: float | None = None
+    """... and from here; None: -1 / sqrt(num_embeddings)."""
+    num_embeddings_post_pruning: int | None = None
+    """Rows left after pruning, for inference."""
+    init_fn: Callable[[Tensor], Tensor | None] | None = None
+    """Fills a block of whole rows in place (or returns the values); replaces the uniform range."""
+    need_pos: bool = False
+    """A position-weighted feature reads this table."""
+    input_dim: int | None = None
+    """Size of the id space before remapping; num_embeddings if None."""
+    total_num_buckets: int | None = None
+    """Buckets of a table that is sharded by id bucket."""
+    use_virtual_table: bool = False
+    """Not supported: must be False."""
+    virtual_table_eviction_policy: None = None
+    """Not supported: must be None."""
+    enable_embedding_update: bool = False
+    """Not supported: must be False."""
+    stash_weights: bool = False
+    """Not supported: must be False."""
+
+    def __post_init__(self) -> None:
+        where = f"{type(self).__name__} '{self.name}'"
+        if self.num_embeddings <= 0 or self.embedding_dim <= 0:
+            raise ValueError(
+                f"{where} needs num_embeddings > 0 and embedding_dim > 0; received "
+                f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}."
+            )
+        if not isinstance(self.data_type, DataType):
+            raise TypeError(
+                f"{where}.data_type must be a DataType; received {self.data_type!r}. Use "
+                "dtype_to_data_type for a torch dtype."
+            )
+        repeated = sorted({f for f in self.feature_names if self.feature_names.count(f) > 1})
+        if repeated:
+            raise ValueError(
+                f"{where}.feature_names must be unique; received {repeated} more than once."
+            )
+        if self.get_weight_init_min() > self.get_weight_init_max():
+            raise ValueError(
+                f"{where} needs weight_init_min <= weight_init_max; received "
+                f"{self.get_weight_init_min()} > {self.get_weight_init_max()}."
+            )
+        for option in (
+            "use_virtual_table",
+            "virtual_table_eviction_policy",
+            "enable_embedding_update",
+            "stash_weights",
+        ):
+            if getattr(self, option):
+                raise ValueError(
+                    f"{where}.{option} is not supported; received {getattr(self, option)!r}. Leave "
+                    "it out."
+                )
+
+    def get_weight_init_max(self) -> float:
+        """The upper end of the initial values."""
+        if self.weight_init_max is None:
+            return 1 / math.sqrt(self.num_embeddings)
+        return self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """The lower end of the initial values."""
+        if self.weight_init_min is None:
+            return -1 / math.sqrt(self.num_embeddings)
+        return self.weight_init_min
+
+    def num_features(self) -> int:
+        """How many features read the table."""
+        return len(self.feature_names)
+
+
+@dataclass
+class EmbeddingBagConfig(BaseEmbeddingConfig):
+    """A table whose bags are pooled.
+
+    Example:
+        >>> EmbeddingBagConfig(100, 8, "movies", feature_names=["liked"]).pooling
+        <PoolingType.SUM: 'SUM'>
+    """
+
+    pooling: PoolingType = PoolingType.SUM
+    """SUM or MEAN."""
+
+
+@dataclass
+class EmbeddingConfig(BaseEmbeddingConfig):
+    """A table whose rows are returned one per id.
+
+    Example:
+        >>> EmbeddingConfig(100, 8, "movies", feature_names=["liked"]).num_features()
+        1
+    """
+
+
+@dataclass
+class EmbeddingTableConfig(BaseEmbeddingConfig):
+    """A table as a grouped lookup sees it: pooled or not, weighted or not."""
+
+    pooling: PoolingType = PoolingType.SUM
+    """NONE for a sequence table."""
+    is_weighted: bool = False
+    """Ids come with weights."""
+    has_feature_processor: bool = False
+    """The weights come from a feature processor."""
+    embedding_names: list[str] = field(default_factory=list)
+    """Names of the outputs, one per feature."""

@@ -1,0 +1,154 @@
+"""From a KeyedJaggedTensor to the ids, offsets and weights of the features a lookup reads.
+
+Legend: `F` features of the lookup, `B` batch size, `N` ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+from recsys.sparse import KeyedJaggedTensor
+
+__all__ = ["FeatureSelector", "SelectedBags", "check_features"]
+
+
+@final
+class SelectedBags(NamedTuple):
+    """The bags of a lookup's features, feature by feature."""
+
+    indices: Tensor
+    """[N]."""
+    offsets: Tensor
+    """[F * B + 1]."""
+    weights: Tensor | None
+    """[N], or None."""
+
+
+@final
+class FeatureSelector:
+    """Picks a lookup's features from a batch, in the lookup's order.
+
+    Batches usually have the same keys in the same order as the one before, so the permutation is
+    kept; when the batch is in the lookup's order already, nothing is copied.
+
+    Args:
+        features: [F] the features the lookup reads.
+        tables: [F] the table each of them reads, for messages.
+        owner: Who asks, for messages.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6]), lengths=torch.tensor([1, 1]))
+        >>> FeatureSelector(["b"], ["t"], "test").select(kjt, None).indices
+        tensor([6])
+    """
+
+    def __init__(self, features: Sequence[str], tables: Sequence[str], owner: str) -> None:
+        self._features = list(features)
+        self._tables = list(tables)
+        self._owner = owner
+        self._keys: list[str] | None = None
+        self._device: torch.device | None = None
+        self.positions: list[int] = []
+        """Of the features among the batch's keys, for the batch seen last."""
+        self._permute_F: Tensor | None = None
+
+    def select(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
+        """Pick the features.
+
+        Args:
+            batch: With one batch size, or one per key.
+            weights: [N] weights of the whole batch, or None.
+
+        Returns:
+            The bags; with one batch size per key, shorter features are padded with empty bags.
+
+        Raises:
+            KeyError: The batch lacks a feature.
+        """
+        if batch.keys() != self._keys or batch.device() != self._device:
+            self._route(batch)
+        if batch.variable_stride_per_key():
+            return self._select_variable(batch, weights)
+        if self._permute_F is None:
+            return SelectedBags(batch.values(), batch.offsets(), weights)
+        lengths_FB = batch.lengths().view(len(batch.keys()), -1)
+        known = batch.length_per_key_or_none()
+        total = None if known is None else sum(known[position] for position in self.positions)
+        lengths_FB, indices, weights = ops.permute_2d(
+            self._permute_F, lengths_FB, batch.values(), weights, total
+        )
+        return SelectedBags(indices, ops.complete_cumsum(lengths_FB.flatten()), weights)
+
+    def _select_variable(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
+        strides = batch.stride_per_key()
+        longest = max((strides[position] for position in self.positions), default=0)
+        pieces = batch.lengths().split_with_sizes(strides)
+        lengths_FB = torch.stack(
+            [torch.nn.functional.pad(pieces[p], (0, longest - strides[p])) for p in self.positions]
+        )
+        sizes = batch.length_per_key()
+        values = batch.values().split_with_sizes(sizes)
+        indices = torch.cat([values[p] for p in self.positions])
+        if weights is not None:
+            split_weights = weights.split_with_sizes(sizes)
+            weights = torch.cat([split_weights[p] for p in self.positions])
+        return SelectedBags(indices, ops.complete_cumsum(lengths_FB.flatten()), weights)
+
+    def _route(self, batch: KeyedJaggedTensor) -> None:
+        keys, device = batch.keys(), batch.device()
+        place = {key: i for i, key in enumerate(keys)}
+        for feature, table in zip(self._features, self._tables, strict=True):
+            if feature not in place:
+                raise KeyError(
+                    f"{self._owner} looks up feature '{feature}' in table '{table}', but the batch "
+                    f"does not have it; received the keys {_shortened(keys)}. Add the feature "
+                    "(empty bags will do) or leave it out of the table's feature_names."
+                )
+        self.positions = [place[feature] for feature in self._features]
+        self._permute_F = None
+        if self.positions != list(range(len(keys))):
+            self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
+        self._keys, self._device = list(keys), device
+
+
+def check_features(
+    batch: KeyedJaggedTensor, owner: str, device: torch.device, needs_weights: bool
+) -> None:
+    """Raise if ids are no integers, on another device, or lack weights.
+
+    Args:
+        batch: The batch.
+        owner: Who asks, for messages.
+        device: Where the tables are.
+        needs_weights: Whether bags are weighted.
+
+    Raises:
+        TypeError: Ids are not int32 or int64.
+        ValueError: The batch is elsewhere, or has no weights.
+    """
+    values = batch.values()
+    if values.dtype is not torch.int64 and values.dtype is not torch.int32:
+        raise TypeError(
+            f"{owner} looks up ids, which must be int32 or int64; received {values.dtype} for the "
+            f"features {_shortened(batch.keys())}. Convert them with .long()."
+        )
+    if values.device != device:
+        raise ValueError(
+            f"{owner} has its tables on {device}; received a batch on {values.device}. Move one of "
+            "them with .to()."
+        )
+    if needs_weights and batch.weights_or_none() is None:
+        raise ValueError(
+            f"{owner} was built with is_weighted=True and needs one weight per id; received a "
+            "batch without weights. Pass weights= to the KeyedJaggedTensor."
+        )
+
+
+def _shortened(keys: Sequence[str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:10])
+    return f"[{shown}]" if len(keys) <= 10 else f"[{shown}, ... {len(keys)} in all]"

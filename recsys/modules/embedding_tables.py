@@ -1,0 +1,428 @@
+"""What the two unsharded collections share: their tables, and the fused lookups over them.
+
+Each table is a module with a real parameter, and the parameters of tables alike are views of
+one storage that a `TableBatchedEmbedding` looks up at once. Much of what users do to modules
+breaks such aliasing (`.to`, `.half`, deepcopy, pickle, `load_state_dict(assign=True)`,
+`weight.data = ...`). So a `_Link` is compared with the parameters before every lookup, by
+identity and address, at C speed; when it is stale, the
+parameters win: they are gathered into new storages, and the tables' optimizer state moves along.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.bounds import IdGuard
+from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.types import (
+    BoundsCheckMode,
+    OptimizerSpec,
+    PoolingMode,
+    TableSpec,
+    UpdateMode,
+)
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType, data_type_to_dtype
+from recsys.modules.embedding_init import draw_seed, init_rows
+from recsys.modules.embedding_inputs import FeatureSelector
+from recsys.optim.apply_optimizer_in_backward import (
+    AttachedOptimizer,
+    attached_optimizer,
+    attachment_count,
+)
+
+__all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
+
+_TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)
+
+
+@final
+class EmbeddingTable(nn.Module):
+    """One table of a collection: its parameter, under the name users know.
+
+    Args:
+        config: The table.
+        weight: [num_embeddings, embedding_dim].
+    """
+
+    def __init__(self, config: BaseEmbeddingConfig, weight: Tensor) -> None:
+        super().__init__()
+        self.num_embeddings = config.num_embeddings
+        self.embedding_dim = config.embedding_dim
+        self.weight = nn.Parameter(weight)
+
+    def extra_repr(self) -> str:
+        """Size, for repr."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+@final
+class LookupGroup:
+    """Tables looked up in one go.
+
+    Args:
+        tables: Their numbers in the collection.
+        selector: Picks the features that read them from a batch.
+        tbe: The lookup.
+        parameters: The tables' parameters, which alias the lookup's storage.
+        guard: Checks ids.
+        attached: The optimizer the tables own, if any.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[int],
+        selector: FeatureSelector,
+        tbe: TableBatchedEmbedding,
+        parameters: Sequence[nn.Parameter],
+        guard: IdGuard,
+        attached: AttachedOptimizer | None,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.selector = selector
+        self.tbe = tbe
+        self.parameters = tuple(parameters)
+        self.guard = guard
+        self._attached = attached
+
+    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Check ids and look up: [B, sum of dims], or [N, D] without pooling."""
+        if self._attached is not None:
+            learning_rate = self._attached.param_groups[0].get("lr")
+            if learning_rate is not None and learning_rate != self.tbe.learning_rate:
+                self.tbe.learning_rate = float(learning_rate)
+        return self.tbe.forward(self.guard(indices, offsets), offsets, weights, self.parameters)
+
+
+@final
+class _Link:
+    """The lookups, and what the parameters looked like when they were built."""
+
+    def __init__(self, tables: Sequence[EmbeddingTable], groups: Sequence[LookupGroup]) -> None:
+        self.groups = tuple(groups)
+        self._slots = [table._parameters for table in tables]
+        self._weights = [table.weight for table in tables]
+        self._pointers = list(map(Tensor.data_ptr, self._weights))
+        self._attachments = attachment_count()
+
+    def is_current(self) -> bool:
+        weights = [slot["weight"] for slot in self._slots]
+        return (
+            all(map(is_, weights, self._weights))
+            and list(map(Tensor.data_ptr, self._weights)) == self._pointers
+            and attachment_count() == self._attachments
+        )
+
+
+class TableCollection(nn.Module):
+    """Tables as parameters, and fused lookups over them.
+
+    Args:
+        configs: The tables.
+        poolings: Pooling of each.
+        device: Where the tables live; None: torch's default device.
+        bounds_check_mode: What to do with ids outside their table.
+
+    Attributes:
+        init_seed: The seed of the initial values.
+
+    Raises:
+        ValueError: No tables, tables of the same name, without features, or of a dtype that
+        cannot be
+            trained.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        poolings: Sequence[PoolingMode],
+        device: torch.device | None,
+        bounds_check_mode: BoundsCheckMode,
+    ) -> None:
+        super().__init__()
+        _check_configs(type(self).__name__, configs)
+        self._configs = list(configs)
+        self._poolings = tuple(poolings)
+        self._bounds_check_mode = BoundsCheckMode[bounds_check_mode.name]
+        self._device = torch.get_default_device() if device is None else torch.device(device)
+        self._attached: dict[str, AttachedOptimizer] = {}
+        self._saved_states: dict[str, dict[str, Tensor]] = {}
+        self._link: _Link | None = None
+        self.init_seed = draw_seed()
+
+    def _new_tables(self) -> nn.ModuleDict:
+        """The table modules, in the collection's order, with initial values."""
+        weights: dict[int, Tensor] = {}
+        dtypes = [data_type_to_dtype(config.data_type) for config in self._configs]
+        keys = list(zip(dtypes, self._poolings, self._lookup_dims(), strict=True))
+        for key in dict.fromkeys(keys):
+            members = [t for t, other in enumerate(keys) if other == key]
+            layout = self._layout(members, self._device)
+            flat = torch.empty(layout.num_elements, dtype=key[0], device=self._device)
+            weights.update(zip(members, layout.table_views(flat), strict=True))
+        tables = nn.ModuleDict()
+        for t, config in enumerate(self._configs):
+            tables[config.name] = EmbeddingTable(config, weights[t])
+        return tables
+
+    def _tables(self) -> list[EmbeddingTable]:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables live."""
+        return self._tables()[0].weight.device
+
+    def reset_parameters(self) -> None:
+        """Draw new initial values for all tables, from the global generator."""
+        self.init_seed = draw_seed()
+        self._fill()
+
+    def initial_rows(self, table_index: int, row_start: int, row_end: int) -> Tensor:
+        """The initial values of some rows of a table, also of one that was never allocated.
+
+        Args:
+            table_index: Number of the table in the collection.
+            row_start: First row.
+            row_end: One past the last row.
+
+        Returns:
+            [row_end - row_start, embedding_dim] on the CPU, in the table's dtype.
+        """
+        config = self._configs[table_index]
+        return init_rows(
+            self.init_seed, table_index, row_start, row_end, config.embedding_dim, config
+        )
+
+    def optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        """Per table that owns an optimizer its state by name; live, so that copying in loads it."""
+        return {
+            self._configs[t].name: group.tbe.states[i]
+            for group in self._current_link().groups
+            for i, t in enumerate(group.tables)
+            if group.tbe.optimizer is not None
+        }
+
+    def check_ids(self) -> None:
+        """On CUDA: wait, and raise now if an earlier batch had ids outside their table."""
+        for group in self._current_link().groups:
+            group.guard.check()
+
+    def _fill(self) -> None:
+        for t, (config, table) in enumerate(zip(self._configs, self._tables(), strict=True)):
+            weight = table.weight.detach()
+            if not weight.is_meta:
+                rows, dim = weight.shape
+                init_rows(self.init_seed, t, 0, rows, dim, config, weight)
+
+    # -- lookups ------------------------------------------------------------------------------
+
+    def _groups(self) -> tuple[LookupGroup, ...]:
+        link = self._link
+        if link is None or not link.is_current():
+            link = self._current_link()
+        return link.groups
+
+    def _current_link(self) -> _Link:
+        if self._link is None or not self._link.is_current():
+            self._remember()
+            self._link = _Link(self._tables(), self._build_groups())
+            self._saved_states = {}
+        return self._link
+
+    def _remember(self) -> None:
+        """Keep what the parameters or the old lookups know and new ones would not."""
+        if self._link is not None:
+            self._saved_states = {
+                self._configs[t].name: group.tbe.states[i]
+                for group in self._link.groups
+                for i, t in enumerate(group.tables)
+            }
+        for config, table in zip(self._configs, self._tables(), strict=True):
+            attached = attached_optimizer(table.weight)
+            if attached is not None:
+                self._attached[config.name] = attached
+            elif config.name in self._attached:
+                # a new parameter took the place of one whose table owns an optimizer
+                table.weight._in_backward_optimizers = [self._attached[config.name]]  # type: ignore[attr-defined]
+
+    def _build_groups(self) -> list[LookupGroup]:
+        tables = self._tables()
+        devices = {str(table.weight.device) for table in tables}
+        if len(devices) > 1:
+            raise ValueError(
+                f"The tables of one {type(self).__name__} must be on one device; received "
+                f"{sorted(devices)}. Move the whole collection."
+            )
+        owned = [self._attached.get(config.name) for config in self._configs]
+        keys = [
+            (table.weight.dtype, pooling, dim, id(attached))
+            for table, pooling, dim, attached in zip(
+                tables, self._poolings, self._lookup_dims(), owned, strict=True
+            )
+        ]
+        return [
+            self._build_group([t for t, other in enumerate(keys) if other == key], owned)
+            for key in dict.fromkeys(keys)
+        ]
+
+    def _build_group(
+        self, members: Sequence[int], owned: Sequence[AttachedOptimizer | None]
+    ) -> LookupGroup:
+        configs = [self._configs[t] for t in members]
+        parameters = [self._tables()[t].weight for t in members]
+        attached = owned[members[0]]
+        spec = self._spec(configs[0].name, attached)
+        device = parameters[0].device
+        layout = self._layout(members, device)
+        tbe = TableBatchedEmbedding(
+            layout.tables,
+            feature_table_map=layout.feature_table_map,
+            pooling=self._poolings[members[0]],
+            weights_dtype=parameters[0].dtype,
+            optimizer=spec,
+            update_mode=UpdateMode.GRADIENT if spec is None else UpdateMode.FUSED,
+            device=device,
+            weights=_common_storage(parameters, layout),
+        )
+        with torch.no_grad():
+            for parameter, view in zip(parameters, tbe.weights, strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter)
+                parameter.data = view
+            for config, states in zip(configs, tbe.states, strict=True):
+                for name, value in self._saved_states.get(config.name, {}).items():
+                    states[name].copy_(value)
+        features = [feature for config in configs for feature in config.feature_names]
+        readers = [config for config in configs for _ in config.feature_names]
+        guard = IdGuard(
+            [config.num_embeddings for config in readers],
+            features,
+            [config.name for config in readers],
+            self._bounds_check_mode,
+            device,
+        )
+        selector = FeatureSelector(
+            features, [config.name for config in readers], type(self).__name__
+        )
+        return LookupGroup(members, selector, tbe, parameters, guard, attached)
+
+    def _spec(self, table: str, attached: AttachedOptimizer | None) -> OptimizerSpec | None:
+        try:
+            return None if attached is None else attached.spec()
+        except ValueError as error:
+            raise ValueError(f"Table '{table}' cannot own {attached}: {error}") from error
+
+    def _layout(self, members: Sequence[int], device: torch.device) -> StorageLayout:
+        configs = [self._configs[t] for t in members]
+        return StorageLayout(
+            [
+                TableSpec(name=c.name, num_rows=c.num_embeddings, dim=c.embedding_dim)
+                for c in configs
+            ],
+            [i for i, config in enumerate(configs) for _ in config.feature_names],
+            device,
+        )
+
+    def _lookup_dims(self) -> list[int]:
+        """What besides pooling keeps tables apart: without pooling, their dim."""
+        return [
+            config.embedding_dim if pooling is PoolingMode.NONE else 0
+            for config, pooling in zip(self._configs, self._poolings, strict=True)
+        ]
+
+    # -- what breaks aliasing -----------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Linked first, so that `share_memory_` shares the storage the lookups use, and the
+        # optimizers of parameters about to be replaced are remembered.
+        self._current_link()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._remember()
+        super()._load_from_state_dict(*args)
+
+    def _portable_state(self) -> dict[str, Any]:
+        """`__dict__` without the lookups, which are built again, and with their optimizer state."""
+        self._remember()
+        state = self.__dict__.copy()
+        state["_link"] = None
+        state["_saved_states"] = {
+            table: {name: value.clone() for name, value in states.items()}
+            for table, states in self._saved_states.items()
+        }
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self._portable_state(), memo))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._portable_state()
+        for table in self._tables():
+            weight = table.weight
+            if not weight.untyped_storage().is_shared() and not weight.is_meta:
+                # A pickled view brings its whole storage along, once per table: hand out
+                # copies. The next lookup gathers them again.
+                weight.data = weight.data.clone()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._remember()
+
+
+def _common_storage(parameters: Sequence[Tensor], layout: StorageLayout) -> Tensor | None:
+    """The flat storage that all parameters are already views of in that layout, if there is one."""
+    first = parameters[layout.storage_order[0]]
+    if first.is_meta:
+        return None
+    storage = first.untyped_storage()
+    base = first.data_ptr()
+    for t, parameter in enumerate(parameters):
+        address = base + layout.first_element[t] * parameter.element_size()
+        if (
+            parameter.data_ptr() != address
+            or parameter.untyped_storage().data_ptr() != storage.data_ptr()
+            or not parameter.is_contiguous()
+        ):
+            return None
+    flat = torch.empty(0, dtype=first.dtype, device=first.device)
+    return flat.set_(storage, first.storage_offset(), (layout.num_elements,))  # type: ignore[call-overload, no-any-return]
+
+
+def _check_configs(owner: str, configs: Sequence[BaseEmbeddingConfig]) -> None:
+    if not configs:
+        raise ValueError(f"{owner} needs at least one table; received none.")
+    names = [config.name for config in configs]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(
+            f"{owner} needs tables with different names; received {repeated} more than once."
+        )
+    for config in configs:
+        if not config.name or "." in config.name:
+            raise ValueError(
+                f"{owner} names parameters by table, so a table needs a name without dots; "
+                f"received '{config.name}'."
+            )
+        if not config.feature_names:
+            raise ValueError(
+                f"{owner} table '{config.name}' needs feature_names; received none. Name the keys "
+                "of the KeyedJaggedTensor that are looked up in it."
+            )
+        if config.data_type not in _TRAINABLE:
+            raise ValueError(
+                f"{owner} table '{config.name}' needs a data_type that can be trained, one of "
+                f"{[str(d) for d in _TRAINABLE]}; received {config.data_type}. Quantize a trained "
+                "collection instead."
+            )
