@@ -25,10 +25,13 @@ from recsys.distributed.types import (
     ShardedModule,
     ShardingEnv,
 )
-from recsys.kernels.row_update import is_row_reducing, row_wise_moment
+from recsys.kernels.row_update import STATE_KINDS, is_row_reducing
 from recsys.kernels.types import EmbeddingLocation, OptimizerSpec, PoolingMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer_spec, mark_in_backward
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
@@ -104,7 +107,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
             layout, mean_slots, env, device, torch.float32, self._finisher.schedule
         )
         self._trains = any(option.requires_grad for option in options)
-        self._names = _embedding_names(self._configs)
+        self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
         self._dims = [slot.dim for slot in layout.slots]
         self.embedding_bags = nn.ModuleDict()
         shards: list[list[Any]] = [[] for _ in placed]
@@ -140,7 +143,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
             trains,
         )
         return LazyAwaitable(
-            lambda: KeyedTensor(keys=self._names, length_per_key=self._dims, values=values.wait())
+            lambda: KeyedTensor.from_parts(self._names, self._dims, values.wait())
         )
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
@@ -247,7 +250,7 @@ def _place(
     exchanges = False
     if splits_columns and option.optimizer is not None:
         exchanges = is_row_reducing(option.optimizer.algorithm)
-        if exchanges and not row_wise_moment(option.optimizer.algorithm):
+        if exchanges and "row" not in STATE_KINDS[option.optimizer.algorithm].values():
             raise ValueError(
                 f"Table {config.name!r} is split by columns, but its optimizer "
                 f"{option.optimizer.algorithm.name} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -14,6 +15,15 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder, defau
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+
+# torch 2.13 renamed `broadcast_buffers` and warns of the old name. Buffers of a model are alike on
+# all ranks from the start, and a broadcast in every forward would cost a collective.
+_NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
@@ -63,7 +73,7 @@ class DefaultDataParallelWrapper:
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wraps ``dmp`` 's inner module in place; nothing to do for one rank or no dense parameter."""
         module = dmp._dmp_wrapped
-        if env.process_group is None or isinstance(module, DistributedDataParallel):
+        if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
         sharded = {
             name
@@ -81,7 +91,7 @@ class DefaultDataParallelWrapper:
             device_ids=None if device.type == "cpu" else [device],
             process_group=env.process_group,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
+            **_NO_BUFFER_SYNC,
             bucket_cap_mb=self._bucket_cap_mb,
             static_graph=self._static_graph,
             find_unused_parameters=self._find_unused_parameters,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.distributed import comm
 from recsys.distributed.layout import PlacedTable
 from recsys.distributed.lookup import LocalShard
 from recsys.distributed.sharded_table import ShardedTable
@@ -143,7 +144,7 @@ def load_tables(
     Tables on the ``meta`` device are initialised block by block, so that no rank ever holds a
     whole table; the values depend on the seed and the row, not on the plan.
     """
-    seed = module.init_seed
+    module.init_seed = comm.broadcast_int(env, module.init_seed, _device_of(tables))
     for index, (name, table) in enumerate(tables.items()):
         weight = module.embedding_bags[name].weight.detach()
         for rows in _row_blocks(table, weight):
@@ -161,7 +162,10 @@ def load_tables(
                     values = values.to(table.device, copy=True).contiguous()
                     dist.broadcast(values, group=env.process_group, group_src=0)
                 table.fill(rows, values)
-    del seed
+
+
+def _device_of(tables: Mapping[str, TableShards]) -> torch.device:
+    return next(iter(tables.values())).device
 
 
 def _row_blocks(table: TableShards, weight: Tensor) -> Iterator[slice]:

@@ -1,0 +1,88 @@
+"""From a quantized model to a file that runs without this library.
+
+The exported program takes plain tensors and needs only torch and fbgemm_gpu to run, in Python or in
+C++. It is made by torch.fx: the model runs once on symbolic inputs, which sees through the jagged
+containers, so that only tensor operations are left; TorchScript compiles those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from recsys.inference.quantize import QuantizedBags
+from recsys.sparse import KeyedJaggedTensor
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, QuantizedBags) or super().is_leaf_module(m, module_qualified_name)
+
+
+class _PlainInputs(nn.Module):
+    """Calls a model of (dense features, jagged ids) with plain tensors."""
+
+    def __init__(self, model: nn.Module, feature_names: Sequence[str], is_weighted: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._names = list(feature_names)
+        self._is_weighted = is_weighted
+
+    def forward(
+        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> Any:
+        weights = weights if self._is_weighted else None
+        features = KeyedJaggedTensor.from_parts(
+            self._names, values, weights, lengths, stride=lengths.numel() // len(self._names)
+        )
+        return self.model(dense, features)
+
+
+def trace_model(
+    model: nn.Module, feature_names: Sequence[str], is_weighted: bool = False
+) -> fx.GraphModule:
+    """Traces a quantized model of dense features and jagged ids to tensor operations.
+
+    Args:
+        model: ``model(dense, features)`` returning a tensor, quantized, in evaluation mode.
+        feature_names: the order of the features in the exported program's ``lengths``.
+        is_weighted: whether the program takes per-id weights.
+
+    Returns:
+        A module of ``(dense [B, ...], values [N], lengths [K * B], weights [N] or None)``.
+
+    Raises:
+        ValueError: if the model is in training mode.
+    """
+    if model.training:
+        raise ValueError("trace_model needs a model in evaluation mode; call model.eval() first.")
+    root = _PlainInputs(model, feature_names, is_weighted)
+    graph = _Tracer().trace(root, concrete_args=None if is_weighted else {"weights": None})
+    return fx.GraphModule(root, graph)
+
+
+def export_torchscript(
+    model: nn.Module, path: str | Path, feature_names: Sequence[str], is_weighted: bool = False
+) -> torch.jit.ScriptModule:
+    """Compiles a quantized model by TorchScript and writes it to a file.
+
+    The file runs wherever torch and fbgemm_gpu do: ``torch.jit.load(path)(dense, values, lengths)``.
+
+    Args:
+        model: as for :func:`trace_model`.
+        path: the file to write.
+        feature_names: as for :func:`trace_model`.
+        is_weighted: as for :func:`trace_model`.
+
+    Returns:
+        The compiled module that was written.
+    """
+    scripted: torch.jit.ScriptModule = torch.jit.script(
+        trace_model(model, feature_names, is_weighted)
+    )
+    scripted.save(str(path))
+    return scripted

@@ -1,0 +1,323 @@
+"""Embedding collections with rows of 8 or 4 bits, made from trained ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels import ops
+from recsys.kernels.quantized import QuantizedLookup, quantize_rows
+from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    PoolingType,
+    pooling_type_to_pooling_mode,
+)
+from recsys.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+
+_BITS = {torch.int8: 8, torch.uint8: 8, torch.qint8: 8, torch.quint8: 8, torch.quint4x2: 4}
+
+
+@final
+class QuantizedBags(nn.Module):
+    """The tensor part of a quantized collection: plain tensors in and out, compiled by TorchScript.
+
+    Args:
+        configs: the tables.
+        rows: per table its quantized rows, on the device that looks them up.
+        bits: per table 8 or 4.
+        features: the collection's distinct features.
+        shards: per table the number of the shard that owns it; each shard is looked up by itself.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EmbeddingBagConfig],
+        rows: Sequence[Tensor],
+        bits: Sequence[int],
+        features: Sequence[str],
+        shards: Sequence[int],
+    ) -> None:
+        super().__init__()
+        groups: dict[tuple[int, PoolingMode], list[int]] = {}
+        for table, config in enumerate(configs):
+            pooling = pooling_type_to_pooling_mode(config.pooling)
+            groups.setdefault((shards[table], pooling), []).append(table)
+        self.lookups = nn.ModuleList()
+        self.group_features: list[list[int]] = []
+        found: list[tuple[int, int]] = []  # (table, feature) in the order of the lookups' columns
+        for (_, pooling), tables in groups.items():
+            slots = [(t, f) for t in tables for f in configs[t].feature_names]
+            self.lookups.append(
+                QuantizedLookup(
+                    [rows[t] for t in tables],
+                    [bits[t] for t in tables],
+                    [tables.index(t) for t, _ in slots],
+                    pooling,
+                )
+            )
+            self.group_features.append([features.index(f) for _, f in slots])
+            found += [(t, features.index(f)) for t, f in slots]
+        wanted = [(t, features.index(f)) for t, c in enumerate(configs) for f in c.feature_names]
+        self.widths = [configs[t].embedding_dim for t, _ in found]
+        self.order = [found.index(slot) for slot in wanted]
+        self.in_order = self.order == list(range(len(wanted)))
+        least_rows = [
+            min(c.num_embeddings for c in configs if feature in c.feature_names)
+            for feature in features
+        ]
+        self.feature_names = list(features)
+        self.register_buffer("num_rows", torch.tensor(least_rows))
+
+    def forward(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        positions: list[int],
+        num_keys: int,
+    ) -> Tensor:
+        """Looks up a batch.
+
+        Args:
+            values: ``[N]`` ids, feature-major.
+            lengths: ``[K * B]`` ids per bag.
+            weights: ``[N]`` fp32, or None.
+            positions: for each feature of the collection its place among the keys of the batch.
+            num_keys: ``K``, the keys of the batch.
+
+        Returns:
+            ``[B, sum of dims]`` fp32, on the ids' device.
+
+        Raises:
+            IndexError: if an id lies outside its table.
+        """
+        lengths_KB = lengths.view(num_keys, lengths.numel() // num_keys)
+        outputs: list[Tensor] = []
+        for i, lookup in enumerate(self.lookups):
+            features = self.group_features[i]
+            order = torch.tensor([positions[f] for f in features], dtype=torch.int32)
+            order = order.to(values.device)
+            lengths_FB, ids, id_weights = _permute(order, lengths_KB, values, weights)
+            self._check_ids(ids, lengths_FB, features)
+            offsets = _cumsum(lengths_FB.flatten())
+            device = lookup.weights.device
+            if id_weights is not None:
+                id_weights = id_weights.to(device)
+            pooled = lookup(ids.to(device), offsets.to(device), id_weights)
+            outputs.append(pooled.to(values.device))
+        pooled = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if self.in_order:
+            return pooled
+        columns = pooled.split(self.widths, dim=1)
+        return torch.cat([columns[i] for i in self.order], dim=1)
+
+    def _check_ids(self, ids: Tensor, lengths_FB: Tensor, features: list[int]) -> None:
+        rows = [self.num_rows[f] for f in features]
+        rows_F = torch.tensor(rows, dtype=ids.dtype).to(ids.device)
+        rows_N = torch.repeat_interleave(rows_F, lengths_FB.sum(1), output_size=ids.numel())
+        bad = (ids < 0) | (ids >= rows_N)
+        if bool(bad.any()):
+            where = int(bad.nonzero()[0].item())
+            feature = int(torch.searchsorted(lengths_FB.sum(1).cumsum(0), where, right=True))
+            raise IndexError(
+                f"Feature {self.feature_names[features[feature]]} has the id {int(ids[where])}, "
+                f"outside its table with {rows[feature]} rows."
+            )
+
+
+def _permute(
+    order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if torch.jit.is_scripting():
+        return torch.ops.fbgemm.permute_2D_sparse_data(order, lengths_KB, values, weights)
+    return ops.permute_2d(order, lengths_KB, values, weights)
+
+
+def _cumsum(lengths: Tensor) -> Tensor:
+    if torch.jit.is_scripting():
+        return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+    return ops.complete_cumsum(lengths)
+
+
+@final
+class QuantEmbeddingBagCollection(nn.Module):
+    """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` of quantized rows.
+
+    Made by :func:`quantize_embeddings` or :meth:`from_float`, for inference: it has no gradients.
+
+    Args:
+        tables: the tables' configurations.
+        is_weighted: whether features carry weights.
+        rows: per table its quantized rows, as
+            :func:`~recsys.kernels.quantized.quantize_rows` returns them.
+        bits: per table 8 or 4.
+        devices: per table the shard that owns it and its device; all in one shard where the rows
+            are, if None.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool,
+        rows: Sequence[Tensor],
+        bits: Sequence[int],
+        devices: Sequence[tuple[int, torch.device]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._configs = list(tables)
+        self._is_weighted = is_weighted
+        self._rows, self._bits = list(rows), list(bits)
+        if devices is not None:
+            rows = [r.to(device) for r, (_, device) in zip(rows, devices, strict=True)]
+        shards = [0] * len(rows) if devices is None else [shard for shard, _ in devices]
+        self._features = list(dict.fromkeys(f for c in tables for f in c.feature_names))
+        self.bags = QuantizedBags(tables, rows, bits, self._features, shards)
+        self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
+        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+
+    @classmethod
+    def from_float(
+        cls,
+        module: EmbeddingBagCollection,
+        dtype: torch.dtype = torch.int8,
+        per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
+    ) -> QuantEmbeddingBagCollection:
+        """Quantizes the tables of a trained collection.
+
+        Args:
+            module: the collection, unsharded.
+            dtype: ``torch.int8`` or ``torch.quint4x2``.
+            per_table_weight_dtype: other dtypes by table name.
+
+        Raises:
+            ValueError: if a dtype is neither, or a name is not a table's.
+        """
+        configs = module.embedding_bag_configs()
+        chosen = dict(per_table_weight_dtype or {})
+        unknown = sorted(chosen.keys() - {config.name for config in configs})
+        if unknown:
+            raise ValueError(
+                f"per_table_weight_dtype names {unknown}, which are not tables of the collection; "
+                f"its tables are {[config.name for config in configs]}."
+            )
+        bits = [_bits_of(chosen.get(config.name, dtype)) for config in configs]
+        rows = [
+            quantize_rows(module.embedding_bags[config.name].weight, b)
+            for config, b in zip(configs, bits, strict=True)
+        ]
+        return cls(configs, module.is_weighted(), rows, bits)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks up a batch.
+
+        Args:
+            features: the ids, with every feature the tables read.
+
+        Returns:
+            ``[B, sum of dims]`` fp32, keys in the order of the float collection.
+
+        Raises:
+            IndexError: if an id lies outside its table.
+            KeyError: if the batch lacks a feature.
+        """
+        keys = features.keys()
+        missing = [name for name in self._features if name not in keys]
+        if missing:
+            raise KeyError(
+                f"The batch lacks the features {missing}, which the tables read; received {keys}."
+            )
+        weights = features.weights_or_none() if self._is_weighted else None
+        values = self.bags(
+            features.values(),
+            features.lengths(),
+            weights,
+            [keys.index(name) for name in self._features],
+            len(keys),
+        )
+        return KeyedTensor.from_parts(self._names, self._dims, values)
+
+    def on_devices(
+        self, devices: Sequence[tuple[int, torch.device]]
+    ) -> QuantEmbeddingBagCollection:
+        """Returns the same collection with each table in the given shard, on its device."""
+        return QuantEmbeddingBagCollection(
+            self._configs, self._is_weighted, self._rows, self._bits, devices
+        )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Returns the configuration of each table."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Returns whether features carry weights."""
+        return self._is_weighted
+
+    def table_bytes(self) -> list[int]:
+        """Returns the size of each table in bytes."""
+        return [rows.numel() for rows in self._rows]
+
+
+def _bits_of(dtype: torch.dtype) -> int:
+    if dtype not in _BITS:
+        raise ValueError(
+            f"Tables are quantized to torch.int8 or torch.quint4x2; received {dtype}."
+        )
+    return _BITS[dtype]
+
+
+def quantize_embeddings(
+    module: nn.Module,
+    dtype: torch.dtype = torch.int8,
+    inplace: bool = False,
+    per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
+) -> nn.Module:
+    """Replaces every embedding collection of a model by its quantized counterpart.
+
+    Args:
+        module: a trained model, unsharded.
+        dtype: ``torch.int8`` (one byte per value) or ``torch.quint4x2`` (half a byte).
+        inplace: change the given model instead of a copy.
+        per_table_weight_dtype: other dtypes by table name.
+
+    Returns:
+        The model with quantized tables, in evaluation mode.
+
+    Raises:
+        ValueError: if the model has no embedding collection.
+
+    Example:
+        >>> config = EmbeddingBagConfig(10, 4, "t", feature_names=["f"])
+        >>> model = nn.Sequential(EmbeddingBagCollection(tables=[config]))
+        >>> type(quantize_embeddings(model, torch.int8)[0]).__name__
+        'QuantEmbeddingBagCollection'
+    """
+    if isinstance(module, EmbeddingBagCollection):
+        return QuantEmbeddingBagCollection.from_float(module, dtype, per_table_weight_dtype)
+    found = [
+        (path, child)
+        for path, child in module.named_modules()
+        if isinstance(child, EmbeddingBagCollection)
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} has no EmbeddingBagCollection to quantize. A sharded model "
+            "is quantized after loading its checkpoint into the unsharded one."
+        )
+    quantized = {
+        id(child): QuantEmbeddingBagCollection.from_float(child, dtype, per_table_weight_dtype)
+        for _, child in found
+    }
+    model = module if inplace else copy.deepcopy(module, dict(quantized))
+    if inplace:
+        for path, child in found:
+            model.set_submodule(path, quantized[id(child)])
+    return model.eval()

@@ -1,0 +1,209 @@
+"""Rows of 8 or 4 bits with a scale and a bias each, and lookups into them, for inference.
+
+A row is stored as FBGEMM's inference kernels read it: two fp16 numbers, scale and bias, then the
+values, one per byte or two per byte (the first in the low bits). A value is ``q * scale + bias``
+with ``q`` spread evenly from the row's least value to its greatest (asymmetric uniform
+quantization; Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019).
+
+Shape names: ``R`` rows, ``D`` columns, ``N`` ids, ``F`` features, ``B`` bags per feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recsys.kernels import ops
+from recsys.kernels.types import PoolingMode
+
+_HEADER_BYTES = 4  # scale and bias
+_SPARSE_TYPES = {8: 2, 4: 3}  # FBGEMM's numbers for INT8 and INT4
+_ALIGNMENT = 128  # of a table's first byte, for vector loads on a GPU
+
+
+def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
+    """Quantizes each row on its own.
+
+    Args:
+        weight_RD: ``[R, D]`` floating point; ``D`` even for 4 bits.
+        bits: 8 or 4.
+
+    Returns:
+        ``[R, 4 + D * bits / 8]`` uint8.
+
+    Raises:
+        ValueError: if ``bits`` is neither, ``D`` does not fill whole bytes, or a weight is not finite.
+
+    Example:
+        >>> rows = quantize_rows(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), bits=8)
+        >>> dequantize_rows(rows, bits=8)
+        tensor([[0.0000, 0.9999, 1.9998, 2.9997]])
+    """
+    if bits not in _SPARSE_TYPES:
+        raise ValueError(f"Rows are quantized to 8 or 4 bits; received bits={bits}.")
+    if weight_RD.shape[1] * bits % 8:
+        raise ValueError(
+            f"Rows of {bits} bits need an even number of columns; received {weight_RD.shape[1]}."
+        )
+    weight = weight_RD.detach().float()
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("quantize_rows needs finite weights; received NaN or infinity.")
+    levels = 2**bits - 1
+    low, high = torch.aminmax(weight, dim=1, keepdim=True)
+    bias = low.half()
+    scale = ((high - bias.float()) / levels).half()
+    # a row of equal values, or so close that fp16 has no scale for them, is all bias
+    step = torch.where(scale > 0, scale.float(), 1.0)
+    values = ((weight - bias.float()) / step).round_().clamp_(0, levels).to(torch.uint8)
+    if bits == 4:
+        values = values[:, 0::2] | (values[:, 1::2] << 4)
+    header = torch.cat([scale, bias], dim=1).view(torch.uint8)
+    return torch.cat([header, values], dim=1)
+
+
+def dequantize_rows(rows: Tensor, bits: int) -> Tensor:
+    """Returns the fp32 values of quantized rows: ``[R, D]``."""
+    header = rows[:, :_HEADER_BYTES].contiguous().view(torch.float16).float()
+    values = rows[:, _HEADER_BYTES:]
+    if bits == 4:
+        values = torch.stack([values & 15, values >> 4], dim=2).flatten(1)
+    return values.float() * header[:, 0:1] + header[:, 1:2]
+
+
+class QuantizedLookup(nn.Module):
+    """One lookup over many tables of quantized rows. TorchScript compiles it; so does plain Python.
+
+    Args:
+        tables: per table its rows, as :func:`quantize_rows` returns them.
+        bits: per table 8 or 4.
+        feature_table_map: per feature the table it reads.
+        pooling: ``SUM`` or ``MEAN``.
+
+    Raises:
+        ValueError: if the pooling is not supported or there is no table.
+
+    Example:
+        >>> rows = quantize_rows(torch.tensor([[0.0, 3.0, 3.0, 0.0]]), bits=4)
+        >>> lookup = QuantizedLookup([rows], [4], [0], PoolingMode.SUM)
+        >>> lookup(torch.tensor([0, 0]), torch.tensor([0, 2]), None)
+        tensor([[0., 6., 6., 0.]])
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Tensor],
+        bits: Sequence[int],
+        feature_table_map: Sequence[int],
+        pooling: PoolingMode,
+    ) -> None:
+        super().__init__()
+        if pooling is PoolingMode.NONE or not tables:
+            raise ValueError(
+                f"QuantizedLookup pools by SUM or MEAN and needs a table; received {pooling} and "
+                f"{len(tables)} tables."
+            )
+        # FBGEMM's CUDA kernels read rows that begin at a multiple of 16 bytes
+        alignment = 1 if tables[0].device.type == "cpu" else 16
+        dims = [
+            (rows.shape[1] - _HEADER_BYTES) * 8 // b for rows, b in zip(tables, bits, strict=True)
+        ]
+        tables = [functional.pad(rows, (0, -rows.shape[1] % alignment)) for rows in tables]
+        self.row_alignment = alignment
+        starts, end = [], 0
+        for rows in tables:
+            starts.append(end)
+            end += -(-rows.numel() // _ALIGNMENT) * _ALIGNMENT
+        storage = torch.zeros(end, dtype=torch.uint8, device=tables[0].device)
+        for start, rows in zip(starts, tables, strict=True):
+            storage[start : start + rows.numel()] = rows.reshape(-1)
+        feature_dims = [dims[t] for t in feature_table_map]
+        self._row_bytes = [rows.shape[1] for rows in tables]
+        self._num_rows = [rows.shape[0] for rows in tables]
+        self._dims = dims
+        self._bits = list(bits)
+        self._starts = starts
+        self._feature_table_map = list(feature_table_map)
+        self.pools_mean = pooling is PoolingMode.MEAN
+        self.total_dim = sum(feature_dims)
+        self.max_int8_dim = max([d for d, b in zip(dims, bits, strict=True) if b == 8], default=0)
+        self.max_int4_dim = max([d for d, b in zip(dims, bits, strict=True) if b == 4], default=0)
+        self.use_fbgemm = ops.HAS_FBGEMM
+        self.register_buffer("weights", storage)
+        self._register_index("table_starts", [starts[t] for t in feature_table_map], torch.int64)
+        self._register_index(
+            "table_types", [_SPARSE_TYPES[bits[t]] for t in feature_table_map], torch.uint8
+        )
+        edges = [sum(feature_dims[:i]) for i in range(len(feature_dims) + 1)]
+        self._register_index("dim_offsets", edges, torch.int32)
+        placement = 3 if storage.device.type == "cpu" else 0  # FBGEMM's HOST and DEVICE
+        self._register_index("placements", [placement] * len(feature_dims), torch.int32)
+        self.register_buffer("empty", torch.empty(0, dtype=torch.uint8, device=storage.device))
+
+    def _register_index(self, name: str, values: list[int], dtype: torch.dtype) -> None:
+        device = self.weights.device
+        self.register_buffer(name, torch.tensor(values, dtype=dtype, device=device))
+
+    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Looks up bags.
+
+        Args:
+            indices: ``[N]`` ids in range.
+            offsets: ``[F * B + 1]``, feature-major.
+            weights: ``[N]`` fp32, or None.
+
+        Returns:
+            ``[B, sum of D over features]`` fp32.
+        """
+        if not torch.jit.is_scripting() and not self.use_fbgemm:
+            return self._look_up_in_torch(indices, offsets, weights)
+        pooled: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
+            self.weights,
+            self.empty,
+            self.placements,
+            self.table_starts,
+            self.table_types,
+            self.dim_offsets,
+            self.total_dim,
+            0,
+            self.max_int4_dim,
+            self.max_int8_dim,
+            0,
+            0,
+            indices.int(),
+            offsets.int(),
+            1 if self.pools_mean else 0,
+            weights,
+            0,  # fp32 output
+            self.empty,
+            self.empty,
+            self.row_alignment,
+        )
+        return pooled
+
+    @torch.jit.unused
+    def _look_up_in_torch(
+        self, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        num_features = len(self._feature_table_map)
+        num_bags = (offsets.numel() - 1) // num_features
+        pieces = []
+        for feature, table in enumerate(self._feature_table_map):
+            bags = offsets[feature * num_bags : (feature + 1) * num_bags + 1].long()
+            ids = slice(int(bags[0]), int(bags[-1]))
+            size = self._row_bytes[table]
+            start = self._starts[table]
+            rows = self.weights[start : start + size * self._num_rows[table]].view(-1, size)
+            used = _HEADER_BYTES + self._dims[table] * self._bits[table] // 8
+            values = dequantize_rows(rows[indices[ids].long(), :used], self._bits[table])
+            if weights is not None:
+                values = values * weights[ids].unsqueeze(1)
+            lengths = bags.diff()
+            bag_of = torch.repeat_interleave(lengths)
+            pooled = values.new_zeros(num_bags, values.shape[1]).index_add_(0, bag_of, values)
+            if self.pools_mean:
+                pooled /= lengths.clamp(min=1).unsqueeze(1)
+            pieces.append(pooled)
+        return torch.cat(pieces, dim=1)
