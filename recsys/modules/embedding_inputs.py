@@ -65,7 +65,8 @@ class FeatureSelector:
             weights: [N] weights of the whole batch, or None.
 
         Returns:
-            The bags; with one batch size per key, shorter features are padded with empty bags.
+            The bags; with a batch size per key, shorter features are padded with empty bags up to
+            the longest of the batch.
 
         Raises:
             KeyError: The batch lacks a feature.
@@ -86,7 +87,7 @@ class FeatureSelector:
 
     def _select_variable(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
         strides = batch.stride_per_key()
-        longest = max((strides[position] for position in self.positions), default=0)
+        longest = max(strides)
         pieces = batch.lengths().split_with_sizes(strides)
         lengths_FB = torch.stack(
             [torch.nn.functional.pad(pieces[p], (0, longest - strides[p])) for p in self.positions]

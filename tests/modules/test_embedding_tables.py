@@ -1,0 +1,274 @@
+"""What users do to modules, followed by training: the lookup must keep reading the parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+from recsys.kernels.types import UpdateMode
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.optim import optimizers
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.sparse import KeyedJaggedTensor
+
+TABLES = [
+    EmbeddingBagConfig(20, 4, "a", feature_names=["f"]),
+    EmbeddingBagConfig(30, 8, "b", feature_names=["g", "h"]),
+    EmbeddingBagConfig(5, 4, "c", feature_names=["i"]),
+]
+
+
+def batch(seed: int = 0) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (4 * 3,), generator=generator)
+    values = torch.randint(0, 5, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=["f", "g", "h", "i"], values=values, lengths=lengths)
+
+
+def build(owner: str) -> EmbeddingBagCollection:
+    torch.manual_seed(7)
+    ebc = EmbeddingBagCollection(tables=TABLES)
+    if owner == "table":
+        apply_optimizer_in_backward(optimizers.Adam, ebc.parameters(), {"lr": 0.1})
+    return ebc
+
+
+def train(ebc: EmbeddingBagCollection, owner: str, steps: range = range(2)) -> None:
+    optimizer = None if owner == "table" else optimizers.SGD(ebc.parameters(), lr=0.1)
+    for step in steps:
+        ebc(batch(step)).values().square().sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def via_pickle(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    return pickle.loads(pickle.dumps(ebc))
+
+
+def via_torch_save(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    buffer = io.BytesIO()
+    torch.save(ebc, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def via_assign(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    ebc.load_state_dict({k: v.clone() for k, v in ebc.state_dict().items()}, assign=True)
+    return ebc
+
+
+def via_data(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    table = ebc.embedding_bags["b"]
+    table.weight.data = table.weight.data.clone()
+    return ebc
+
+
+def via_new_parameter(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    table = ebc.embedding_bags["a"]
+    table.weight = nn.Parameter(table.weight.detach().clone())
+    return ebc
+
+
+def via_meta_and_back(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
+    state = {k: v.clone() for k, v in ebc.state_dict().items()}
+    ebc.to_empty(device="cpu")
+    ebc.load_state_dict(state)
+    return ebc
+
+
+CHANGES: list[Callable[[EmbeddingBagCollection], EmbeddingBagCollection]] = [
+    copy.deepcopy,
+    via_pickle,
+    via_torch_save,
+    via_assign,
+    via_data,
+    via_new_parameter,
+    via_meta_and_back,
+    lambda ebc: ebc.to(torch.float64).to(torch.float32),
+    lambda ebc: ebc.share_memory(),
+]
+NAMES = ["deepcopy", "pickle", "save", "assign", "data", "parameter", "empty", "to", "share"]
+
+
+@pytest.mark.parametrize("owner", ["user", "table"])
+@pytest.mark.parametrize("change", CHANGES, ids=NAMES)
+@pytest.mark.parametrize("when", ["fresh", "trained"])
+def test_training_goes_on_as_if_nothing_had_happened(
+    change: Callable[[EmbeddingBagCollection], EmbeddingBagCollection], owner: str, when: str
+) -> None:
+    if change is via_new_parameter and when == "fresh":
+        owner = "user"  # nobody has seen yet that the old parameter owned an optimizer
+    steps = range(2) if when == "trained" else range(0)
+    plain, changed = build(owner), build(owner)
+    train(plain, owner, steps)
+    train(changed, owner, steps)
+    changed = change(changed)
+    for ebc in (plain, changed):
+        train(ebc, owner, range(2, 4))
+    assert [n for n, _ in changed.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    for a, b in zip(plain.parameters(), changed.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    out = changed(batch()).values()
+    assert torch.equal(out, copy.deepcopy(changed)(batch()).values())
+    excluded = list(optimizers.in_backward_optimizer_filter(changed.named_parameters()))
+    assert len(excluded) == (0 if owner == "table" else 3)
+
+
+def test_a_copy_is_independent() -> None:
+    ebc = build("table")
+    train(ebc, "table")
+    before = [p.detach().clone() for p in ebc.parameters()]
+    train(copy.deepcopy(ebc), "table")
+    assert all(torch.equal(a, b) for a, b in zip(before, ebc.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("owner", ["user", "table"])
+def test_half_trains(owner: str) -> None:
+    ebc = build(owner)
+    train(ebc, owner)
+    ebc = ebc.half()
+    before = [p.detach().clone() for p in ebc.parameters()]
+    train(ebc, owner)
+    for a, b in zip(before, ebc.parameters(), strict=True):
+        assert b.dtype is torch.float16
+        assert not torch.equal(a, b)
+
+
+def test_a_half_child_is_noticed() -> None:
+    ebc = build("user")
+    train(ebc, "user")
+    ebc.embedding_bags["b"].bfloat16()
+    train(ebc, "user")
+    assert len(ebc._groups()) == 2
+
+
+def test_pickle_carries_each_table_once() -> None:
+    big = [EmbeddingBagConfig(1000, 16, f"t{i}", feature_names=[f"f{i}"]) for i in range(10)]
+    ebc = EmbeddingBagCollection(tables=big)
+    assert len(pickle.dumps(ebc)) < 1.2 * 10 * 1000 * 16 * 4
+
+
+def _add_one(ebc: EmbeddingBagCollection) -> None:
+    with torch.no_grad():
+        for parameter in ebc.parameters():
+            parameter.add_(1)
+        ebc(batch())
+
+
+def test_shared_memory_is_shared_with_another_process() -> None:
+    ebc = build("user")
+    ebc.share_memory()
+    before = ebc(batch()).values().detach().clone()
+    process = mp.get_context("spawn").Process(target=_add_one, args=(ebc,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert not torch.equal(ebc(batch()).values(), before)
+    train(ebc, "user")
+    assert all(p.is_shared() for p in ebc.parameters())
+
+
+def test_training_does_not_link_again() -> None:
+    ebc = build("table")
+    train(ebc, "table")
+    link = ebc._link
+    train(ebc, "table")
+    ebc.eval()
+    ebc(batch())
+    ebc.load_state_dict(ebc.state_dict())
+    ebc(batch())
+    assert ebc._link is link
+
+
+# -- tables that own an optimizer -------------------------------------------------------------
+
+
+def test_fused_tables_are_updated_in_backward_without_gradients() -> None:
+    ebc = build("table")
+    before = [p.detach().clone() for p in ebc.parameters()]
+    ebc(batch()).values().sum().backward()
+    (group,) = ebc._groups()
+    assert group.tbe.update_mode is UpdateMode.FUSED
+    for old, parameter in zip(before, ebc.parameters(), strict=True):
+        assert parameter.grad is None
+        assert not torch.equal(old, parameter)
+
+
+def test_attaching_after_a_first_forward_is_noticed() -> None:
+    ebc = build("user")
+    ebc(batch())
+    apply_optimizer_in_backward(torch.optim.SGD, [ebc.embedding_bags["b"].weight], {"lr": 0.1})
+    before = {n: p.detach().clone() for n, p in ebc.named_parameters()}
+    ebc(batch()).values().sum().backward()
+    assert ebc.embedding_bags["a"].weight.grad is not None
+    assert ebc.embedding_bags["b"].weight.grad is None
+    assert torch.equal(before["embedding_bags.a.weight"], ebc.embedding_bags["a"].weight)
+    assert not torch.equal(before["embedding_bags.b.weight"], ebc.embedding_bags["b"].weight)
+
+
+def test_a_learning_rate_scheduler_reaches_the_tables() -> None:
+    ebc = build("table")
+    attached = ebc.embedding_bags["a"].weight._in_backward_optimizers[0]
+    attached.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in ebc.parameters()]
+    train(ebc, "table")
+    assert all(torch.equal(a, b) for a, b in zip(before, ebc.parameters(), strict=True))
+
+
+def test_an_optimizer_that_tables_do_not_know_is_refused_by_name() -> None:
+    ebc = EmbeddingBagCollection(tables=TABLES)
+    apply_optimizer_in_backward(torch.optim.RMSprop, ebc.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"Table 'a' cannot own .*RMSprop"):
+        ebc(batch())
+
+
+def test_optimizer_state_is_live_by_table_name() -> None:
+    ebc = build("table")
+    train(ebc, "table")
+    states = ebc.optimizer_states()
+    assert list(states) == ["a", "b", "c"]
+    assert states["b"]["exp_avg"].shape == (30, 8)
+    assert states["b"]["step"] == 2
+    assert build("user").optimizer_states() == {}
+
+
+# -- initial values ---------------------------------------------------------------------------
+
+
+def test_initial_values_are_in_range_and_come_from_the_global_seed() -> None:
+    first, second = build("user"), build("user")
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.abs().max() <= a.shape[0] ** -0.5
+    other = EmbeddingBagCollection(tables=TABLES)
+    assert not torch.equal(other.embedding_bags["a"].weight, first.embedding_bags["a"].weight)
+    first.reset_parameters()
+    assert not torch.equal(first.embedding_bags["a"].weight, second.embedding_bags["a"].weight)
+    assert torch.equal(first.initial_rows(1, 3, 9), first.embedding_bags["b"].weight[3:9])
+
+
+def test_a_meta_collection_allocates_nothing_and_knows_its_initial_rows() -> None:
+    torch.manual_seed(7)
+    ebc = EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"))
+    assert all(p.is_meta for p in ebc.parameters())
+    assert torch.equal(ebc.initial_rows(2, 0, 5), build("user").embedding_bags["c"].weight)
+
+
+def test_repr_is_the_module_tree() -> None:
+    assert "(b): EmbeddingTable(30, 8)" in repr(build("user"))
+
+
+def test_tables_on_two_devices_raise() -> None:
+    ebc = build("user")
+    ebc.embedding_bags["b"].to("meta")
+    with pytest.raises(ValueError, match=r"must be on one device; received \['cpu', 'meta'\]"):
+        ebc(batch())
