@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recsys.kernels.bounds import check_ids, find_bad_ids
+from recsys.kernels.bounds import IdGuard, check_ids, find_bad_ids
+from recsys.kernels.types import BoundsCheckMode
 
 ROWS = torch.tensor([5, 3])
 NAMES = (["user", "item"], ["users", "items"])
@@ -41,3 +42,27 @@ def test_empty_bags_before_a_bad_id_do_not_shift_its_sample() -> None:
 def test_find_bad_ids_uses_each_features_own_table() -> None:
     bad = find_bad_ids(torch.tensor([3, 3]), torch.tensor([0, 1, 2]), ROWS)
     assert bad.tolist() == [False, True]
+
+
+def guard(mode: BoundsCheckMode) -> IdGuard:
+    return IdGuard([5, 3], *NAMES, mode, torch.device("cpu"))
+
+
+OFFSETS = torch.tensor([0, 1, 2])
+
+
+@pytest.mark.parametrize("mode", list(BoundsCheckMode))
+def test_a_guard_passes_good_ids_untouched(mode: BoundsCheckMode) -> None:
+    indices = torch.tensor([4, 2])
+    assert guard(mode)(indices, OFFSETS) is indices
+    guard(mode).check()
+
+
+def test_a_guard_does_what_its_mode_says() -> None:
+    indices = torch.tensor([4, 3])
+    with pytest.raises(IndexError, match="Id 3 of feature 'item'"):
+        guard(BoundsCheckMode.FATAL)(indices, OFFSETS)
+    with pytest.warns(UserWarning, match="Id 3 of feature 'item'"):
+        assert guard(BoundsCheckMode.WARNING)(indices, OFFSETS).tolist() == [4, 0]
+    assert guard(BoundsCheckMode.IGNORE)(indices, OFFSETS).tolist() == [4, 0]
+    assert guard(BoundsCheckMode.NONE)(indices, OFFSETS) is indices

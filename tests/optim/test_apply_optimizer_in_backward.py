@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.optim import optimizers
+from recsys.optim.apply_optimizer_in_backward import (
+    apply_optimizer_in_backward,
+    attached_optimizer,
+    attached_optimizer_spec,
+    mark_in_backward,
+)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD, optimizers.LAMB])
+def test_dense_layers_train_in_backward_as_with_steps(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    torch.manual_seed(0)
+    stepped = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    in_backward = copy.deepcopy(stepped)
+    apply_optimizer_in_backward(optimizer_class, in_backward.parameters(), {"lr": 0.1})
+    optimizer = optimizer_class(stepped.parameters(), lr=0.1)  # type: ignore[call-arg]
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        in_backward(x).square().mean().backward()
+        stepped(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(stepped.parameters(), in_backward.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+        assert b.grad is None
+
+
+def test_the_learning_rate_can_be_scheduled() -> None:
+    layer = nn.Linear(2, 2)
+    apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+    attached = attached_optimizer(layer.weight)
+    assert attached is attached_optimizer(layer.bias)
+    assert attached is not None
+    attached.param_groups[0]["lr"] = 0.0
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_second_optimizer_raises() -> None:
+    layer = nn.Linear(2, 2)
+    apply_optimizer_in_backward(torch.optim.SGD, [layer.bias], {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"already updated in backward by .*SGD.*received .*Adam"):
+        apply_optimizer_in_backward(torch.optim.Adam, layer.parameters(), {"lr": 0.1})
+    assert attached_optimizer(layer.weight) is None
+
+
+def test_spec_of_a_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    assert attached_optimizer_spec(parameter) is None
+    apply_optimizer_in_backward(optimizers.RowWiseAdagrad, [parameter], {"lr": 0.5})
+    spec = attached_optimizer_spec(parameter)
+    assert spec is not None
+    assert spec.learning_rate == 0.5
+    shard = nn.Parameter(torch.ones(1, 2))
+    mark_in_backward(shard, parameter)
+    assert attached_optimizer_spec(shard) == spec
+
+
+def test_a_marked_parameter_can_be_pickled() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    other = nn.Parameter(torch.ones(3, 2))
+    apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5})
+    mark_in_backward(other, parameter)
+    spec = attached_optimizer_spec(pickle.loads(pickle.dumps(other)))
+    assert spec == attached_optimizer_spec(parameter)
