@@ -6,7 +6,9 @@ the check that everything was set, and errors that name the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,9 @@ def save_checkpoint(
     """
     state = _state_of(model, optimizer)
     state["extra"] = dict(extra or {})
-    dcp.save(state, checkpoint_id=str(path), no_dist=not _is_distributed())
+    writer = dcp.FileSystemWriter(str(path), overwrite=True)
+    with _quiet_on_one_process():
+        dcp.save(state, storage_writer=writer, no_dist=not _is_distributed())
 
 
 def load_checkpoint(
@@ -88,9 +92,7 @@ def load_checkpoint(
         )
     planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
     try:
-        dcp.load(
-            state, storage_reader=reader, planner=planner, no_dist=not _is_distributed()
-        )
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not _is_distributed())
     except dcp.api.CheckpointException as error:
         reasons = "; ".join(
             f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
@@ -117,6 +119,14 @@ def _names(state: Mapping[str, Any]) -> set[str]:
     return set(flatten_state_dict(dict(state))[0])
 
 
+@contextlib.contextmanager
+def _quiet_on_one_process() -> Iterator[None]:
+    """Hides the warning that a single process is taken for a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
+        yield
+
+
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -135,7 +145,8 @@ class _CompleteLoadPlanner(dcp.DefaultLoadPlanner):
                 continue
             for offsets, tensor in dict(value.local_shards()).items():
                 found = sum(
-                    size for (fqn, at), size in covered.items()
+                    size
+                    for (fqn, at), size in covered.items()
                     if fqn == name and tuple(at or ()) == offsets
                 )
                 if found < tensor.numel() and not self.allow_partial_load:

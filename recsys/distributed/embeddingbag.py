@@ -142,9 +142,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
             ids.receipt,
             trains,
         )
-        return LazyAwaitable(
-            lambda: KeyedTensor.from_parts(self._names, self._dims, values.wait())
-        )
+        return LazyAwaitable(lambda: KeyedTensor.from_parts(self._names, self._dims, values.wait()))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Looks up this rank's batch.

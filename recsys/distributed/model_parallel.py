@@ -121,6 +121,7 @@ class DistributedModelParallel(nn.Module):
         init_parameters: materialise dense parts on the ``meta`` device by their
             ``reset_parameters``.
         data_parallel_wrapper: how dense parts are replicated.
+        planner: makes the plan if none is given; one for these ranks, with no constraints, if None.
 
     Raises:
         ValueError: if the plan does not fit the model or the ranks.
@@ -148,6 +149,7 @@ class DistributedModelParallel(nn.Module):
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
+        planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
         self._env = env or ShardingEnv.default()
@@ -156,7 +158,7 @@ class DistributedModelParallel(nn.Module):
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         if plan is None:
             topology = Topology(world_size=self._env.world_size, compute_device=self.device.type)
-            planner = EmbeddingShardingPlanner(topology=topology)
+            planner = planner or EmbeddingShardingPlanner(topology=topology)
             plan = planner.collective_plan(
                 module, list(self._sharders.values()), self._env.process_group
             )

@@ -144,9 +144,7 @@ class OutputDist:
         )
 
     def _chunks_of(self, columns: Sequence[tuple[int, int]]) -> np.ndarray:
-        stretches = [
-            np.arange(start // self.chunk, end // self.chunk) for start, end in columns
-        ]
+        stretches = [np.arange(start // self.chunk, end // self.chunk) for start, end in columns]
         return np.concatenate([np.zeros(0, dtype=np.int64), *stretches])
 
 
@@ -190,9 +188,7 @@ class _Exchange:
         """Starts the exchange into one buffer, which holds the replicas' output behind what arrives."""
         stage = self.stage
         num_local = self.batch_size * sum(self.replica_widths)
-        buffer = torch.empty(
-            self.num_received + num_local, dtype=stage.dtype, device=stage.device
-        )
+        buffer = torch.empty(self.num_received + num_local, dtype=stage.dtype, device=stage.device)
         if stage.has_exchange:
             sent = buffer.new_empty(0)
             if len(lookups) == 1:

@@ -324,9 +324,26 @@ def _forward_operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-for (
-    _name
-) in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "eq", "ne", "lt", "le", "gt", "ge"]:
+for _name in [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "matmul",
+    "rmatmul",
+    "pow",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+]:
     setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
 LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
 

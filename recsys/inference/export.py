@@ -5,11 +5,8 @@ C++. It is made by torch.fx: the model runs once on symbolic inputs, which sees 
 containers, so that only tensor operations are left; TorchScript compiles those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,20 +23,31 @@ class _Tracer(fx.Tracer):
 class _PlainInputs(nn.Module):
     """Calls a model of (dense features, jagged ids) with plain tensors."""
 
-    def __init__(self, model: nn.Module, feature_names: Sequence[str], is_weighted: bool) -> None:
+    def __init__(self, model: nn.Module, feature_names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
         self._names = list(feature_names)
-        self._is_weighted = is_weighted
 
-    def forward(
-        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None
-    ) -> Any:
-        weights = weights if self._is_weighted else None
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        return self._call(dense, values, lengths, None)
+
+    def _call(
+        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None
+    ) -> Tensor:
         features = KeyedJaggedTensor.from_parts(
             self._names, values, weights, lengths, stride=lengths.numel() // len(self._names)
         )
-        return self.model(dense, features)
+        output: Tensor = self.model(dense, features)
+        return output
+
+
+class _PlainWeightedInputs(_PlainInputs):
+    """The same with per-id weights."""
+
+    def forward(  # type: ignore[override]
+        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor
+    ) -> Tensor:
+        return self._call(dense, values, lengths, weights)
 
 
 def trace_model(
@@ -53,16 +61,15 @@ def trace_model(
         is_weighted: whether the program takes per-id weights.
 
     Returns:
-        A module of ``(dense [B, ...], values [N], lengths [K * B], weights [N] or None)``.
+        A module of ``(dense [B, ...], values [N], lengths [K * B], weights [N] if weighted)``.
 
     Raises:
         ValueError: if the model is in training mode.
     """
     if model.training:
         raise ValueError("trace_model needs a model in evaluation mode; call model.eval() first.")
-    root = _PlainInputs(model, feature_names, is_weighted)
-    graph = _Tracer().trace(root, concrete_args=None if is_weighted else {"weights": None})
-    return fx.GraphModule(root, graph)
+    root = (_PlainWeightedInputs if is_weighted else _PlainInputs)(model, feature_names)
+    return fx.GraphModule(root, _Tracer().trace(root))
 
 
 def export_torchscript(

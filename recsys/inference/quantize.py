@@ -52,7 +52,7 @@ class QuantizedBags(nn.Module):
             pooling = pooling_type_to_pooling_mode(config.pooling)
             groups.setdefault((shards[table], pooling), []).append(table)
         self.lookups = nn.ModuleList()
-        self.group_features: list[list[int]] = []
+        self.group_features = []  # type: ignore[var-annotated]  # TorchScript refuses annotations here
         found: list[tuple[int, int]] = []  # (table, feature) in the order of the lookups' columns
         for (_, pooling), tables in groups.items():
             slots = [(t, f) for t in tables for f in configs[t].feature_names]
@@ -75,7 +75,7 @@ class QuantizedBags(nn.Module):
             for feature in features
         ]
         self.feature_names = list(features)
-        self.register_buffer("num_rows", torch.tensor(least_rows))
+        self.num_rows = least_rows
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class QuantizedBags(nn.Module):
 
     def _check_ids(self, ids: Tensor, lengths_FB: Tensor, features: list[int]) -> None:
         rows = [self.num_rows[f] for f in features]
-        rows_F = torch.tensor(rows, dtype=ids.dtype).to(ids.device)
+        rows_F = torch.tensor(rows, dtype=torch.int64).to(ids.device)
         rows_N = torch.repeat_interleave(rows_F, lengths_FB.sum(1), output_size=ids.numel())
         bad = (ids < 0) | (ids >= rows_N)
         if bool(bad.any()):
@@ -268,9 +268,7 @@ class QuantEmbeddingBagCollection(nn.Module):
 
 def _bits_of(dtype: torch.dtype) -> int:
     if dtype not in _BITS:
-        raise ValueError(
-            f"Tables are quantized to torch.int8 or torch.quint4x2; received {dtype}."
-        )
+        raise ValueError(f"Tables are quantized to torch.int8 or torch.quint4x2; received {dtype}.")
     return _BITS[dtype]
 
 

@@ -1,0 +1,163 @@
+"""The data sets of the DLRM example, seen alike."""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from recsys.datasets.criteo import CriteoDataset
+from recsys.datasets.movielens import MovieLens, load_movielens
+from recsys.datasets.random import RandomRecDataset
+from recsys.datasets.utils import Batch
+from recsys.distributed.types import ShardingEnv
+from recsys.metrics import auc, log_loss, normalized_entropy
+
+
+class TrainBatches(Iterable[Batch], Protocol):
+    """Batches whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Train, validation and test batches of this rank, and what the model must know of them."""
+
+    num_embeddings: dict[str, int]
+    num_dense: int
+    epochs: int
+    train: TrainBatches
+    train_steps: int | None
+    validation: Iterable[Batch]
+    test: Iterable[Batch]
+    whole_test: Iterable[Batch]
+    movielens: MovieLens | None = field(default=None)
+
+    @property
+    def feature_names(self) -> list[str]:
+        return list(self.num_embeddings)
+
+    def baselines(self) -> dict[str, dict[str, float]]:
+        """Score what knows no features: the base rate, and the popularity of the film."""
+        data = self.movielens
+        if data is None:
+            return {}
+        train, test = data.rows("train"), data.rows("test")
+        labels = torch.from_numpy(data.label_N[test])
+        base = float(data.label_N[train].mean())
+        films = data.sparse["item_id"]
+        film_N = films.values_V[films.start_N]
+        num_films = films.num_embeddings
+        likes = np.bincount(film_N[train], weights=data.label_N[train], minlength=num_films)
+        counts = np.bincount(film_N[train], minlength=num_films)
+        popularity = torch.from_numpy((likes + 10 * base) / (counts + 10))[film_N[test]]
+        return {
+            "base rate": _score(torch.full((len(test),), base), labels),
+            "popularity of the film": _score(popularity, labels),
+        }
+
+
+def _score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    return {
+        "auc": auc(predictions, labels).item(),
+        "ne": normalized_entropy(predictions, labels).item(),
+        "loss": log_loss(predictions, labels).item(),
+    }
+
+
+class _SameEveryEpoch:
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self):
+        return iter(self._batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Keep the order."""
+
+
+def load_data(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
+    """Load the data set the user chose; rank 0 first, so that it is fetched once."""
+    if env.rank > 0:
+        dist.barrier()
+    loaders = {"movielens": _movielens, "criteo": _criteo, "random": _random}
+    data = loaders[arguments.dataset](arguments, env)
+    if env.rank == 0 and dist.is_initialized():
+        dist.barrier()
+    return data
+
+
+def _movielens(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
+    data = load_movielens(arguments.data, split=arguments.split)
+    size, place = arguments.batch_size, (env.rank, env.world_size)
+    train = data.batches("train", size, *place, shuffle=True, seed=arguments.seed)
+    return Data(
+        num_embeddings=data.num_embeddings,
+        num_dense=data.dense_ND.shape[1],
+        epochs=4,
+        train=train,
+        train_steps=len(train),
+        validation=data.batches("validation", size, *place),
+        test=data.batches("test", size, *place),
+        whole_test=data.batches("test", 1024),
+        movielens=data,
+    )
+
+
+def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
+    """Train on all files but the last, which validates and tests."""
+    if arguments.data is None:
+        raise SystemExit("--dataset criteo needs --data DIR, a folder of day_0, day_1, ... files.")
+    files = sorted(p for p in arguments.data.iterdir() if p.is_file())
+    if len(files) < 2:
+        raise SystemExit(
+            f"--data {arguments.data} must hold at least two files, the last to test; found {files}."
+        )
+
+    def read(paths: list, rank: int, world_size: int) -> CriteoDataset:
+        return CriteoDataset(
+            paths, arguments.batch_size, arguments.num_embeddings, rank, world_size
+        )
+
+    train = read(files[:-1], env.rank, env.world_size)
+    held_out = read(files[-1:], env.rank, env.world_size)
+    return Data(
+        num_embeddings=dict.fromkeys(train.keys, arguments.num_embeddings),
+        num_dense=13,
+        epochs=1,
+        train=_SameEveryEpoch(train),
+        train_steps=None,
+        validation=held_out,
+        test=held_out,
+        whole_test=read(files[-1:], 0, 1),
+    )
+
+
+def _random(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
+    names = [f"f{i}" for i in range(26)]
+
+    def batches(seed: int, count: int) -> RandomRecDataset:
+        return RandomRecDataset(
+            names,
+            batch_size=arguments.batch_size,
+            hash_size=arguments.num_embeddings,
+            ids_per_feature=1,
+            num_dense=13,
+            manual_seed=seed,
+            num_batches=count,
+        )
+
+    return Data(
+        num_embeddings=dict.fromkeys(names, arguments.num_embeddings),
+        num_dense=13,
+        epochs=1,
+        train=_SameEveryEpoch(batches(env.rank, 50)),
+        train_steps=50,
+        validation=batches(100 + env.rank, 4),
+        test=batches(200 + env.rank, 4),
+        whole_test=batches(200, 4),
+    )

@@ -1,0 +1,43 @@
+"""Score an exported model. Needs torch and fbgemm_gpu only: this is what a server runs.
+
+python examples/dlrm/score.py MODEL.pt TEST.pt
+"""
+
+import json
+import sys
+
+import fbgemm_gpu  # noqa: F401  registers the operators the program calls
+import torch
+from torch.nn.functional import binary_cross_entropy
+
+
+def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the share of (positive, negative) pairs in the right order, ties counted half."""
+    _, group = torch.unique(scores, sorted=True, return_inverse=True)
+    negatives = torch.bincount(group, weights=1.0 - labels)
+    below = negatives.cumsum(0) - negatives
+    wins = (below + negatives / 2)[group][labels > 0.5].sum()
+    return (wins / (labels.sum() * (1.0 - labels).sum())).item()
+
+
+def main() -> None:
+    model = torch.jit.load(sys.argv[1])
+    scores, labels = [], []
+    with torch.inference_mode():
+        for dense, values, lengths, label in torch.load(sys.argv[2]):
+            scores.append(model(dense, values, lengths).squeeze(1).sigmoid())
+            labels.append(label)
+    score, label = torch.cat(scores).double(), torch.cat(labels).double()
+    assert "recsys" not in sys.modules
+    loss = binary_cross_entropy(score, label)
+    entropy = binary_cross_entropy(torch.full_like(label, label.mean().item()), label)
+    result = {
+        "auc": auc(score, label),
+        "ne": (loss / entropy).item(),
+        "loss": loss.item(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

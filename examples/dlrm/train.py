@@ -1,0 +1,231 @@
+"""Train, checkpoint, quantize, export and score a sharded DLRM.
+
+    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py
+    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --split random
+    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset criteo --data DIR
+    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset random
+
+It also runs on one process without torchrun.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from data import Data, load_data
+from torch import nn
+
+from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
+from recsys.distributed.types import ShardingEnv
+from recsys.inference import export_torchscript, quantize_embeddings
+from recsys.metrics import AUC, NormalizedEntropy
+from recsys.modules.dlrm import DLRM, DLRMTrain
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
+from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+META = torch.device("meta")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--dataset", choices=["movielens", "criteo", "random"], default="movielens")
+    parser.add_argument(
+        "--data", type=Path, help="folder of the data; default: fetch MovieLens 100K"
+    )
+    parser.add_argument("--split", choices=["time", "random"], default="time", help="of MovieLens")
+    parser.add_argument("--epochs", type=int, help="default: what suits the data")
+    parser.add_argument("--batch-size", type=int, default=256, help="samples per rank and step")
+    parser.add_argument("--embedding-dim", type=int, default=16)
+    parser.add_argument("--embedding-lr", type=float, default=0.02)
+    parser.add_argument("--dense-lr", type=float, default=0.001)
+    parser.add_argument("--num-embeddings", type=int, default=100_000, help="of Criteo's tables")
+    parser.add_argument("--bits", type=int, choices=[8, 4], default=8, help="of quantized rows")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/dlrm"))
+    return parser.parse_args()
+
+
+def build_model(data: Data, arguments: argparse.Namespace, device: torch.device) -> DLRM:
+    """Build the model; its tables on ``meta`` take no memory until they are sharded or loaded."""
+    dim = arguments.embedding_dim
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=dim,
+            num_embeddings=num_embeddings,
+            feature_names=[name],
+            pooling=PoolingType.MEAN,
+        )
+        for name, num_embeddings in data.num_embeddings.items()
+    ]
+    return DLRM(
+        EmbeddingBagCollection(tables=tables, device=device),
+        dense_in_features=data.num_dense,
+        dense_arch_layer_sizes=[64, dim],
+        over_arch_layer_sizes=[64, 32, 1],
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches, device: torch.device) -> dict[str, float]:
+    """Score one part of the data on all ranks together."""
+    model.eval()
+    auc, entropy = AUC(), NormalizedEntropy(device)
+    for batch in batches:
+        _, (_, logits, labels) = model(batch.to(device))
+        auc.update(logits.sigmoid(), labels)
+        entropy.update(logits.sigmoid(), labels)
+    model.train()
+    if dist.is_initialized():
+        auc.sync()
+        entropy.sync()
+    return {
+        "auc": auc.compute().item(),
+        "ne": entropy.compute().item(),
+        "loss": entropy.log_loss().item(),
+    }
+
+
+class Progress:
+    """A progress bar on a terminal; one line per epoch in a log file."""
+
+    def __init__(self, label: str, total: int | None, enabled: bool) -> None:
+        self._bar = None
+        self._began = time.perf_counter()
+        self._samples = 0
+        if enabled and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit=" steps", leave=False)
+
+    def step(self, samples: int) -> None:
+        self._samples += samples
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> float:
+        """Return samples per second on this rank."""
+        if self._bar is not None:
+            self._bar.close()
+        return self._samples / (time.perf_counter() - self._began)
+
+
+def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device) -> dict:
+    data = load_data(arguments, env)
+    torch.manual_seed(arguments.seed)
+    model = build_model(data, arguments, META)
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": arguments.embedding_lr}
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=env.world_size, compute_device=device.type),
+        batch_size=arguments.batch_size,
+    )
+    sharded = DistributedModelParallel(
+        DLRMTrain(model), env=env, device=device, plan=None, planner=planner
+    )
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(sharded.named_parameters())),
+        lambda params: torch.optim.Adam(params, lr=arguments.dense_lr),
+    )
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
+    is_first = env.rank == 0
+    if is_first:
+        print(f"\n{sharded.plan}\n")
+        print(
+            f"{'epoch':>5} {'train loss':>10} {'AUC':>7} {'NE':>7} {'log loss':>8} {'samples/s':>9}"
+        )
+
+    for epoch in range(arguments.epochs or data.epochs):
+        data.train.set_epoch(epoch)
+        progress = Progress(f"epoch {epoch + 1}", data.train_steps, is_first)
+        losses = []
+        for batch in data.train:
+            optimizer.zero_grad()
+            loss, (detached, _, _) = sharded(batch.to(device))
+            loss.backward()
+            optimizer.step()
+            losses.append(detached)
+            progress.step(len(batch.labels))
+        rate = progress.close() * env.world_size
+        scores = evaluate(sharded, data.validation, device)
+        if is_first:
+            mean_loss = torch.stack(losses).mean().item()
+            print(
+                f"{epoch + 1:5} {mean_loss:10.4f} {scores['auc']:7.4f} {scores['ne']:7.4f} "
+                f"{scores['loss']:8.4f} {rate:9.0f}",
+                flush=True,
+            )
+
+    save_checkpoint(arguments.out / "checkpoint", sharded, optimizer, {"epochs": epoch + 1})
+    return {"data": data, "test": evaluate(sharded, data.test, device)}
+
+
+def export(arguments: argparse.Namespace, data: Data) -> dict[str, dict[str, float]]:
+    """Load the checkpoint into the unsharded model, quantize and export it, and score the file."""
+    model = DLRMTrain(build_model(data, arguments, torch.device("cpu")))
+    load_checkpoint(arguments.out / "checkpoint", model)
+    dtype = torch.int8 if arguments.bits == 8 else torch.quint4x2
+    quantized = quantize_embeddings(model.model, dtype)
+    path = arguments.out / "model.pt"
+    export_torchscript(quantized, path, data.feature_names)
+
+    batches = [
+        (b.dense_features, b.sparse_features.values(), b.sparse_features.lengths(), b.labels)
+        for b in data.whole_test
+    ]
+    torch.save(batches, arguments.out / "test.pt")
+    # a fresh process, in which nothing of this library can be imported by accident
+    score = Path(__file__).with_name("score.py")
+    result = subprocess.run(
+        [sys.executable, str(score), str(path), str(arguments.out / "test.pt")],
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"{score} failed on {path}:\n{result.stderr}")
+    rows = {"unsharded, from the checkpoint": evaluate(model, data.whole_test, torch.device("cpu"))}
+    rows[f"int{arguments.bits} TorchScript, fresh process"] = json.loads(result.stdout)
+    return rows
+
+
+def print_table(rows: dict[str, dict[str, float]]) -> None:
+    print(f"\n{'test set':34} {'AUC':>7} {'NE':>7} {'log loss':>8}")
+    for name, scores in rows.items():
+        print(f"{name:34} {scores['auc']:7.4f} {scores['ne']:7.4f} {scores['loss']:8.4f}")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+    env = ShardingEnv.default()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained = train(arguments, env, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if env.rank == 0:
+        rows = {**trained["data"].baselines(), "DLRM, sharded": trained["test"]}
+        rows.update(export(arguments, trained["data"]))
+        print_table(rows)
+        print(f"\nCheckpoint and exported model are in {arguments.out}/")
+
+
+if __name__ == "__main__":
+    main()
