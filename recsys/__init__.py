@@ -4,6 +4,88 @@ The rooms, in the order in which a batch walks through them; each imports only f
 
 ``kernels`` (fused lookups on plain tensors) -> ``sparse`` (jagged data) -> ``optim`` -> ``modules``
 (authored on one device) -> ``distributed`` (placed on many) -> ``inference`` (quantized, exported).
+
+The names that nearly every script needs are here too: ``recsys.KeyedJaggedTensor``. They are
+imported when first used, so that ``import recsys`` costs nothing.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
+    from recsys.distributed.model_parallel import DistributedModelParallel
+    from recsys.modules.embedding_configs import (
+        DataType,
+        EmbeddingBagConfig,
+        EmbeddingConfig,
+        PoolingType,
+    )
+    from recsys.modules.embedding_modules import (
+        EmbeddingBagCollection,
+        EmbeddingBagCollectionInterface,
+        EmbeddingCollection,
+        EmbeddingCollectionInterface,
+    )
+    from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DataType",
+    "DistributedModelParallel",
+    "EmbeddingBagCollection",
+    "EmbeddingBagCollectionInterface",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingCollectionInterface",
+    "EmbeddingConfig",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "PoolingType",
+]
+
+_ROOMS = (
+    "compat",
+    "datasets",
+    "distributed",
+    "inference",
+    "kernels",
+    "metrics",
+    "modules",
+    "optim",
+    "sparse",
+)
+_HOMES = {
+    "DataType": "modules.embedding_configs",
+    "DistributedModelParallel": "distributed.model_parallel",
+    "EmbeddingBagCollection": "modules.embedding_modules",
+    "EmbeddingBagCollectionInterface": "modules.embedding_modules",
+    "EmbeddingBagConfig": "modules.embedding_configs",
+    "EmbeddingCollection": "modules.embedding_modules",
+    "EmbeddingCollectionInterface": "modules.embedding_modules",
+    "EmbeddingConfig": "modules.embedding_configs",
+    "JaggedTensor": "sparse",
+    "KeyedJaggedTensor": "sparse",
+    "KeyedTensor": "sparse",
+    "PoolingType": "modules.embedding_configs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"recsys.{name}")
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'recsys' has no attribute {name!r}. Here are {', '.join(__all__)}; everything "
+            f"else is in its room, one of {', '.join(_ROOMS)}."
+        )
+    value: object = getattr(importlib.import_module(f"recsys.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

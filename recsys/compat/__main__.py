@@ -1,0 +1,26 @@
+"""Runs a TorchRec script as it is: ``python -m recsys.compat train.py --its-own arguments``.
+
+Under torchrun: ``torchrun --nproc-per-node=2 -m recsys.compat train.py``.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from recsys.compat import torchrec
+
+
+def main() -> None:
+    """Installs the names, then runs the script in the place of this module."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise SystemExit("usage: python -m recsys.compat SCRIPT [its arguments]")
+    torchrec.install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

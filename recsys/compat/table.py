@@ -1,0 +1,213 @@
+"""Which of our objects stands for which TorchRec name, as one table.
+
+A row reads as two import statements: what users write, ``from <TorchRec module> import <names>``,
+is served by ``from <our module> import <names>``. ``Ours as Theirs`` renames. A module may have
+several rows. Only public names that exist here are in it, so whatever is missing fails at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, final
+
+PEER_VERSION = "1.8.0"
+"""The TorchRec release whose module paths these are."""
+
+TABLE: tuple[tuple[str, str, str], ...] = (
+    # the package itself
+    ("torchrec", "recsys.sparse", "JaggedTensor, KeyedJaggedTensor, KeyedTensor"),
+    (
+        "torchrec",
+        "recsys.modules.embedding_configs",
+        "DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType",
+    ),
+    (
+        "torchrec",
+        "recsys.modules.embedding_modules",
+        "EmbeddingBagCollection, EmbeddingBagCollectionInterface, EmbeddingCollection",
+    ),
+    ("torchrec.types", "recsys.modules.embedding_configs", "DataType"),
+    # sparse
+    (
+        "torchrec.sparse.jagged_tensor",
+        "recsys.sparse",
+        "JaggedTensor, KeyedJaggedTensor, KeyedTensor, jt_is_equal, kjt_is_equal",
+    ),
+    # modules
+    (
+        "torchrec.modules.embedding_configs",
+        "recsys.modules.embedding_configs",
+        "BaseEmbeddingConfig, DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig, EmbeddingConfig, "
+        "EmbeddingTableConfig, PoolingType, data_type_to_dtype, dtype_to_data_type, "
+        "pooling_type_to_pooling_mode",
+    ),
+    (
+        "torchrec.modules.embedding_modules",
+        "recsys.modules.embedding_modules",
+        "EmbeddingBagCollection, EmbeddingBagCollectionInterface, EmbeddingCollection, "
+        "EmbeddingCollectionInterface, get_embedding_names_by_table",
+    ),
+    ("torchrec.modules.activation", "recsys.modules.activation", "SwishLayerNorm"),
+    ("torchrec.modules.crossnet", "recsys.modules.crossnet", "CrossNet, LowRankCrossNet"),
+    ("torchrec.modules.mlp", "recsys.modules.mlp", "MLP, Perceptron"),
+    (
+        "torchrec.models.dlrm",
+        "recsys.modules.dlrm",
+        "DLRM, DLRMTrain, DenseArch, InteractionArch, OverArch, SparseArch",
+    ),
+    # optim
+    (
+        "torchrec.optim",
+        "recsys.optim",
+        "Adagrad, Adam, CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, LAMB, LarsSGD, "
+        "OptimizerWrapper, PartialRowWiseAdam, RowWiseAdagrad, SGD, apply_optimizer_in_backward",
+    ),
+    (
+        "torchrec.optim.apply_optimizer_in_backward",
+        "recsys.optim.apply_optimizer_in_backward",
+        "apply_optimizer_in_backward",
+    ),
+    (
+        "torchrec.optim.keyed",
+        "recsys.optim.keyed",
+        "CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper",
+    ),
+    (
+        "torchrec.optim.optimizers",
+        "recsys.optim.optimizers",
+        "Adagrad, Adam, LAMB, LarsSGD, PartialRowWiseAdam, SGD, in_backward_optimizer_filter",
+    ),
+    ("torchrec.optim.rowwise_adagrad", "recsys.optim.rowwise_adagrad", "RowWiseAdagrad"),
+    # distributed
+    (
+        "torchrec.distributed",
+        "recsys.distributed.model_parallel",
+        "DistributedModelParallel",
+    ),
+    (
+        "torchrec.distributed",
+        "recsys.distributed.types",
+        "Awaitable, ModuleSharder, ParameterSharding, ShardedModule, ShardingEnv",
+    ),
+    (
+        "torchrec.distributed.types",
+        "recsys.distributed.types",
+        "Awaitable, EmbeddingModuleShardingPlan, EnumerableShardingSpec, LazyAwaitable, "
+        "LazyNoWait, ModuleSharder, ParameterSharding, ShardMetadata, ShardedModule, ShardingEnv, "
+        "ShardingPlan, ShardingType",
+    ),
+    ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),
+    (
+        "torchrec.distributed.embedding_types",
+        "recsys.distributed.types",
+        "EmbeddingComputeKernel, ShardingType",
+    ),
+    (
+        "torchrec.distributed.embeddingbag",
+        "recsys.distributed.embeddingbag",
+        "EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection",
+    ),
+    (
+        "torchrec.distributed.model_parallel",
+        "recsys.distributed.model_parallel",
+        "DataParallelWrapper, DefaultDataParallelWrapper, DistributedModelParallel, "
+        "get_default_sharders, get_module, get_unwrapped_module",
+    ),
+    ("torchrec.distributed.model_parallel", "recsys.distributed.types", "ShardedModule"),
+    (
+        "torchrec.distributed.sharding_plan",
+        "recsys.distributed.model_parallel",
+        "get_default_sharders",
+    ),
+    # distributed.planner
+    (
+        "torchrec.distributed.planner",
+        "recsys.distributed.planner",
+        "EmbeddingShardingPlanner, ParameterConstraints, Topology",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.planner",
+        "ParameterConstraints",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.types",
+        "EmbeddingComputeKernel",
+    ),
+    (
+        "torchrec.distributed.planner.planners",
+        "recsys.distributed.planner",
+        "EmbeddingShardingPlanner",
+    ),
+    (
+        "torchrec.distributed.planner.storage_reservations",
+        "recsys.distributed.planner.types",
+        "FixedPercentageStorageReservation, HeuristicalStorageReservation",
+    ),
+    (
+        "torchrec.distributed.planner.types",
+        "recsys.distributed.planner.types",
+        "ParameterConstraints, PlannerError, StorageReservation",
+    ),
+    ("torchrec.distributed.planner.types", "recsys.distributed.planner", "Topology"),
+    ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
+    # inference
+    ("torchrec.inference.modules", "recsys.inference", "quantize_embeddings"),
+    (
+        "torchrec.quant",
+        "recsys.inference",
+        "QuantEmbeddingBagCollection as EmbeddingBagCollection",
+    ),
+    (
+        "torchrec.quant.embedding_modules",
+        "recsys.inference",
+        "QuantEmbeddingBagCollection as EmbeddingBagCollection",
+    ),
+    # datasets, metrics
+    (
+        "torchrec.datasets.criteo",
+        "recsys.datasets.criteo",
+        "CAT_FEATURE_COUNT, DAYS, DEFAULT_CAT_NAMES, DEFAULT_COLUMN_NAMES, DEFAULT_INT_NAMES, "
+        "DEFAULT_LABEL_NAME, INT_FEATURE_COUNT, TOTAL_TRAINING_SAMPLES",
+    ),
+    (
+        "torchrec.datasets.movielens",
+        "recsys.datasets.movielens_files",
+        "DEFAULT_MOVIES_COLUMN_NAMES, DEFAULT_RATINGS_COLUMN_NAMES",
+    ),
+    ("torchrec.datasets.random", "recsys.datasets.random", "RandomRecDataset"),
+    ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch"),
+    ("torchrec.metrics.throughput", "recsys.metrics.throughput", "ThroughputMetric"),
+)
+
+
+@final
+class Home(NamedTuple):
+    """Where one of our objects lives."""
+
+    module: str
+    name: str
+
+
+def _build_homes() -> dict[str, dict[str, Home]]:
+    homes: dict[str, dict[str, Home]] = {}
+    for theirs, ours, names in TABLE:
+        module = homes.setdefault(theirs, {})
+        for parent in _parents(theirs):
+            homes.setdefault(parent, {})
+        for clause in names.split(", "):
+            name, _, alias = clause.partition(" as ")
+            assert (alias or name) not in module, f"{theirs} lists {alias or name} twice"
+            module[alias or name] = Home(ours, name)
+    return homes
+
+
+def _parents(module: str) -> Iterator[str]:
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+HOMES: dict[str, dict[str, Home]] = _build_homes()
+"""The table, unfolded: TorchRec module (parents of modules included) -> name -> ours."""

@@ -1,0 +1,133 @@
+"""Makes ``import torchrec`` mean this package, for scripts that are not to be changed.
+
+Two lines at the top of a script, before anything imports TorchRec::
+
+    import recsys.compat.torchrec as compat
+    compat.install()
+
+From then on ``torchrec`` and the modules of :data:`recsys.compat.table.TABLE` hold our objects. A
+name that we do not have raises ImportError where it is imported: nothing half-works. An installed
+TorchRec is neither needed nor touched; it is hidden until :func:`uninstall`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import final
+
+from recsys.compat.table import HOMES, PEER_VERSION
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+_DOCS = "docs/migrating.md"
+
+
+@final
+class _Finder(MetaPathFinder, Loader):
+    """Finds and fills ``torchrec`` and everything below it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in HOMES:
+            # Every module is a package: then `from torchrec.x import name`, for a name that x
+            # lacks, asks for the submodule `torchrec.x.name` and ends below, where we can say why.
+            return ModuleSpec(fullname, self, is_package=True)
+        if fullname.startswith("torchrec."):
+            # Without `name=`: Python swallows the error of a missing submodule that names it.
+            parent, _, name = fullname.rpartition(".")
+            raise ModuleNotFoundError(_missing(parent, name))
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = module.__name__
+        homes = HOMES[path]
+
+        def get(name: str) -> object:
+            home = homes.get(name)
+            if home is not None:
+                value: object = getattr(importlib.import_module(home.module), home.name)
+            elif f"{path}.{name}" in HOMES:
+                value = importlib.import_module(f"{path}.{name}")
+            elif name.startswith("__"):  # Python and tools probe for these
+                raise AttributeError(f"module {path!r} has no attribute {name!r}")
+            else:
+                raise AttributeError(_missing(path, name))
+            setattr(module, name, value)
+            return value
+
+        module.__getattr__ = get  # type: ignore[method-assign]
+        module.__all__ = sorted(homes)  # type: ignore[attr-defined]
+        module.__doc__ = f"TorchRec's names, served by recsys. What differs: {_DOCS}"
+        if path == "torchrec":
+            module.__version__ = f"{PEER_VERSION}+recsys"  # type: ignore[attr-defined]
+
+
+_FINDER = _Finder()
+
+
+def install() -> None:
+    """Makes ``import torchrec`` and ``torchrec.x.y`` resolve to our objects in this process.
+
+    Calling it again does nothing. Processes started by ``spawn`` import the main module anew, and
+    so need the call at its top level.
+
+    Raises:
+        ImportError: if the real TorchRec has been imported already, in part or whole.
+
+    Example:
+        >>> install()
+        >>> import torchrec
+        >>> torchrec.KeyedJaggedTensor
+        <class 'recsys.sparse.keyed_jagged.KeyedJaggedTensor'>
+        >>> uninstall()
+    """
+    if is_installed():
+        return
+    real = sys.modules.get("torchrec")
+    if real is not None:
+        raise ImportError(
+            "recsys.compat.torchrec.install() must run before anything imports TorchRec; received "
+            f"a process that has imported it from {getattr(real, '__file__', 'an unknown place')}. "
+            "Call install() at the top of the main script, above its other imports."
+        )
+    sys.meta_path.insert(0, _FINDER)
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`; objects that were imported meanwhile stay what they are."""
+    if not is_installed():
+        return
+    sys.meta_path.remove(_FINDER)
+    for path in HOMES:
+        sys.modules.pop(path, None)
+
+
+def is_installed() -> bool:
+    """Whether ``import torchrec`` resolves to our objects."""
+    return _FINDER in sys.meta_path
+
+
+def _missing(path: str, name: str) -> str:
+    return (
+        f"recsys has no counterpart of {path}.{name}. {_nearest(path, name)} "
+        f"All names that are there: recsys.compat.table.TABLE; what differs: {_DOCS}."
+    )
+
+
+def _nearest(path: str, name: str) -> str:
+    """The same name in another module, else the most similar name."""
+    everything = {(m, n) for m, names in HOMES.items() for n in names}
+    everything |= {(parent, tail) for parent, _, tail in (m.rpartition(".") for m in HOMES)}
+    similar = difflib.get_close_matches(name, sorted({n for _, n in everything}), n=1)
+    if not similar:
+        return "Nothing is close to it."
+    modules = sorted(m for m, n in everything if n == similar[0])
+    [nearest] = difflib.get_close_matches(path, modules, n=1, cutoff=0)
+    return f"The nearest is {nearest}.{similar[0]}."
