@@ -44,7 +44,7 @@ def save_checkpoint(
     state = _state_of(model, optimizer)
     state["extra"] = dict(extra or {})
     writer = dcp.FileSystemWriter(str(path), overwrite=True)
-    with _quiet_on_one_process():
+    with _without_expected_warnings():
         dcp.save(state, storage_writer=writer, no_dist=not _is_distributed())
 
 
@@ -92,7 +92,8 @@ def load_checkpoint(
         )
     planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
     try:
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not _is_distributed())
+        with _without_expected_warnings():
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=not _is_distributed())
     except dcp.api.CheckpointException as error:
         reasons = "; ".join(
             f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
@@ -120,10 +121,11 @@ def _names(state: Mapping[str, Any]) -> set[str]:
 
 
 @contextlib.contextmanager
-def _quiet_on_one_process() -> Iterator[None]:
-    """Hides the warning that a single process is taken for a single process."""
+def _without_expected_warnings() -> Iterator[None]:
+    """Hides the warnings that one process is taken for one, and that an overwrite is one."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled, unavailable or unini")
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint in .*, overwriting")
         yield
 
 

@@ -5,6 +5,7 @@ C++. It is made by torch.fx: the model runs once on symbolic inputs, which sees 
 containers, so that only tensor operations are left; TorchScript compiles those.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,8 +89,12 @@ def export_torchscript(
     Returns:
         The compiled module that was written.
     """
-    scripted: torch.jit.ScriptModule = torch.jit.script(
-        trace_model(model, feature_names, is_weighted)
-    )
+    traced = trace_model(model, feature_names, is_weighted)
+    with warnings.catch_warnings():
+        # about an annotation in torch.fx.GraphModule's own __init__
+        warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
+        # TorchScript is in maintenance; `torch.jit.load` is what C++ servers call today
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        scripted: torch.jit.ScriptModule = torch.jit.script(traced)
     scripted.save(str(path))
     return scripted

@@ -47,25 +47,20 @@ class QuantizedBags(nn.Module):
         shards: Sequence[int],
     ) -> None:
         super().__init__()
-        groups: dict[tuple[int, PoolingMode], list[int]] = {}
-        for table, config in enumerate(configs):
-            pooling = pooling_type_to_pooling_mode(config.pooling)
-            groups.setdefault((shards[table], pooling), []).append(table)
-        self.lookups = nn.ModuleList()
-        self.group_features = []  # type: ignore[var-annotated]  # TorchScript refuses annotations here
-        found: list[tuple[int, int]] = []  # (table, feature) in the order of the lookups' columns
-        for (_, pooling), tables in groups.items():
-            slots = [(t, f) for t in tables for f in configs[t].feature_names]
-            self.lookups.append(
-                QuantizedLookup(
-                    [rows[t] for t in tables],
-                    [bits[t] for t in tables],
-                    [tables.index(t) for t, _ in slots],
-                    pooling,
-                )
+        groups = _group_tables(configs, shards)
+        slots = [[(t, f) for t in tables for f in configs[t].feature_names] for _, tables in groups]
+        self.lookups = nn.ModuleList(
+            QuantizedLookup(
+                [rows[t] for t in tables],
+                [bits[t] for t in tables],
+                [tables.index(t) for t, _ in of_group],
+                pooling,
             )
-            self.group_features.append([features.index(f) for _, f in slots])
-            found += [(t, features.index(f)) for t, f in slots]
+            for (pooling, tables), of_group in zip(groups, slots, strict=True)
+        )
+        self.group_features = [[features.index(f) for _, f in of_group] for of_group in slots]
+        # the lookups' columns, as (table, feature)
+        found = [(t, features.index(f)) for of_group in slots for t, f in of_group]
         wanted = [(t, features.index(f)) for t, c in enumerate(configs) for f in c.feature_names]
         self.widths = [configs[t].embedding_dim for t, _ in found]
         self.order = [found.index(slot) for slot in wanted]
@@ -132,6 +127,17 @@ class QuantizedBags(nn.Module):
                 f"Feature {self.feature_names[features[feature]]} has the id {int(ids[where])}, "
                 f"outside its table with {rows[feature]} rows."
             )
+
+
+def _group_tables(
+    configs: Sequence[EmbeddingBagConfig], shards: Sequence[int]
+) -> list[tuple[PoolingMode, list[int]]]:
+    """Returns the tables of each lookup: those of one shard that pool alike."""
+    groups: dict[tuple[int, PoolingMode], list[int]] = {}
+    for table, config in enumerate(configs):
+        pooling = pooling_type_to_pooling_mode(config.pooling)
+        groups.setdefault((shards[table], pooling), []).append(table)
+    return [(pooling, tables) for (_, pooling), tables in groups.items()]
 
 
 def _permute(

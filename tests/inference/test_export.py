@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys.inference import export_torchscript, quantize_embeddings, trace_model
+from recsys.modules.dlrm import DLRM
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor
+
+SCORE = """
+import sys, torch, fbgemm_gpu
+model = torch.jit.load(sys.argv[1])
+inputs, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(model(*inputs), expected, rtol=0, atol=0)
+assert "recsys" not in sys.modules
+"""
+
+
+def _model(is_weighted: bool = False) -> DLRM:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(50, 8, "a", feature_names=["x", "y"]),
+        EmbeddingBagConfig(30, 8, "b", feature_names=["z"], pooling=PoolingType.MEAN),
+    ]
+    collection = EmbeddingBagCollection(
+        tables=tables, is_weighted=is_weighted, device=torch.device("cpu")
+    )
+    return quantize_embeddings(DLRM(collection, 5, [16, 8], [16, 1]))
+
+
+def _inputs(size: int, is_weighted: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    lengths = torch.randint(0, 4, (3 * size,), generator=generator)
+    values = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
+    dense = torch.rand(size, 5, generator=generator)
+    weights = [torch.rand(len(values), generator=generator)] if is_weighted else []
+    return [dense, values, lengths, *weights]
+
+
+def _eager(model: DLRM, inputs: list[torch.Tensor], keys: list[str]) -> torch.Tensor:
+    dense, values, lengths, *weights = inputs
+    weight = weights[0] if weights else None
+    return model(dense, KeyedJaggedTensor(keys, values, weight, lengths))
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("keys", [["x", "y", "z"], ["z", "x", "y"]])
+def test_traced_and_exported_models_equal_the_eager_one(
+    tmp_path: Path, keys: list[str], is_weighted: bool
+) -> None:
+    model = _model(is_weighted)
+    traced = trace_model(model, keys, is_weighted)
+    path = tmp_path / "model.pt"
+    export_torchscript(model, path, keys, is_weighted)
+    loaded = torch.jit.load(path)
+    for size in (1, 4, 0, 7):
+        inputs = _inputs(size, is_weighted)
+        if keys[0] == "z":
+            inputs[1] = inputs[1] % 30
+        expected = _eager(model, inputs, keys)
+        assert expected.shape == (size, 1)
+        torch.testing.assert_close(traced(*inputs), expected, rtol=0, atol=0)
+        torch.testing.assert_close(loaded(*inputs), expected, rtol=0, atol=0)
+
+
+def test_exported_file_runs_without_this_library(tmp_path: Path) -> None:
+    model, inputs = _model(), _inputs(5)
+    export_torchscript(model, tmp_path / "model.pt", ["x", "y", "z"])
+    torch.save((inputs, _eager(model, inputs, ["x", "y", "z"])), tmp_path / "inputs.pt")
+    subprocess.run(
+        [sys.executable, "-c", SCORE, tmp_path / "model.pt", tmp_path / "inputs.pt"], check=True
+    )
+
+
+def test_exported_model_refuses_a_bad_id(tmp_path: Path) -> None:
+    export_torchscript(_model(), tmp_path / "model.pt", ["x", "y", "z"])
+    dense, values, lengths = _inputs(3)
+    values[0] = 10**6
+    with pytest.raises(torch.jit.Error, match="has the id 1000000, outside its table with"):
+        torch.jit.load(tmp_path / "model.pt")(dense, values, lengths)
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        trace_model(_model().train(), ["x", "y", "z"])

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.inference import QuantEmbeddingBagCollection, quantize_embeddings
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor
+
+
+def _collection(is_weighted: bool = False) -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(50, 8, "a", feature_names=["x", "y"]),
+            EmbeddingBagConfig(30, 16, "b", feature_names=["y"], pooling=PoolingType.MEAN),
+            EmbeddingBagConfig(20, 8, "c", feature_names=["z"]),
+        ],
+        is_weighted=is_weighted,
+        device=torch.device("cpu"),
+    )
+
+
+def _batch(is_weighted: bool = False, keys: str = "xyz") -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([2, 0, 1, 1, 3, 2])
+    values = torch.randint(0, 20, (9,), generator=generator)
+    weights = torch.rand(9, generator=generator) if is_weighted else None
+    batch = KeyedJaggedTensor(["x", "y", "z"], values, weights, lengths)
+    return batch.permute([["x", "y", "z"].index(key) for key in keys])
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(("dtype", "levels"), [(torch.int8, 255), (torch.quint4x2, 15)])
+def test_output_is_close_to_the_float_collection(
+    dtype: torch.dtype, levels: int, is_weighted: bool
+) -> None:
+    collection = _collection(is_weighted)
+    quantized = quantize_embeddings(collection, dtype)
+    expected, received = collection(_batch(is_weighted)), quantized(_batch(is_weighted))
+    assert received.keys() == expected.keys()
+    weights = [table.weight.detach() for table in collection.embedding_bags.values()]
+    spread = max(float(weight.max() - weight.min()) for weight in weights)
+    half_a_step = spread / levels / 2 + 1e-3 * spread  # fp16 scale and bias
+    most_ids = 3
+    difference = (received.values() - expected.values()).abs().max()
+    assert difference <= most_ids * half_a_step
+    assert difference > 0
+
+
+def test_order_of_the_batch_does_not_matter() -> None:
+    quantized = quantize_embeddings(_collection())
+    expected, received = quantized(_batch()), quantized(_batch(keys="zxy"))
+    torch.testing.assert_close(received.values(), expected.values(), rtol=0, atol=0)
+
+
+def test_tables_may_have_different_dtypes() -> None:
+    quantized = QuantEmbeddingBagCollection.from_float(
+        _collection(), torch.int8, {"b": torch.quint4x2}
+    )
+    assert quantized.table_bytes() == [50 * (4 + 8), 30 * (4 + 8), 20 * (4 + 8)]
+
+
+def test_replaces_collections_inside_a_model() -> None:
+    model = nn.ModuleDict({"inner": nn.ModuleList([_collection(), nn.Linear(2, 2)])})
+    copy = quantize_embeddings(model)
+    assert isinstance(copy["inner"][0], QuantEmbeddingBagCollection)
+    assert isinstance(model["inner"][0], EmbeddingBagCollection)
+    quantize_embeddings(model, inplace=True)
+    assert isinstance(model["inner"][0], QuantEmbeddingBagCollection)
+
+
+def test_bad_id_is_named() -> None:
+    quantized = quantize_embeddings(_collection())
+    values = torch.tensor([1, 2, 20])
+    batch = KeyedJaggedTensor(["x", "y", "z"], values, lengths=torch.tensor([1, 1, 1]))
+    with pytest.raises(IndexError, match="Feature z has the id 20, outside its table with 20 rows"):
+        quantized(batch)
+
+
+def test_missing_feature_is_named() -> None:
+    quantized = quantize_embeddings(_collection())
+    batch = KeyedJaggedTensor(["x", "y"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(KeyError, match=r"lacks the features \['z'\]"):
+        quantized(batch)
+
+
+def test_unknown_dtype_and_table_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch.int8 or torch.quint4x2; received torch.float16"):
+        quantize_embeddings(_collection(), torch.float16)
+    with pytest.raises(ValueError, match=r"names \['d'\], which are not tables"):
+        QuantEmbeddingBagCollection.from_float(_collection(), torch.int8, {"d": torch.int8})
+    with pytest.raises(ValueError, match="has no EmbeddingBagCollection to quantize"):
+        quantize_embeddings(nn.Linear(1, 1))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recsys.kernels import quantized
+from recsys.kernels.quantized import QuantizedLookup, dequantize_rows, quantize_rows
+from recsys.kernels.types import PoolingMode
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_values_are_within_half_a_step(bits: int) -> None:
+    weight = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
+    restored = dequantize_rows(quantize_rows(weight, bits), bits)
+    steps = (weight.amax(1) - weight.amin(1)) / (2**bits - 1)
+    # scale and bias are fp16: eleven significant bits
+    bound = steps / 2 + 2**-10 * weight.abs().amax(1)
+    assert bool(((restored - weight).abs().amax(1) <= bound).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_equal_values_are_kept(bits: int) -> None:
+    weight = torch.tensor([[0.5, 0.5], [0.0, 0.0], [-2.0, -2.0]])
+    torch.testing.assert_close(dequantize_rows(quantize_rows(weight, bits), bits), weight)
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(ValueError, match="to 8 or 4 bits; received bits=2"):
+        quantize_rows(torch.zeros(1, 2), 2)
+    with pytest.raises(ValueError, match="even number of columns; received 3"):
+        quantize_rows(torch.zeros(1, 3), 4)
+    with pytest.raises(ValueError, match="received NaN or infinity"):
+        quantize_rows(torch.tensor([[float("nan"), 0.0]]), 8)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+@pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4]])
+def test_fbgemm_and_torch_agree(
+    monkeypatch: pytest.MonkeyPatch, bits: list[int], pooling: PoolingMode, is_weighted: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables = [
+        quantize_rows(torch.randn(10, dim, generator=generator), b)
+        for dim, b in zip((6, 16), bits, strict=True)
+    ]
+    lengths = torch.tensor([2, 0, 1, 3, 1, 1])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    indices = torch.randint(0, 10, (8,), generator=generator)
+    weights = torch.rand(8, generator=generator) if is_weighted else None
+    lookup = QuantizedLookup(tables, bits, [0, 1, 1], pooling)
+    received = lookup(indices, offsets, weights)
+    monkeypatch.setattr(quantized.ops, "HAS_FBGEMM", False)
+    reference = QuantizedLookup(tables, bits, [0, 1, 1], pooling)
+    torch.testing.assert_close(received, reference(indices, offsets, weights))
