@@ -1,0 +1,145 @@
+"""The plan is not in the checkpoint: what one plan saves, another loads, optimizer state included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import ShardingEnv
+from recsys.optim import Adam, RowWiseAdagrad
+from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from tests.distributed.cases import CPU, Case, shard, train
+from tests.ranks import RankPool
+
+
+def _optimizer(model: DistributedModelParallel) -> CombinedOptimizer:
+    dense = KeyedOptimizerWrapper(
+        {f"over.{name}": p for name, p in model.module.over.named_parameters()},
+        lambda params: torch.optim.Adam(params, lr=0.1),
+    )
+    dense.init_state()
+    return CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _everything(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> dict:
+    state = {name: _whole(value) for name, value in model.state_dict().items()}
+    for param, states in optimizer.state_dict()["state"].items():
+        for name, value in states.items():
+            state[f"{param}/{name}"] = _whole(value)
+    return state
+
+
+def _train_and_save(case: Case, path: str, plan_seed: int) -> dict:
+    model = shard(case, case.plan(plan_seed))
+    optimizer = _optimizer(model)
+    train(case, model, range(3), rank=dist.get_rank())
+    save_checkpoint(path, model, optimizer, {"epoch": 3})
+    return _everything(model, optimizer)
+
+
+def _load(case: Case, path: str, plan_seed: int) -> dict:
+    torch.manual_seed(99)
+    model = shard(case, case.plan(plan_seed))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)  # whatever the load leaves unset will show
+    optimizer = _optimizer(model)
+    extra = load_checkpoint(path, model, optimizer)
+    assert extra == {"epoch": 3}
+    return _everything(model, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad, Adam])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 1), (1, 4), (4, 2)])
+def test_loads_under_another_plan_and_world_size(
+    ranks: RankPool,
+    tmp_path: Path,
+    saved_on: int,
+    loaded_on: int,
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    seed = 10 * saved_on + loaded_on
+    path = str(tmp_path / "checkpoint")
+    saved = ranks(saved_on, _train_and_save, Case(seed, saved_on, optimizer=optimizer), path, 0)[0]
+    for loaded in ranks(loaded_on, _load, Case(seed, loaded_on, optimizer=optimizer), path, 1):
+        assert loaded.keys() == saved.keys()
+        for name, value in saved.items():
+            torch.testing.assert_close(loaded[name], value, rtol=0, atol=0, msg=name)
+
+
+def _load_into_unsharded(case: Case, path: str) -> None:
+    model = case.model()
+    load_checkpoint(path, model)
+    saved = _train_and_save(case, path + "2", 0)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, saved[name], rtol=0, atol=0)
+
+
+def test_loads_into_the_unsharded_model(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(5, 2)
+    ranks(2, _train_and_save, case, str(tmp_path / "c"), 0)
+    ranks(2, _load_into_unsharded, case, str(tmp_path / "c"))
+
+
+def _train_on(case: Case, path: str) -> None:
+    rank = dist.get_rank()
+    model, loaded = shard(case, case.plan(0)), shard(case, case.plan(1))
+    train(case, model, range(3), rank=rank)
+    save_checkpoint(path, model, model.fused_optimizer)
+    load_checkpoint(path, loaded, loaded.fused_optimizer)
+    expected = train(case, model, range(3, 6), rank=rank)
+    received = train(case, loaded, range(3, 6), rank=rank)
+    for one, other in zip(received, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_training_goes_on_as_if_it_had_never_stopped(
+    ranks: RankPool, tmp_path: Path, seed: int
+) -> None:
+    ranks(2, _train_on, Case(seed, 2, optimizer=RowWiseAdagrad), str(tmp_path / "c"))
+
+
+def _single(case: Case) -> DistributedModelParallel:
+    return DistributedModelParallel(
+        case.model(), env=ShardingEnv.from_local(), device=CPU, plan=case.plan()
+    )
+
+
+def test_saves_and_loads_without_a_process_group(tmp_path: Path) -> None:
+    case = Case(1, 1)
+    model, other = _single(case), _single(Case(1, 1))
+    train(case, model, range(2), rank=0)
+    save_checkpoint(tmp_path / "c", model, model.fused_optimizer)
+    load_checkpoint(tmp_path / "c", other, other.fused_optimizer)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(_whole(other.state_dict()[name]), _whole(value))
+
+
+def test_missing_optimizer_state_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    case = Case(1, 1, optimizer=RowWiseAdagrad)
+    model = _single(case)
+    save_checkpoint(tmp_path / "c", model)
+    with pytest.raises(CheckpointError, match=r"lacks \d+ of the values to load: \['optimizer"):
+        load_checkpoint(tmp_path / "c", model, model.fused_optimizer)
+    load_checkpoint(tmp_path / "c", model, model.fused_optimizer, allow_partial=True)
+
+
+def test_damaged_and_absent_checkpoints_are_named(tmp_path: Path) -> None:
+    model = _single(Case(1, 1))
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
+        load_checkpoint(tmp_path / "nothing", model)
+    save_checkpoint(tmp_path / "c", model)
+    (data,) = (tmp_path / "c").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=r"The checkpoint .*/c cannot be loaded\. rank 0: "):
+        load_checkpoint(tmp_path / "c", model)
