@@ -1,0 +1,362 @@
+"""``python -m recsys doctor``: what is installed, whether it fits together, and what to do if not.
+
+:func:`collect_facts` looks at the machine, :func:`diagnose` judges what it saw and looks at
+nothing, so that every judgement can be tested anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias, final
+
+import torch
+
+import recsys
+from recsys.kernels.types import (
+    EmbeddingLocation,
+    EmbOptimType,
+    OptimizerSpec,
+    PoolingMode,
+    UpdateMode,
+)
+
+__all__ = [
+    "Facts",
+    "Finding",
+    "Kernels",
+    "collect_facts",
+    "diagnose",
+    "format_report",
+    "main",
+    "print_kernels",
+]
+
+PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
+"""The FBGEMM release that was built for each torch release."""
+
+VARIANTS = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
+"""Distributions that all install the package ``fbgemm_gpu``, over one another."""
+
+Level: TypeAlias = Literal["ok", "note", "problem"]
+
+
+@final
+class Finding(NamedTuple):
+    """One judgement."""
+
+    level: Level
+    """``problem`` if something is broken or will break; ``note`` if it only costs speed."""
+    text: str
+    fix: str | None = None
+    """The one line that mends it, where there is one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """What a process saw that loaded the kernels; the defaults are a machine without FBGEMM."""
+
+    fbgemm: str | None = None
+    """The version that ``fbgemm_gpu`` itself reports; None if it is not there or does not load."""
+    load_error: str | None = None
+    has_cpu_kernels: bool = False
+    has_cuda_kernels: bool = False
+    backends: Mapping[str, str] = field(default_factory=dict)
+    """Device type to what serves a table of fp32 trained by row-wise Adagrad on it, and why."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What was seen on a machine; the defaults are a laptop without FBGEMM."""
+
+    python: tuple[int, int] = (3, 11)
+    torch: str = "2.13.0+cpu"
+    torch_cuda: str | None = None
+    """The CUDA release torch was built for; None for a CPU build."""
+    gpus: tuple[str, ...] = ()
+    """What torch can use, each with its memory."""
+    has_nvidia_driver: bool = False
+    """Whether the machine has an NVIDIA driver, usable by this torch or not."""
+    distributions: Mapping[str, str] = field(default_factory=dict)
+    """Installed distributions of :data:`VARIANTS`, with versions."""
+    kernels: Kernels = field(default_factory=Kernels)
+    process_groups: tuple[str, ...] = ("gloo",)
+    torchrec: str | None = None
+    num_cores: int = 1
+    memory_bytes: int | None = None
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Judges the facts; the most basic findings come first.
+
+    Args:
+        facts: what :func:`collect_facts` saw.
+
+    Returns:
+        The findings; the machine is fine if none has the level ``problem``.
+
+    Example:
+        >>> [problem] = [f for f in diagnose(Facts(torch="2.9.1")) if f.level == "problem"]
+        >>> problem.fix
+        'pip install "torch==2.13.*"'
+    """
+    return [
+        *_judge_python_and_torch(facts),
+        *_judge_fbgemm(facts),
+        *(
+            Finding("ok", f"Lookups on {device} are served by {served}.")
+            for device, served in facts.kernels.backends.items()
+        ),
+        *_judge_process_groups(facts),
+        _judge_torchrec(facts),
+    ]
+
+
+def _judge_python_and_torch(facts: Facts) -> Iterator[Finding]:
+    if facts.python < (3, 11):
+        found = ".".join(map(str, facts.python))
+        yield Finding("problem", f"Python must be 3.11 or newer; this is {found}.")
+    if _release(facts.torch) < _release("2.11"):
+        text = f"torch must be 2.11 or newer; installed is {facts.torch}."
+        yield Finding("problem", text, f'pip install "torch=={_newest_torch()}.*"')
+    if facts.has_nvidia_driver and facts.torch_cuda is None:
+        text = "The machine has an NVIDIA driver, but this torch is built for CPUs only."
+        present = " ".join(["torch", *facts.distributions])
+        yield Finding("note", text, f'pip uninstall -y {present} && pip install "recsys[cuda]"')
+    if facts.has_nvidia_driver and facts.torch_cuda is not None and not facts.gpus:
+        yield Finding(
+            "problem",
+            f"torch is built for CUDA {facts.torch_cuda}, but cannot use a GPU here. Either none "
+            "is visible (CUDA_VISIBLE_DEVICES) or the NVIDIA driver is too old; `nvidia-smi` "
+            "shows the newest CUDA that it serves.",
+        )
+
+
+def _judge_fbgemm(facts: Facts) -> list[Finding]:
+    found = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
+    kernels, reinstall = facts.kernels, _reinstall_fbgemm(facts)
+    if len(facts.distributions) > 1:
+        text = f"Distributions that overwrite each other's files are installed: {found}."
+        return [Finding("problem", text, reinstall)]
+    if not facts.distributions and kernels.fbgemm is None and kernels.load_error is None:
+        text = "FBGEMM is not installed; everything works, on slower kernels in PyTorch."
+        return [Finding("note", text, reinstall)]
+    if "fbgemm-gpu-genai" in facts.distributions:
+        return [Finding("problem", f"{found} has no embedding kernels.", reinstall)]
+    misfits = [*_judge_variant(facts), *_judge_pair(facts, found or str(kernels.fbgemm))]
+    if misfits:
+        return misfits
+    if kernels.load_error is not None:
+        text = f"The kernels do not load ({found or 'no FBGEMM'}): {kernels.load_error}"
+        return [Finding("problem", text, reinstall)]
+    if not kernels.has_cpu_kernels:
+        text = f"FBGEMM {kernels.fbgemm} lacks CPU kernels with the arguments that we pass."
+        return [Finding("problem", text, reinstall)]
+    return [Finding("ok", f"FBGEMM {kernels.fbgemm} fits torch {facts.torch}.")]
+
+
+def _judge_variant(facts: Facts) -> Iterator[Finding]:
+    """Whether FBGEMM is for the same kind of device as torch."""
+    if "fbgemm-gpu" in facts.distributions and facts.torch_cuda is None:
+        text = "fbgemm-gpu is built for CUDA, but this torch for CPUs only."
+        yield Finding("problem", text, _reinstall_fbgemm(facts))
+    elif facts.gpus and facts.kernels.fbgemm is not None and not facts.kernels.has_cuda_kernels:
+        text = f"torch can use a GPU, but FBGEMM {facts.kernels.fbgemm} has no CUDA kernels."
+        yield Finding("problem", text, _reinstall_fbgemm(facts))
+
+
+def _judge_pair(facts: Facts, found: str) -> Iterator[Finding]:
+    """Whether torch and FBGEMM were released for each other."""
+    version = next(iter(facts.distributions.values()), facts.kernels.fbgemm)
+    torch_release = _minor(facts.torch)
+    if version is None or PAIRS.get(torch_release) == _minor(version):
+        return
+    if torch_release in PAIRS:
+        text = f"torch {facts.torch} needs FBGEMM {PAIRS[torch_release]}; found {found}."
+        yield Finding("problem", text, _reinstall_fbgemm(facts))
+        return
+    known = ", ".join(f"torch {t} with FBGEMM {f}" for t, f in PAIRS.items())
+    if _minor(version) in PAIRS.values() or facts.kernels.load_error is not None:
+        text = f"torch {facts.torch} and {found} do not fit. Known pairs: {known}."
+        fix = f'pip install "torch=={_newest_torch()}.*" && {_reinstall_fbgemm(facts)}'
+        yield Finding("problem", text, fix)
+    else:
+        text = f"torch {facts.torch} with {found} has not been tried. Known pairs: {known}."
+        yield Finding("note", text)
+
+
+def _judge_process_groups(facts: Facts) -> Iterator[Finding]:
+    if "gloo" not in facts.process_groups:
+        text = "torch.distributed has no gloo, so models cannot be sharded across processes."
+        fix = f'pip install --force-reinstall "torch=={_minor(facts.torch)}.*"'
+        yield Finding("problem", text, fix)
+    elif facts.gpus and "nccl" not in facts.process_groups:
+        text = "There are GPUs, but torch.distributed has no NCCL: they would talk through gloo."
+        yield Finding("note", text)
+    else:
+        groups = " and ".join(facts.process_groups)
+        yield Finding("ok", f"Processes can talk through {groups}.")
+
+
+def _judge_torchrec(facts: Facts) -> Finding:
+    state = "not installed" if facts.torchrec is None else f"{facts.torchrec}, which is then hidden"
+    text = f"`import torchrec` can mean recsys: recsys.compat.torchrec (TorchRec: {state})."
+    return Finding("ok", text)
+
+
+def _install_fbgemm(facts: Facts) -> str:
+    variant = "fbgemm-gpu-cpu" if facts.torch_cuda is None else "fbgemm-gpu"
+    release = PAIRS.get(_minor(facts.torch), PAIRS[_newest_torch()])
+    return f'pip install "{variant}=={release}.*"'
+
+
+def _reinstall_fbgemm(facts: Facts) -> str:
+    present = " ".join(facts.distributions)
+    remove = f"pip uninstall -y {present} && " if present else ""
+    return remove + _install_fbgemm(facts)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``(2, 13)`` for ``"2.13.0+cpu"``."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _minor(version: str) -> str:
+    return ".".join(map(str, _release(version)))
+
+
+def _newest_torch() -> str:
+    return max(PAIRS, key=_release)
+
+
+# -- looking ---------------------------------------------------------------------------------------
+
+
+def collect_facts() -> Facts:
+    """Looks at this machine.
+
+    Returns:
+        What was seen. FBGEMM is loaded in a process of its own: a bad pair can crash it.
+    """
+    is_distributed = torch.distributed.is_available()
+    groups = {
+        "gloo": is_distributed and torch.distributed.is_gloo_available(),
+        "nccl": is_distributed and torch.distributed.is_nccl_available(),
+    }
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return Facts(
+        python=sys.version_info[:2],
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        gpus=tuple(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus),
+        has_nvidia_driver=Path("/dev/nvidiactl").exists() or bool(shutil.which("nvidia-smi")),
+        distributions={
+            name: version for name in VARIANTS if (version := _version_of(name)) is not None
+        },
+        kernels=_probe_kernels(),
+        process_groups=tuple(name for name, is_there in groups.items() if is_there),
+        torchrec=_version_of("torchrec"),
+        num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+    )
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_bytes() -> int | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _probe_kernels() -> Kernels:
+    command = [sys.executable, "-c", "from recsys import doctor; doctor.print_kernels()"]
+    probe = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (probe.stdout if probe.returncode == 0 else probe.stderr).strip().splitlines()
+    if probe.returncode == 0:
+        return Kernels(**json.loads(lines[-1]))
+    reason = lines[-1] if lines else "no message"
+    return Kernels(load_error=f"{reason} (exit code {probe.returncode})")
+
+
+def print_kernels() -> None:
+    """Loads the kernels in this process and prints what :class:`Kernels` holds, as JSON."""
+    warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns when FBGEMM does not load
+    from recsys.kernels import ops, support, tbe_fbgemm
+
+    def serves(device_type: str) -> str:
+        choice = support.choose_backend(
+            support.LookupSettings(
+                device=torch.device(device_type),
+                weights_dtype=torch.float32,
+                output_dtype=torch.float32,
+                dims=[64],
+                feature_table_map=[0],
+                pooling=PoolingMode.SUM,
+                optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+                update_mode=UpdateMode.FUSED,
+                location=EmbeddingLocation.DEVICE,
+            )
+        )
+        return f"{choice.backend} ({choice.reason})"
+
+    kernels = Kernels(
+        fbgemm=getattr(sys.modules.get("fbgemm_gpu"), "__version__", None),
+        has_cpu_kernels=tbe_fbgemm.has_cpu_ops(),
+        has_cuda_kernels=ops.HAS_FBGEMM
+        and torch._C._dispatch_has_kernel_for_dispatch_key(
+            "fbgemm::asynchronous_complete_cumsum", "CUDA"
+        ),
+        backends={d: serves(d) for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()},
+    )
+    print(json.dumps(asdict(kernels)))
+
+
+# -- saying ----------------------------------------------------------------------------------------
+
+
+def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Returns the facts in a few lines and one line per finding, its fix below it."""
+    memory = "" if facts.memory_bytes is None else f", {facts.memory_bytes / 2**30:.0f} GiB"
+    build = "CPU" if facts.torch_cuda is None else f"CUDA {facts.torch_cuda}"
+    fbgemm = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
+    lines = [
+        f"recsys   {recsys.__version__}",
+        f"python   {'.'.join(map(str, facts.python))}",
+        f"torch    {facts.torch}, built for {build}",
+        f"fbgemm   {fbgemm or facts.kernels.fbgemm or 'not installed'}",
+        f"machine  {facts.num_cores} cores{memory}",
+        *(f"gpu {i}    {gpu}" for i, gpu in enumerate(facts.gpus)),
+        "",
+    ]
+    for finding in findings:
+        lines.append(f"{finding.level:<8} {finding.text}")
+        if finding.fix is not None:
+            lines.append(f"{'':<8} {finding.fix}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Prints the report; returns 0 if all is fine, 1 if there is a problem."""
+    facts = collect_facts()
+    findings = diagnose(facts)
+    print(format_report(facts, findings))
+    return int(any(finding.level == "problem" for finding in findings))
