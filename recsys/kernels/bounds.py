@@ -189,13 +189,13 @@ class IdGuard:
             self._read(report)
 
     def _check_on_device(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        while self._reports and self._reports[0].done.query():  # type: ignore[no-untyped-call]
+        while self._reports and self._reports[0].done.query():
             self._read(self._reports.pop(0))
         bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
         if self.mode is not BoundsCheckMode.IGNORE:
             count = torch.empty((), dtype=torch.int64, pin_memory=True)
             count.copy_(bad_N.sum(), non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event()
             done.record()
             self._reports.append(_Report(count, done, bad_N, indices, offsets))
         return indices.masked_fill(bad_N, 0)

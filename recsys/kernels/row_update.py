@@ -125,7 +125,8 @@ def row_statistic(spec: OptimizerSpec, grads: Tensor, weight_rows: Tensor | None
         if weight_rows is None:
             raise ValueError("row_statistic needs weight_rows when weight_decay_mode is L2.")
         grads = grads.add(weight_rows.float(), alpha=spec.weight_decay)
-    return grads.square().sum(1)
+    norm_K: Tensor = torch.linalg.vector_norm(grads, dim=1)
+    return norm_K.square_()
 
 
 def advance_step(state: Mapping[str, Tensor]) -> None:
@@ -197,7 +198,10 @@ def apply_row_update(
     g_KD = grads.float()
     if weight.dtype is torch.float32 and not _reads_weights(spec):
         move_KD = _move(spec, None, g_KD, state, rows, learning_rate, step, row_moment)
-        weight.index_add_(0, rows, move_KD, alpha=-1)
+        if weight.device.type == "cpu":  # 3 ms against 8 for 26,000 rows of 64 among 2,600,000
+            weight.scatter_add_(0, rows.unsqueeze(1).expand_as(move_KD), move_KD.neg_())
+        else:
+            weight.index_add_(0, rows, move_KD, alpha=-1)
         return
     old_KD = weight.index_select(0, rows).float()
     move_KD = _move(spec, old_KD, g_KD, state, rows, learning_rate, step, row_moment)
@@ -244,7 +248,7 @@ def _move(
     elif kind is EmbOptimType.EXACT_ADAGRAD:
         delta_KD = g_KD / advance("sum", g_KD.square(), 1.0, 1.0).sqrt_().add_(spec.eps)
     elif kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        moment_K = g_KD.square().mean(1) if row_moment is None else row_moment
+        moment_K = _row_moment(g_KD) if row_moment is None else row_moment
         root_K = advance("sum", moment_K, 1.0, 1.0).sqrt_().add_(spec.eps)
         if not decay:
             return g_KD * (learning_rate / root_K).unsqueeze(1)
@@ -253,7 +257,7 @@ def _move(
         assert step is not None
         mean_hat = advance("exp_avg", g_KD, spec.beta1, 1 - spec.beta1) / (1 - spec.beta1**step)
         if kind is EmbOptimType.PARTIAL_ROWWISE_ADAM:
-            moment_K = g_KD.square().mean(1) if row_moment is None else row_moment
+            moment_K = _row_moment(g_KD) if row_moment is None else row_moment
             square = advance("exp_avg_sq", moment_K, spec.beta2, 1 - spec.beta2).unsqueeze(1)
         else:
             square = advance("exp_avg_sq", g_KD.square(), spec.beta2, 1 - spec.beta2)
@@ -267,6 +271,12 @@ def _move(
         assert old_KD is not None
         delta_KD = delta_KD.add(old_KD, alpha=decay)
     return delta_KD * learning_rate
+
+
+def _row_moment(g_KD: Tensor) -> Tensor:
+    """Mean of g*g; by the norm, which unlike `square().mean()` writes no [K, D] intermediate."""
+    norm_K: Tensor = torch.linalg.vector_norm(g_KD, dim=1)
+    return norm_K.square_().div_(g_KD.shape[1])
 
 
 def _row_norm(x_KD: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, TypeAlias, final
 
 import torch
 
-from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, HAS_FBGEMM, has_cpu_ops
+from recsys.kernels.ops import USE_FBGEMM
+from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops, has_cuda_ops
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -113,6 +114,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("cpu", "the installed fbgemm_gpu lacks the CPU kernels", lambda s: not has_cpu_ops()),
     # CUDA: from fbgemm_gpu 1.8.0's own checks; tests/gpu compares the two backends there.
+    Limit("cuda", "the installed fbgemm_gpu has no CUDA kernels", lambda s: not has_cuda_ops()),
     Limit(
         "cuda",
         "on CUDA it serves the fused update only",
@@ -163,8 +165,8 @@ def choose_backend(settings: LookupSettings) -> BackendChoice:
         'torch'
     """
     device_type = settings.device.type
-    if not HAS_FBGEMM:
-        return BackendChoice("torch", "fbgemm_gpu is not installed")
+    if not USE_FBGEMM:
+        return BackendChoice("torch", "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch")
     if device_type not in {limit.device_type for limit in LIMITS}:
         return BackendChoice("torch", f"FBGEMM has no kernels for device '{device_type}'")
     for limit in LIMITS:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from recsys.kernels.bounds import check_ids
 from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
-from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel, FbgemmCudaModule
+from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel, FbgemmModule
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import RowGradients, TorchKernel, merge_row_gradients
 from recsys.kernels.types import (
@@ -127,11 +127,11 @@ class TableBatchedEmbedding:
             )
         self.backend, self.backend_reason = choice
 
-        self._module: FbgemmCudaModule | None = None
+        self._module: FbgemmModule | None = None
         flat_states: dict[str, Tensor] = {}
         if self.backend == "fbgemm" and device.type == "cuda":
             assert optimizer is not None
-            self._module = FbgemmCudaModule(
+            self._module = FbgemmModule(
                 self.layout, weights, pooling, weights_dtype, output_dtype, optimizer, self.location
             )
             self.weights, self.states = self._module.weights, self._module.states

@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from recsys.kernels.ops import USE_FBGEMM
 from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import TorchKernel, inverse_bag_length, row_ids_of
@@ -31,14 +32,13 @@ from recsys.kernels.types import (
     WeightDecayMode,
 )
 
-__all__ = ["FUSED_ON_CPU", "HAS_FBGEMM", "FbgemmCpuKernel", "FbgemmCudaModule", "has_cpu_ops"]
-
-try:
-    import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
-except ImportError:
-    HAS_FBGEMM = False
-else:
-    HAS_FBGEMM = True
+__all__ = [
+    "FUSED_ON_CPU",
+    "FbgemmCpuKernel",
+    "FbgemmModule",
+    "has_cpu_ops",
+    "has_cuda_ops",
+]
 
 FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
     EmbOptimType.SGD: "sgd",
@@ -84,13 +84,19 @@ _CPU_OPS: Mapping[str, str] = {
 
 def has_cpu_ops() -> bool:
     """Whether the installed FBGEMM has the CPU kernels with the arguments this file passes."""
-    if not HAS_FBGEMM:
+    if not USE_FBGEMM:
         return False
     for name, arguments in _CPU_OPS.items():
         op = getattr(torch.ops.fbgemm, name, None)
         if op is None or [a.name for a in op.default._schema.arguments] != arguments.split():
             return False
     return True
+
+
+def has_cuda_ops() -> bool:
+    """Whether the installed FBGEMM was built for CUDA: its CPU build may sit beside a CUDA torch."""
+    op = "fbgemm::asynchronous_complete_cumsum"
+    return USE_FBGEMM and torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
 
 
 @final
@@ -297,8 +303,10 @@ class _Geometry:
 
 
 @final
-class FbgemmCudaModule:
-    """FBGEMM's TBE module on CUDA, where it fuses every optimizer; used in FUSED mode only.
+class FbgemmModule:
+    """FBGEMM's TBE module, used on CUDA in FUSED mode, where it fuses every optimizer.
+
+    It can be built on a CPU too, so that tests without a GPU reach most of it.
 
     Args:
         layout: Geometry of the tables.
@@ -334,6 +342,7 @@ class FbgemmCudaModule:
             WeightDecayMode as Decay,
         )
 
+        on_cuda = layout.device.type == "cuda"
         rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
         decay = Decay.NONE
         if optimizer.weight_decay and optimizer.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -351,7 +360,7 @@ class FbgemmCudaModule:
                     layout.tables[t].num_rows,
                     layout.tables[t].dim,
                     Location[location.name],
-                    ComputeDevice.CUDA,
+                    ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU,
                 )
                 for t in layout.storage_order
             ],
@@ -372,10 +381,17 @@ class FbgemmCudaModule:
             device=layout.device,
             bounds_check_mode=BoundsCheckMode.NONE,
         )
+        suffix = {EmbeddingLocation.DEVICE: "dev", EmbeddingLocation.HOST: "host"}.get(
+            location, "uvm"
+        )
         if storage is not None:
+            if location is not EmbeddingLocation.DEVICE:
+                raise ValueError(
+                    "FBGEMM can adopt given weights on the device only; received location "
+                    f"{location.name}."
+                )
             self.module.weights_dev = storage
-        location_suffix = "dev" if location is EmbeddingLocation.DEVICE else "uvm"
-        self.storage: Tensor = getattr(self.module, f"weights_{location_suffix}").flatten()
+        self.storage: Tensor = getattr(self.module, f"weights_{suffix}").detach().flatten()
         num_tables = len(layout.tables)
         self.weights: list[Tensor] = [torch.empty(0)] * num_tables
         self.states: list[dict[str, Tensor]] = [{} for _ in range(num_tables)]
@@ -389,11 +405,12 @@ class FbgemmCudaModule:
             for t, values in zip(layout.storage_order, split, strict=True):
                 self.states[t].update(zip(names, values, strict=True))
         self.flat_states: dict[str, Tensor] = {
-            name: buffer.flatten()
+            name: buffer.detach().flatten()
             for name, prefix in zip(names, ("momentum1", "momentum2"), strict=False)
             for buffer in (
                 getattr(self.module, f"{prefix}_dev"),
                 getattr(self.module, f"{prefix}_uvm"),
+                getattr(self.module, f"{prefix}_host"),
             )
             if buffer.numel()
         }
@@ -418,7 +435,7 @@ class FbgemmCudaModule:
             self.module.iter.fill_(done)
         out: Tensor = self.module(indices, offsets, weights)
         if self._counts_steps and out.requires_grad:
-            out.register_hook(self._count_backward)  # type: ignore[no-untyped-call]
+            out.register_hook(self._count_backward)
         return out
 
     def set_learning_rate(self, value: float) -> None:

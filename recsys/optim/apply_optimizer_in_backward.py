@@ -109,7 +109,7 @@ def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
         built[0].step()
         updated.grad = None
 
-    parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(update)
 
 
 def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:

@@ -150,7 +150,10 @@ def test_the_cpu_rows_of_the_table_are_what_is_measured(case: LookupSettings) ->
         ),
     ],
 )
-def test_cuda_choices(changes: dict[str, object], reason: str | None) -> None:
+def test_cuda_choices(
+    changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "has_cuda_ops", lambda: True)
     choice = choose_backend(settings(device="cuda", **changes))  # type: ignore[arg-type]
     assert choice.backend == ("fbgemm" if reason is None else "torch")
     assert reason is None or reason in choice.reason
@@ -159,9 +162,9 @@ def test_cuda_choices(changes: dict[str, object], reason: str | None) -> None:
 def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     if has_cpu_ops():
         assert "no kernels for device 'mps'" in choose_backend(settings(device="mps")).reason
-    monkeypatch.setattr(support, "HAS_FBGEMM", False)
+    monkeypatch.setattr(support, "USE_FBGEMM", False)
     choice = choose_backend(settings())
-    assert choice == ("torch", "fbgemm_gpu is not installed")
+    assert choice == ("torch", "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch")
 
 
 def test_a_changed_op_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
