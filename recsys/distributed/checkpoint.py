@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from recsys.optim.keyed import KeyedOptimizer
@@ -43,9 +47,9 @@ def save_checkpoint(
     """
     state = _state_of(model, optimizer)
     state["extra"] = dict(extra or {})
-    writer = dcp.FileSystemWriter(str(path), overwrite=True)
+    writer = FileSystemWriter(str(path), overwrite=True)
     with _without_expected_warnings():
-        dcp.save(state, storage_writer=writer, no_dist=not _is_distributed())
+        save(state, storage_writer=writer, no_dist=not _is_distributed())
 
 
 def load_checkpoint(
@@ -74,7 +78,7 @@ def load_checkpoint(
     """
     state = _state_of(model, optimizer)
     try:
-        reader = dcp.FileSystemReader(str(path))
+        reader = FileSystemReader(str(path))
         saved = reader.read_metadata().state_dict_metadata
     except Exception as error:
         raise CheckpointError(
@@ -93,8 +97,8 @@ def load_checkpoint(
     planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
     try:
         with _without_expected_warnings():
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=not _is_distributed())
-    except dcp.api.CheckpointException as error:
+            load(state, storage_reader=reader, planner=planner, no_dist=not _is_distributed())
+    except CheckpointException as error:
         reasons = "; ".join(
             f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
             for rank, failure in sorted(error.failures.items())
@@ -133,24 +137,20 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-class _CompleteLoadPlanner(dcp.DefaultLoadPlanner):
+class _CompleteLoadPlanner(DefaultLoadPlanner):
     """Refuses a checkpoint whose parts do not cover what this rank loads."""
 
     def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        covered: dict[tuple[str, object], int] = {}
+        plan: LoadPlan = super().create_local_plan()
+        covered: dict[tuple[str, tuple[int, ...]], int] = {}
         for item in plan.items:
-            key = (item.dest_index.fqn, item.dest_index.offset)
-            covered[key] = covered.get(key, 0) + prod(item.lengths)
+            key = (item.dest_index.fqn, tuple(item.dest_index.offset or ()))
+            covered[key] = covered.get(key, 0) + int(prod(item.lengths))
         for name, value in self.state_dict.items():
             if not hasattr(value, "local_shards"):
                 continue
             for offsets, tensor in dict(value.local_shards()).items():
-                found = sum(
-                    size
-                    for (fqn, at), size in covered.items()
-                    if fqn == name and tuple(at or ()) == offsets
-                )
+                found = covered.get((name, offsets), 0)
                 if found < tensor.numel() and not self.allow_partial_load:
                     raise CheckpointError(
                         f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of the part at "

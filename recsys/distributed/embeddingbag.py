@@ -15,7 +15,7 @@ from recsys.distributed.layout import PlacedTable, build_layout
 from recsys.distributed.lookup import BackwardFinisher, GroupSettings, Lookups
 from recsys.distributed.output_dist import OutputDist
 from recsys.distributed.sharding_plan import check_plan_covers, rects_of
-from recsys.distributed.table_shards import TableShards, load_tables
+from recsys.distributed.table_shards import TableShards, load_tables, table_weights
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -81,8 +81,8 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         self._fused_params = dict(fused_params or {})
         self._is_weighted = module.is_weighted()
         self._device = device or default_device(env)
-        weights = [module.embedding_bags[config.name].weight for config in configs]
-        self._build([_TableOptions(weight, self._fused_params) for weight in weights])
+        weights = table_weights(module)
+        self._build([_TableOptions(weights[c.name], self._fused_params) for c in configs])
         load_tables(self._tables(), module, env)
 
     def _build(self, options: Sequence[_TableOptions]) -> None:
@@ -318,7 +318,4 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns table name to weight."""
-        return {
-            config.name: module.embedding_bags[config.name].weight
-            for config in module.embedding_bag_configs()
-        }
+        return table_weights(module)

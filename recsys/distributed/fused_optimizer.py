@@ -93,7 +93,7 @@ class FusedTablesOptimizer(KeyedOptimizer):
         ]
         super().__init__(params, state, groups)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing: the backward pass has updated the tables."""
         return closure() if closure is not None else None
 

@@ -198,7 +198,7 @@ class BackwardFinisher:
         """Called from within a backward pass, on every rank: finish when it ends."""
         if self.needed and not self._scheduled:
             self._scheduled = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         self._scheduled = False
@@ -260,7 +260,9 @@ class BackwardFinisher:
             sorted({r.rank for r in table.rects if r.row_start == row_start} - {env.rank})
             for (table, row_start), _ in blocks
         ]
-        partials = [sum(part.statistic_K() for part in parts) for _, parts in blocks]
+        partials = [
+            torch.stack([part.statistic_K() for part in parts]).sum(0) for _, parts in blocks
+        ]
         empty = torch.zeros(0, dtype=torch.float32, device=self._device)
         by_rank: list[list[int]] = [
             [i for i, ranks in enumerate(peers) if rank in ranks] for rank in range(env.world_size)

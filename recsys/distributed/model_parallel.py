@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol, cast, final
 
 import torch
 from torch import nn
@@ -209,7 +209,7 @@ class DistributedModelParallel(nn.Module):
                     "real device."
                 )
             child.to_empty(device=self.device, recurse=False)
-            child.reset_parameters()
+            cast(Any, child).reset_parameters()
 
     def _to_device(self, module: nn.Module) -> None:
         if isinstance(module, ShardedModule):
@@ -265,7 +265,7 @@ class DistributedModelParallel(nn.Module):
         copied._sharders, copied._wrapper = self._sharders, self._wrapper
         copied.device = torch.device(device)
         memo: dict[int, Any] = {
-            id(child): child.copy(copied.device)
+            id(child): cast(Any, child).copy(copied.device)
             for child in self.module.modules()
             if isinstance(child, ShardedModule)
         }
@@ -291,7 +291,7 @@ class DistributedModelParallel(nn.Module):
 
     # -- names: those of the bare model -------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state under the unsharded model's names.
 
         A sharded table appears as one :class:`~recsys.distributed.sharded_table.ShardedTable` of

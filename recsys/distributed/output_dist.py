@@ -113,8 +113,10 @@ class OutputDist:
             return LazyAwaitable(lambda: whole)
         exchange = _Exchange(self, receipt)
         anchor = self._anchor if trains else self._anchor.detach()
-        arriving = _Send.apply(exchange, anchor, *lookups, *replicas)
-        return LazyAwaitable(lambda: _Place.apply(exchange, arriving))
+        arriving = _Send.apply(exchange, anchor, *lookups, *replicas)  # type: ignore[no-untyped-call]
+        return LazyAwaitable(
+            lambda: _Place.apply(exchange, arriving)  # type: ignore[no-untyped-call]
+        )
 
     def placement(self, batch_size: int) -> _Placement:
         """Returns the gathers for a batch size; built once, kept on the device."""

@@ -83,7 +83,7 @@ class ShardedTable(Tensor):
                 whole[_region(offsets, tensor)] = tensor.to(self.device)
         return whole
 
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:  # type: ignore[override]
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:
         """Copies this rank's parts from a whole table, or from one that is sharded alike.
 
         Args:
@@ -113,7 +113,7 @@ class ShardedTable(Tensor):
                 tensor.copy_(source[_region(offsets, tensor)], non_blocking=non_blocking)
         return self
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         parts = ", ".join(f"{tuple(t.shape)} at {o}" for o, t in self._shards) or "nothing"
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
 
@@ -127,7 +127,7 @@ class ShardedTable(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -136,6 +136,14 @@ def _plain_or_sharded(value: Tensor) -> Tensor:
     return value if isinstance(value, ShardedTable) else value.detach()
 
 
+def table_weights(module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+    """Returns table name to weight, in the collection's order."""
+    return {
+        config.name: cast(nn.Parameter, module.embedding_bags[config.name].weight)
+        for config in module.embedding_bag_configs()
+    }
+
+
 def load_tables(
     tables: Mapping[str, TableShards], module: EmbeddingBagCollection, env: ShardingEnv
 ) -> None:
@@ -145,8 +153,9 @@ def load_tables(
     whole table; the values depend on the seed and the row, not on the plan.
     """
     module.init_seed = comm.broadcast_int(env, module.init_seed, _device_of(tables))
+    weights = table_weights(module)
     for index, (name, table) in enumerate(tables.items()):
-        weight = module.embedding_bags[name].weight.detach()
+        weight = weights[name].detach()
         for rows in _row_blocks(table, weight):
             if weight.is_meta:
                 wanted = [

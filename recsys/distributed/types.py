@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import Any, Generic, TypeVar, final
@@ -173,7 +173,7 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
         return f"{format_table(head, rows)}\n\n{format_table(shard_head, shard_rows)}"
 
 
-def format_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Returns text columns under a head, each as wide as its widest cell."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, tuple("-" * width for width in widths), *rows]

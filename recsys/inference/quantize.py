@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,8 @@ class QuantizedBags(nn.Module):
             offsets = _cumsum(lengths_FB.flatten())
             device = lookup.weights.device
             if id_weights is not None:
-                id_weights = id_weights.to(device)
-            pooled = lookup(ids.to(device), offsets.to(device), id_weights)
+                id_weights = id_weights.to(device)  # type: ignore[arg-type]
+            pooled = lookup(ids.to(device), offsets.to(device), id_weights)  # type: ignore[arg-type]
             outputs.append(pooled.to(values.device))
         pooled = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if self.in_order:
@@ -143,14 +143,14 @@ def _group_tables(
 def _permute(
     order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    if torch.jit.is_scripting():
-        return torch.ops.fbgemm.permute_2D_sparse_data(order, lengths_KB, values, weights)
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.fbgemm.permute_2D_sparse_data(order, lengths_KB, values, weights)  # type: ignore[no-any-return]
     return ops.permute_2d(order, lengths_KB, values, weights)
 
 
 def _cumsum(lengths: Tensor) -> Tensor:
-    if torch.jit.is_scripting():
-        return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)  # type: ignore[no-any-return]
     return ops.complete_cumsum(lengths)
 
 
@@ -217,7 +217,7 @@ class QuantEmbeddingBagCollection(nn.Module):
             )
         bits = [_bits_of(chosen.get(config.name, dtype)) for config in configs]
         rows = [
-            quantize_rows(module.embedding_bags[config.name].weight, b)
+            quantize_rows(cast(Tensor, module.embedding_bags[config.name].weight), b)
             for config, b in zip(configs, bits, strict=True)
         ]
         return cls(configs, module.is_weighted(), rows, bits)

@@ -11,6 +11,7 @@ Shape names: ``R`` rows, ``D`` columns, ``N`` ids, ``F`` features, ``B`` bags pe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +121,7 @@ class QuantizedLookup(nn.Module):
         for start, rows in zip(starts, tables, strict=True):
             storage[start : start + rows.numel()] = rows.reshape(-1)
         feature_dims = [dims[t] for t in feature_table_map]
+        self.device = storage.device
         self._row_bytes = [rows.shape[1] for rows in tables]
         self._num_rows = [rows.shape[0] for rows in tables]
         self._dims = dims
@@ -143,8 +145,7 @@ class QuantizedLookup(nn.Module):
         self.register_buffer("empty", torch.empty(0, dtype=torch.uint8, device=storage.device))
 
     def _register_index(self, name: str, values: list[int], dtype: torch.dtype) -> None:
-        device = self.weights.device
-        self.register_buffer(name, torch.tensor(values, dtype=dtype, device=device))
+        self.register_buffer(name, torch.tensor(values, dtype=dtype, device=self.device))
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Looks up bags.
@@ -157,7 +158,7 @@ class QuantizedLookup(nn.Module):
         Returns:
             ``[B, sum of D over features]`` fp32.
         """
-        if not torch.jit.is_scripting() and not self.use_fbgemm:
+        if not torch.jit.is_scripting() and not self.use_fbgemm:  # type: ignore[attr-defined]
             return self._look_up_in_torch(indices, offsets, weights)
         pooled: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             self.weights,
@@ -184,9 +185,7 @@ class QuantizedLookup(nn.Module):
         return pooled
 
     @torch.jit.unused
-    def _look_up_in_torch(
-        self, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def _look_up_in_torch(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         num_features = len(self._feature_table_map)
         num_bags = (offsets.numel() - 1) // num_features
         pieces = []
@@ -195,7 +194,8 @@ class QuantizedLookup(nn.Module):
             ids = slice(int(bags[0]), int(bags[-1]))
             size = self._row_bytes[table]
             start = self._starts[table]
-            rows = self.weights[start : start + size * self._num_rows[table]].view(-1, size)
+            storage = cast(Tensor, self.weights)
+            rows = storage[start : start + size * self._num_rows[table]].view(-1, size)
             used = _HEADER_BYTES + self._dims[table] * self._bits[table] // 8
             values = dequantize_rows(rows[indices[ids].long(), :used], self._bits[table])
             if weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -38,12 +39,12 @@ class KeyedOptimizer(Optimizer):
         param_groups: Collection[dict[str, Any]],
     ) -> None:
         # torch.optim.Optimizer.__init__ would copy and re-group; the state here belongs to someone else.
-        self._optimizer_step_pre_hooks: dict[int, Any] = {}
-        self._optimizer_step_post_hooks: dict[int, Any] = {}
-        self._optimizer_state_dict_pre_hooks: dict[int, Any] = {}
-        self._optimizer_state_dict_post_hooks: dict[int, Any] = {}
-        self._optimizer_load_state_dict_pre_hooks: dict[int, Any] = {}
-        self._optimizer_load_state_dict_post_hooks: dict[int, Any] = {}
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
         self._patch_step_function()
         self.defaults: dict[str, Any] = {}
         self.params = params
@@ -250,7 +251,7 @@ class CombinedOptimizer(KeyedOptimizer):
         for _, optim in self._optims:
             optim.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all."""
         loss = closure() if closure is not None else None
         for _, optim in self._optims:
@@ -320,7 +321,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """Clears the gradients."""
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapped optimizer."""
         return self._optimizer.step(closure)
 
@@ -340,7 +341,7 @@ class OptimizerWrapper(KeyedOptimizer):
         """Clears the gradients of the wrapped optimizer."""
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapped optimizer."""
         return self._optimizer.step(closure)
 

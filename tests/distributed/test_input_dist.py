@@ -1,0 +1,143 @@
+"""What is wrong with one rank's input is raised on every rank, before any row is read or written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recsys.distributed.types import ShardingType
+from recsys.optim import RowWiseAdagrad
+from recsys.sparse import KeyedJaggedTensor
+from tests.distributed.cases import FEATURES, Case, shard
+from tests.ranks import RankPool
+
+KINDS = [
+    (ShardingType.TABLE_WISE,),
+    (ShardingType.ROW_WISE,),
+    (ShardingType.COLUMN_WISE,),
+    (ShardingType.DATA_PARALLEL,),
+]
+
+
+def _good_batch(case: Case) -> KeyedJaggedTensor:
+    return case.batches(3)[dist.get_rank()]
+
+
+def _with_id(batch_size: int, feature: int, position: int, bad: int) -> KeyedJaggedTensor:
+    lengths = torch.ones(len(FEATURES) * batch_size, dtype=torch.int64)
+    values = torch.zeros(len(FEATURES) * batch_size, dtype=torch.int64)
+    values[feature * batch_size + position] = bad
+    return KeyedJaggedTensor(FEATURES, values, lengths=lengths)
+
+
+def _raise_everywhere(case: Case, failing: int, kind: str) -> str:
+    """Returns the error this rank got; checks that the tables are as before and training goes on."""
+    model = shard(case)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    table = case.configs()[0]
+    feature = FEATURES.index(table.feature_names[0])
+    batch = _with_id(3, 0, 0, 0)
+    if dist.get_rank() == failing:
+        if kind == "id":
+            batch = _with_id(3, feature, 2, table.num_embeddings)
+        elif kind == "negative":
+            batch = _with_id(3, feature, 1, -1)
+        elif kind == "float":
+            batch = KeyedJaggedTensor(FEATURES, torch.zeros(0), lengths=torch.zeros(12).int())
+        elif kind == "missing":
+            batch = batch.split([1, 3])[1] if feature == 0 else batch.split([feature, 4 - feature])[0]
+    try:
+        model(batch)
+    except (IndexError, KeyError, TypeError) as error:
+        message = f"{type(error).__name__}: {error.args[0]}"
+    else:
+        message = "no error"
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
+    _, logits = model(_with_id(2, 0, 0, 0))
+    logits.sum().backward()
+    return message
+
+
+def _case(seed: int, kinds: tuple[ShardingType, ...], world_size: int) -> Case:
+    while Case(seed, world_size).is_weighted:
+        seed += 1
+    return Case(seed, world_size, types=kinds, optimizer=RowWiseAdagrad)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: kinds[0].value)
+@pytest.mark.parametrize("kind", ["id", "negative"])
+def test_bad_id_on_one_rank_raises_the_same_error_on_all(
+    ranks: RankPool, kinds: tuple[ShardingType, ...], kind: str
+) -> None:
+    case = _case(0, kinds, 3)
+    table = case.configs()[0]
+    messages = ranks(3, _raise_everywhere, case, 1, kind)
+    assert len(set(messages)) == 1, messages
+    bad, sample = (table.num_embeddings, 2) if kind == "id" else (-1, 1)
+    feature = table.feature_names[0]
+    smallest = min(
+        (c for c in case.configs() if feature in c.feature_names), key=lambda c: c.num_embeddings
+    )
+    start = f"IndexError: On rank 1: Feature {feature!r} has the id {bad} in sample {sample} "
+    assert messages[0].startswith(start), messages[0]
+    assert f"outside table {smallest.name!r} with {smallest.num_embeddings} rows" in messages[0]
+    assert "1 of 12 ids" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("float", "TypeError: On rank 0: The ids of a batch must be int32 or int64; received torch.fl"),
+        ("missing", "KeyError: On rank 0: The batch lacks the features ["),
+    ],
+)
+def test_other_bad_input_on_one_rank_raises_the_same_error_on_all(
+    ranks: RankPool, kind: str, text: str
+) -> None:
+    messages = ranks(2, _raise_everywhere, _case(1, KINDS[0], 2), 0, kind)
+    assert len(set(messages)) == 1, messages
+    assert messages[0].startswith(text), messages[0]
+
+
+def _count_collectives(case: Case) -> dict[str, int]:
+    model = shard(case)
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        original = getattr(dist, name)
+
+        def counted(*args: object, **kwargs: object) -> object:
+            counts[name] = counts.get(name, 0) + 1
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+
+    for name in ("all_to_all_single", "all_reduce", "all_gather_object", "broadcast"):
+        count(name)
+    pooled = model.module.ebc(_good_batch(case)).values()
+    forward = dict(counts)
+    counts.clear()
+    pooled.sum().backward()
+    return {"forward": forward, "backward": dict(counts)}
+
+
+@pytest.mark.parametrize("kinds", [KINDS[0], KINDS[1], KINDS[2], sum(KINDS[:3], ())])
+def test_a_mix_of_strategies_costs_no_more_collectives_than_one(
+    ranks: RankPool, kinds: tuple[ShardingType, ...]
+) -> None:
+    # SGD: no row statistics to exchange for column splits
+    case = Case(7, 2, types=kinds)
+    assert ranks(2, _count_collectives, case) == [
+        {"forward": {"all_to_all_single": 3}, "backward": {"all_to_all_single": 1}}
+    ] * 2
+
+
+def test_replicated_tables_and_column_splits_add_one_collective_each(ranks: RankPool) -> None:
+    case = Case(7, 2, types=KINDS[3])
+    (counts, _) = ranks(2, _count_collectives, case)
+    assert counts == {"forward": {"all_to_all_single": 1}, "backward": {"all_reduce": 1}}
+    case = Case(12, 2, types=KINDS[2], optimizer=RowWiseAdagrad)
+    (counts, _) = ranks(2, _count_collectives, case)
+    assert counts["backward"] == {"all_to_all_single": 2}
