@@ -1,0 +1,112 @@
+"""Argument names of the shared classes are TorchRec's, except those listed as not ours."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from recsys.compat.table import HOMES
+
+# Where TorchRec has an argument in the middle that we do not take, the later ones move up. Scripts
+# pass these by keyword.
+ORDER_DIFFERS = {
+    "DistributedModelParallel",
+    "DistributedModelParallel.load_state_dict",
+    "EmbeddingShardingPlanner",
+    "KeyedJaggedTensor",
+    "ParameterSharding",
+    "RowWiseAdagrad",
+    "Topology",
+    "quantize_embeddings",
+}
+
+
+class Fact(NamedTuple):
+    module: str
+    name: str
+    is_enum: bool
+    shared: list[str]
+    not_ours: list[str]
+    all: list[str]
+
+
+def read_facts() -> Iterator[Fact]:
+    module = owner = ""
+    for line in Path(__file__).with_name("signatures.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            module = line
+        for dot, name, bracket, text in re.findall(r"(\.?)(\w+)([({])([^)}]*)[)}]", line):
+            owner = owner if dot else name
+            names = text.split()
+            yield Fact(
+                module=module,
+                name=f"{owner}.{name}" if dot else name,
+                is_enum=bracket == "{",
+                shared=[n for n in names if not n.startswith("-")],
+                not_ours=[n[1:] for n in names if n.startswith("-")],
+                all=[n.removeprefix("-") for n in names],
+            )
+
+
+FACTS = list(read_facts())
+
+
+def find_ours(fact: Fact) -> object:
+    owner, _, method = fact.name.partition(".")
+    home = HOMES[fact.module][owner]
+    module = __import__(home.module, fromlist=[home.name])
+    value = getattr(module, home.name)
+    return getattr(value, method) if method else value
+
+
+def arguments_of(function: object) -> list[inspect.Parameter]:
+    assert callable(function)
+    if inspect.isclass(function):
+        function = function.__init__
+    parameters = list(inspect.signature(function).parameters.values())
+    return [p for p in parameters if p.name != "self"]
+
+
+@pytest.mark.parametrize("fact", [f for f in FACTS if f.is_enum], ids=lambda fact: fact.name)
+def test_members(fact: Fact) -> None:
+    ours = find_ours(fact)
+    assert isinstance(ours, enum.EnumMeta)
+    names = {member.name for member in ours}
+    assert set(fact.shared) <= names
+    assert not names & set(fact.not_ours), "now ours: remove the minus in signatures.txt"
+
+
+@pytest.mark.parametrize("fact", [f for f in FACTS if not f.is_enum], ids=lambda fact: fact.name)
+def test_arguments(fact: Fact) -> None:
+    ours = arguments_of(find_ours(fact))
+    names = [p.name for p in ours]
+    assert set(fact.shared) <= set(names)
+    assert not set(names) & set(fact.not_ours), "now ours: remove the minus in signatures.txt"
+    positional = [p.name for p in ours if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    same_order = all(a == b for a, b in zip(positional, fact.all, strict=False))
+    assert same_order or fact.name in ORDER_DIFFERS, (positional, fact.all)
+
+
+def test_facts_cover_the_classes_that_users_build() -> None:
+    names = {fact.name for fact in FACTS}
+    assert {
+        "DLRM",
+        "DistributedModelParallel",
+        "EmbeddingBagCollection",
+        "EmbeddingBagConfig",
+        "EmbeddingCollection",
+        "JaggedTensor",
+        "KeyedJaggedTensor.from_lengths_sync",
+        "KeyedOptimizerWrapper",
+        "KeyedTensor.regroup",
+        "ShardingEnv.from_process_group",
+        "Topology",
+    } <= names

@@ -1,0 +1,98 @@
+"""Every entry of the table is there, and nothing that users know is left out of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import recsys
+from recsys.compat.table import HOMES, TABLE, Home
+
+# Names that mean something else in TorchRec.
+OTHER_MEANING = {
+    "torchrec.distributed.model_tracker.types.UpdateMode",
+    "torchrec.quant.embedding_modules.EmbeddingCollection",
+}
+
+
+def read_names_in_use() -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    module = ""
+    for line in Path(__file__).with_name("names_in_use.txt").read_text().splitlines():
+        if line.startswith("  "):
+            names[module] += line.split()
+        elif not line.startswith("#"):
+            module = line
+            names[module] = []
+    return names
+
+
+def our_public_names() -> set[str]:
+    names = set()
+    for info in pkgutil.walk_packages(recsys.__path__, "recsys."):
+        if info.name.startswith("recsys.compat") or info.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            defined_here = getattr(value, "__module__", None) == info.name
+            if not name.startswith("_") and (defined_here or name.isupper()):
+                names.add(name)
+    return names
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}<-{row[1]}")
+def test_rows_name_public_objects(row: tuple[str, str, str]) -> None:
+    theirs, _, clauses = row
+    for clause in clauses.split(", "):
+        name, _, alias = clause.partition(" as ")
+        home = HOMES[theirs][alias or name]
+        value = getattr(importlib.import_module(home.module), home.name)
+        assert not home.name.startswith("_")
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__module__.startswith("recsys.")
+            assert (value.__doc__ or "").strip()
+
+
+def test_rows_are_sorted_within() -> None:
+    for theirs, ours, clauses in TABLE:
+        names = clauses.split(", ")
+        assert names == sorted(names), (theirs, ours)
+
+
+def test_a_name_means_one_object_everywhere() -> None:
+    homes: dict[str, set[int]] = {}
+    for theirs, names in HOMES.items():
+        for name, home in names.items():
+            value = getattr(importlib.import_module(home.module), home.name)
+            room = "quant" if theirs.startswith("torchrec.quant") else ""
+            homes.setdefault(room + name, set()).add(id(value))
+    assert [name for name, objects in homes.items() if len(objects) > 1] == []
+
+
+def test_parents_of_modules_are_modules() -> None:
+    assert HOMES["torchrec.sparse"] == {}
+    assert HOMES["torchrec.sparse.jagged_tensor"]["KeyedTensor"] == Home(
+        "recsys.sparse", "KeyedTensor"
+    )
+    assert all(m == "torchrec" or m.rpartition(".")[0] in HOMES for m in HOMES)
+
+
+def test_names_in_use_that_we_have_are_in_the_table() -> None:
+    ours = our_public_names()
+    left_out = [
+        f"{module}.{name}"
+        for module, names in read_names_in_use().items()
+        for name in names
+        if name in ours and name not in HOMES.get(module, {})
+    ]
+    assert sorted(set(left_out) - OTHER_MEANING) == []
+
+
+def test_top_level_names_are_those_of_the_table() -> None:
+    assert set(HOMES["torchrec"]) <= set(recsys.__all__)
+    for name, home in HOMES["torchrec"].items():
+        assert getattr(recsys, name) is getattr(importlib.import_module(home.module), home.name)

@@ -1,0 +1,189 @@
+"""``import torchrec`` after ``install()``: ours where there is one, a helpful error where not."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import recsys
+from recsys.compat import torchrec as compat
+
+SCRIPT = """
+import sys
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name="t", embedding_dim=8, num_embeddings=20, feature_names=["a", "b"]
+            )
+        ]
+        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.over = torch.nn.Linear(16, 1)
+
+    def forward(self, features):
+        pooled = self.ebc(features)
+        return self.over(torch.cat([pooled["a"], pooled["b"]], dim=1)).squeeze(1)
+
+
+def main(store):
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method="file://" + store, rank=0, world_size=1)
+    model = Model()
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.1})
+    model = DistributedModelParallel(model, device=torch.device("cpu"))
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    features = KeyedJaggedTensor.from_lengths_sync(
+        keys=["a", "b"], values=torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([1, 1, 0, 2])
+    )
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        logits, labels = model(features), torch.tensor([0.0, 1.0])
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    dist.destroy_process_group()
+    assert losses[-1] < 0.8 * losses[0], losses
+    print(*sorted(model.state_dict()), torchrec.distributed.ShardingEnv.__module__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def torchrec(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    for name in [m for m in sys.modules if m.partition(".")[0] == "torchrec"]:
+        monkeypatch.delitem(sys.modules, name)  # a real one that another test has imported
+    compat.install()
+    yield importlib.import_module("torchrec")
+    compat.uninstall()
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+    script, store = tmp_path / "train.py", tmp_path / "store"
+    script.write_text(SCRIPT)
+    last_line = run("-m", "recsys.compat", str(script), str(store)).splitlines()[-1]
+    assert last_line == (
+        "ebc.embedding_bags.t.weight over.bias over.weight recsys.distributed.types"
+    )
+
+
+def test_a_script_runs_with_two_more_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    two_lines = "import recsys.compat.torchrec as compat\ncompat.install()\n"
+    script.write_text(two_lines + SCRIPT)
+    assert "over.weight" in run(str(script), str(tmp_path / "store"))
+
+
+def test_modules_hold_our_objects(torchrec: Any) -> None:
+    import torchrec.distributed.planner as planner
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    assert KeyedJaggedTensor is torchrec.KeyedJaggedTensor is recsys.KeyedJaggedTensor
+    assert planner.Topology is torchrec.distributed.planner.types.Topology
+    assert torchrec.quant.EmbeddingBagCollection is not torchrec.EmbeddingBagCollection
+    assert torchrec.__version__ == "1.8.0+recsys"
+
+
+def test_star_import(torchrec: Any) -> None:
+    names: dict[str, object] = {}
+    exec("from torchrec.optim import *", names)
+    assert names["KeyedOptimizer"] is recsys.optim.KeyedOptimizer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        (
+            "from torchrec.distributed.types import Topology",
+            "no counterpart of torchrec.distributed.types.Topology. "
+            "The nearest is torchrec.distributed.planner.types.Topology.",
+        ),
+        (
+            "from torchrec import EmbeddingBagColection",
+            "The nearest is torchrec.EmbeddingBagCollection.",
+        ),
+        (
+            "from torchrec.sparse.jagged_tensor import ComputeJTDictToKJT",
+            "no counterpart of torchrec.sparse.jagged_tensor.ComputeJTDictToKJT. "
+            "Nothing is close to it. All names that are there: recsys.compat.table.TABLE; "
+            "what differs: docs/migrating.md.",
+        ),
+        ("import torchrec.github", "no counterpart of torchrec.github."),
+        ("import torchrec.github.scripts", "no counterpart of torchrec.github."),
+    ],
+)
+def test_missing_names_do_not_import(torchrec: Any, statement: str, message: str) -> None:
+    with pytest.raises(ImportError) as error:
+        exec(statement)
+    assert message in str(error.value)
+
+
+def test_missing_attributes(torchrec: Any) -> None:
+    with pytest.raises(AttributeError, match=r"no counterpart of torchrec\.optim\.Lion"):
+        torchrec.optim.Lion
+    assert not hasattr(torchrec, "nothing")
+
+
+def test_real_torchrec_already_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType("torchrec")
+    real.__file__ = "/site-packages/torchrec/__init__.py"
+    monkeypatch.setitem(sys.modules, "torchrec", real)
+    with pytest.raises(
+        ImportError, match=r"must run before anything imports TorchRec; received .*site-packages"
+    ):
+        compat.install()
+    assert not compat.is_installed()
+
+
+def test_install_twice_and_uninstall(torchrec: Any) -> None:
+    before = list(sys.meta_path)
+    compat.install()
+    assert sys.meta_path == before
+    compat.uninstall()
+    assert not compat.is_installed()
+    assert not [m for m in sys.modules if m.partition(".")[0] == "torchrec"]
+    compat.uninstall()
+
+
+def test_usage_without_a_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recsys.compat"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "usage: python -m recsys.compat SCRIPT" in done.stderr
