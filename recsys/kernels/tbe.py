@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from recsys.kernels.bounds import check_ids
 from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
-from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel, FbgemmModule
+from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
+from recsys.kernels.tbe_fbgemm_module import FbgemmModule
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import RowGradients, TorchKernel, merge_row_gradients
 from recsys.kernels.types import (

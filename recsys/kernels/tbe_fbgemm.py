@@ -1,12 +1,8 @@
-"""The `fbgemm` backend. The only file that talks to FBGEMM's table-batched embedding (TBE).
+"""The `fbgemm` backend on a CPU: FBGEMM's table-batched kernels, called as the plain ops they are.
 
-On a CPU the three kernels (forward, gradient of per-sample weights, fused backward) are called
-as the
-plain ops they are, on our own tensors: FBGEMM's module around them costs ten times the forward
-    itself at
-batch 8 (150 us against 11). The op signatures are the same in fbgemm_gpu 1.6 and 1.8, and are
-checked when this file is imported. On CUDA, where the module also drives caching and placement,
-it is used as it is.
+FBGEMM's module around them costs ten times the forward itself at batch 8 (150 us against 11).
+The op signatures are the same in fbgemm_gpu 1.6 and 1.8, and `has_cpu_ops` compares them with
+what is installed. On CUDA the module is used: see `tbe_fbgemm_module`.
 
 Shape suffixes: N ids, F features, B bags per feature, D columns.
 """
@@ -21,21 +17,17 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.ops import USE_FBGEMM
-from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import TorchKernel, inverse_bag_length, row_ids_of
 from recsys.kernels.types import (
-    EmbeddingLocation,
     EmbOptimType,
     OptimizerSpec,
     PoolingMode,
-    WeightDecayMode,
 )
 
 __all__ = [
     "FUSED_ON_CPU",
     "FbgemmCpuKernel",
-    "FbgemmModule",
     "has_cpu_ops",
     "has_cuda_ops",
 ]
@@ -94,7 +86,7 @@ def has_cpu_ops() -> bool:
 
 
 def has_cuda_ops() -> bool:
-    """Whether the installed FBGEMM was built for CUDA: its CPU build may sit beside a CUDA torch."""
+    """Whether the installed FBGEMM was built for CUDA; a CPU build may sit beside a CUDA torch."""
     op = "fbgemm::asynchronous_complete_cumsum"
     return USE_FBGEMM and torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
 
@@ -300,161 +292,3 @@ class _Geometry:
         self.hash_bits = int(math.log2(int(row_cumsum[-1]))) + 1
         self.host_placement = torch.zeros(len(self.dims), dtype=torch.int32)
         self.ones = torch.ones(len(self.dims), dtype=torch.int32)
-
-
-@final
-class FbgemmModule:
-    """FBGEMM's TBE module, used on CUDA in FUSED mode, where it fuses every optimizer.
-
-    It can be built on a CPU too, so that tests without a GPU reach most of it.
-
-    Args:
-        layout: Geometry of the tables.
-        storage: Weights to adopt (DEVICE only); None: the module allocates.
-        pooling, weights_dtype, output_dtype, optimizer: As for the lookup.
-        location: Placement of the tables.
-    """
-
-    def __init__(
-        self,
-        layout: StorageLayout,
-        storage: Tensor | None,
-        pooling: PoolingMode,
-        weights_dtype: torch.dtype,
-        output_dtype: torch.dtype,
-        optimizer: OptimizerSpec,
-        location: EmbeddingLocation,
-    ) -> None:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType as Algorithm
-        from fbgemm_gpu.split_embedding_configs import SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-            BoundsCheckMode,
-        )
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-            EmbeddingLocation as Location,
-        )
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode as Pooling
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            WeightDecayMode as Decay,
-        )
-
-        on_cuda = layout.device.type == "cuda"
-        rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
-        decay = Decay.NONE
-        if optimizer.weight_decay and optimizer.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            decay = {
-                WeightDecayMode.L2: Decay.L2,
-                WeightDecayMode.DECOUPLE: Decay.DECOUPLE,
-                None: Decay.NONE,
-            }[optimizer.weight_decay_mode]
-        algorithm = (
-            "EXACT_SGD" if optimizer.algorithm is EmbOptimType.SGD else optimizer.algorithm.name
-        )
-        self.module: Any = SplitTableBatchedEmbeddingBagsCodegen(
-            [
-                (
-                    layout.tables[t].num_rows,
-                    layout.tables[t].dim,
-                    Location[location.name],
-                    ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU,
-                )
-                for t in layout.storage_order
-            ],
-            feature_table_map=[rank_in_storage[t] for t in layout.feature_table_map],
-            weights_precision=SparseType.from_dtype(weights_dtype),
-            output_dtype=SparseType.from_dtype(output_dtype),
-            optimizer=Algorithm[algorithm],
-            stochastic_rounding=False,
-            learning_rate=optimizer.learning_rate,
-            eps=optimizer.eps,
-            momentum=optimizer.momentum,
-            weight_decay=optimizer.weight_decay,
-            weight_decay_mode=decay,
-            eta=optimizer.eta,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            pooling_mode=Pooling[pooling.name],
-            device=layout.device,
-            bounds_check_mode=BoundsCheckMode.NONE,
-        )
-        suffix = {EmbeddingLocation.DEVICE: "dev", EmbeddingLocation.HOST: "host"}.get(
-            location, "uvm"
-        )
-        if storage is not None:
-            if location is not EmbeddingLocation.DEVICE:
-                raise ValueError(
-                    "FBGEMM can adopt given weights on the device only; received location "
-                    f"{location.name}."
-                )
-            self.module.weights_dev = storage
-        self.storage: Tensor = getattr(self.module, f"weights_{suffix}").detach().flatten()
-        num_tables = len(layout.tables)
-        self.weights: list[Tensor] = [torch.empty(0)] * num_tables
-        self.states: list[dict[str, Tensor]] = [{} for _ in range(num_tables)]
-        for t, weight in zip(
-            layout.storage_order, self.module.split_embedding_weights(), strict=True
-        ):
-            self.weights[t] = weight
-        names = [n for n, kind in STATE_KINDS[optimizer.algorithm].items() if kind != "table"]
-        if names:
-            split = self.module.split_optimizer_states()
-            for t, values in zip(layout.storage_order, split, strict=True):
-                self.states[t].update(zip(names, values, strict=True))
-        self.flat_states: dict[str, Tensor] = {
-            name: buffer.detach().flatten()
-            for name, prefix in zip(names, ("momentum1", "momentum2"), strict=False)
-            for buffer in (
-                getattr(self.module, f"{prefix}_dev"),
-                getattr(self.module, f"{prefix}_uvm"),
-                getattr(self.module, f"{prefix}_host"),
-            )
-            if buffer.numel()
-        }
-        self._counts_steps = "step" in STATE_KINDS[optimizer.algorithm]
-        self.steps_T = torch.zeros(num_tables)
-        self._checked_version = -1
-        if self._counts_steps:
-            self.flat_states["step"] = self.steps_T
-            for t in range(num_tables):
-                self.states[t]["step"] = self.steps_T[t]
-            # The module counts forwards, in evaluation too. We count backwards, and hand it our
-            # count; on the CPU, so that reading it does not wait for the device.
-            self.module.iter = self.module.iter.cpu()
-
-    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Look up, recording the fused backward when gradients are enabled."""
-        if self._counts_steps:
-            if self.steps_T._version != self._checked_version:
-                self._check_steps_agree()
-            done = int(self.steps_T[0])
-            self.module.iter_cpu.fill_(done)
-            self.module.iter.fill_(done)
-        out: Tensor = self.module(indices, offsets, weights)
-        if self._counts_steps and out.requires_grad:
-            out.register_hook(self._count_backward)
-        return out
-
-    def set_learning_rate(self, value: float) -> None:
-        """Used by the next update."""
-        self.module.set_learning_rate(value)
-
-    def flush(self) -> None:
-        """Write cached rows back to the weights."""
-        self.module.flush()
-
-    def _count_backward(self, _grad: Tensor) -> None:
-        self.steps_T.add_(1)
-        self._checked_version = self.steps_T._version
-
-    def _check_steps_agree(self) -> None:
-        if bool((self.steps_T != self.steps_T[0]).any()):
-            raise ValueError(
-                "The tables of one FBGEMM lookup share one step counter; received the counters "
-                f"{self.steps_T.tolist()}. Load equal counters, or build the lookup with "
-                "backend='torch'."
-            )
-        self._checked_version = self.steps_T._version

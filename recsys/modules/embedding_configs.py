@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -25,6 +25,7 @@ __all__ = [
     "EmbeddingConfig",
     "EmbeddingTableConfig",
     "PoolingType",
+    "check_tables",
     "data_type_to_dtype",
     "dtype_to_data_type",
     "pooling_type_to_pooling_mode",
@@ -255,3 +256,44 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     """The weights come from a feature processor."""
     embedding_names: list[str] = field(default_factory=list)
     """Names of the outputs, one per feature."""
+
+
+_TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)
+
+
+def check_tables(owner: str, configs: Sequence[BaseEmbeddingConfig]) -> None:
+    """Raise if tables cannot be one trainable collection.
+
+    Args:
+        owner: The collection's class, for messages.
+        configs: Its tables.
+
+    Raises:
+        ValueError: No tables, tables of the same name, without features, or of a dtype that
+            cannot be trained.
+    """
+    if not configs:
+        raise ValueError(f"{owner} needs at least one table; received none.")
+    names = [config.name for config in configs]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(
+            f"{owner} needs tables with different names; received {repeated} more than once."
+        )
+    for config in configs:
+        if not config.name or "." in config.name:
+            raise ValueError(
+                f"{owner} names parameters by table, so a table needs a name without dots; "
+                f"received '{config.name}'."
+            )
+        if not config.feature_names:
+            raise ValueError(
+                f"{owner} table '{config.name}' needs feature_names; received none. Name the keys "
+                "of the KeyedJaggedTensor that are looked up in it."
+            )
+        if config.data_type not in _TRAINABLE:
+            raise ValueError(
+                f"{owner} table '{config.name}' needs a data_type that can be trained, one of "
+                f"{[str(d) for d in _TRAINABLE]}; received {config.data_type}. Quantize a trained "
+                "collection instead."
+            )

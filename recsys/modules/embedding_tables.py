@@ -28,7 +28,7 @@ from recsys.kernels.types import (
     TableSpec,
     UpdateMode,
 )
-from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType, data_type_to_dtype
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, check_tables, data_type_to_dtype
 from recsys.modules.embedding_init import draw_seed, init_rows
 from recsys.modules.embedding_inputs import FeatureSelector
 from recsys.optim.apply_optimizer_in_backward import (
@@ -38,8 +38,6 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 
 __all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
-
-_TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
 @final
@@ -146,7 +144,7 @@ class TableCollection(nn.Module):
         bounds_check_mode: BoundsCheckMode,
     ) -> None:
         super().__init__()
-        _check_configs(type(self).__name__, configs)
+        check_tables(type(self).__name__, configs)
         self._configs = list(configs)
         self._poolings = tuple(poolings)
         self._bounds_check_mode = BoundsCheckMode[bounds_check_mode.name]
@@ -398,31 +396,3 @@ def _common_storage(parameters: Sequence[Tensor], layout: StorageLayout) -> Tens
             return None
     flat = torch.empty(0, dtype=first.dtype, device=first.device)
     return flat.set_(storage, first.storage_offset(), (layout.num_elements,))  # type: ignore[call-overload, no-any-return]
-
-
-def _check_configs(owner: str, configs: Sequence[BaseEmbeddingConfig]) -> None:
-    if not configs:
-        raise ValueError(f"{owner} needs at least one table; received none.")
-    names = [config.name for config in configs]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(
-            f"{owner} needs tables with different names; received {repeated} more than once."
-        )
-    for config in configs:
-        if not config.name or "." in config.name:
-            raise ValueError(
-                f"{owner} names parameters by table, so a table needs a name without dots; "
-                f"received '{config.name}'."
-            )
-        if not config.feature_names:
-            raise ValueError(
-                f"{owner} table '{config.name}' needs feature_names; received none. Name the keys "
-                "of the KeyedJaggedTensor that are looked up in it."
-            )
-        if config.data_type not in _TRAINABLE:
-            raise ValueError(
-                f"{owner} table '{config.name}' needs a data_type that can be trained, one of "
-                f"{[str(d) for d in _TRAINABLE]}; received {config.data_type}. Quantize a trained "
-                "collection instead."
-            )

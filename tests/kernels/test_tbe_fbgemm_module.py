@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from recsys.kernels.row_update import STATE_KINDS
-from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmModule, has_cpu_ops
+from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
+from recsys.kernels.tbe_fbgemm_module import FbgemmModule
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.types import (
     EmbeddingLocation,
