@@ -35,6 +35,7 @@ from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,
     attachment_count,
+    drop_hook,
 )
 
 __all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
@@ -294,6 +295,8 @@ class TableCollection(nn.Module):
                 if parameter.data_ptr() != view.data_ptr():
                     view.copy_(parameter)
                 parameter.data = view
+                if attached is not None:
+                    drop_hook(parameter)
             for config, states in zip(configs, tbe.states, strict=True):
                 for name, value in self._saved_states.get(config.name, {}).items():
                     states[name].copy_(value)

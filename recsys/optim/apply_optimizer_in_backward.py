@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from recsys.kernels.types import OptimizerSpec
 from recsys.optim.specs import optimizer_spec
@@ -17,11 +19,13 @@ __all__ = [
     "attached_optimizer",
     "attached_optimizer_spec",
     "attachment_count",
+    "drop_hook",
     "mark_in_backward",
 ]
 
 _ATTRIBUTE = "_in_backward_optimizers"
 _attachments = 0
+_hooks: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
 
 
 @final
@@ -103,13 +107,22 @@ def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
     built: list[Optimizer] = []
 
     def update(updated: Tensor) -> None:
+        if updated.grad is None:  # torch calls hooks also when no gradient came
+            return
         if not built:
             built.append(attached.optimizer_class([updated], **attached.param_groups[0]))
         built[0].param_groups[0].update(attached.param_groups[0])
         built[0].step()
         updated.grad = None
 
-    parameter.register_post_accumulate_grad_hook(update)
+    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(update)
+
+
+def drop_hook(parameter: Tensor) -> None:
+    """Leave the updates of a parameter to a kernel: its hook would only cost time."""
+    hook = _hooks.pop(parameter, None)
+    if hook is not None:
+        hook.remove()
 
 
 def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:

@@ -203,6 +203,19 @@ def test_fused_tables_are_updated_in_backward_without_gradients() -> None:
         assert not torch.equal(old, parameter)
 
 
+def test_fused_tables_do_not_wake_the_optimizers_of_dense_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(optimizers.Adam, "step", refuse)
+    for ebc in (build("table"), copy.deepcopy(build("table"))):
+        train(ebc, "table")
+        parameter = ebc.embedding_bags["a"].weight
+        assert not parameter._post_accumulate_grad_hooks
+
+
 def test_attaching_after_a_first_forward_is_noticed() -> None:
     ebc = build("user")
     ebc(batch())
