@@ -24,7 +24,6 @@ from recsys.distributed import comm
 from recsys.distributed.input_dist import Bags
 from recsys.distributed.layout import Layout, LookupGroup, PlacedTable, Rect
 from recsys.distributed.types import ShardingEnv
-from recsys.kernels.row_update import row_statistic, update_rows
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import (
     EmbeddingLocation,
@@ -189,6 +188,7 @@ class BackwardFinisher:
             table.rects and table.group.exchanges_row_statistics  # type: ignore[attr-defined]
             for table in layout.tables
         )
+        self._shared = self._find_shared()
         self.needed = self._exchanges or any(
             group.key.requires_grad  # type: ignore[attr-defined]
             for group in replicas.groups
@@ -210,118 +210,104 @@ class BackwardFinisher:
     # -- replicated tables -----------------------------------------------------------------------
 
     def _finish_replicas(self) -> None:
-        """Adds up the dense gradients, and a count of the ranks that touched each row, in one all-reduce."""
-        replicas = self._replicas
-        trained = [i for i, g in enumerate(replicas.groups) if g.key.requires_grad]  # type: ignore[attr-defined]
+        """Adds up the dense gradients, and how many ranks touched each row, in one all-reduce."""
+        trained = [
+            (kernel, group.key.optimizer, parameters)  # type: ignore[attr-defined]
+            for kernel, group, parameters in zip(
+                self._replicas.kernels,
+                self._replicas.groups,
+                self._replicas.parameters,
+                strict=True,
+            )
+            if group.key.requires_grad  # type: ignore[attr-defined]
+        ]
         if not trained:
             return
-        weights = [w for i in trained for w in replicas.kernels[i].weights]
-        sizes = [w.numel() for w in weights] + [w.shape[0] for w in weights]
-        summed = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
-        parts = summed.split(sizes)
-        gradients = [g for i in trained for g in replicas.kernels[i].row_gradients]
-        for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-            if gradient is not None:
-                rows_K, grads_KD = gradient
-                parts[place].view(weight.shape)[rows_K] = grads_KD.float()
-                parts[len(weights) + place][rows_K] = 1.0
-        comm.all_reduce(self._env, summed).wait()
-        place = 0
-        for i in trained:
-            kernel, settings = replicas.kernels[i], replicas.groups[i].key
-            assert isinstance(settings, GroupSettings)
-            for weight, states, parameter in zip(
-                kernel.weights, kernel.states, replicas.parameters[i], strict=True
-            ):
-                grad_RD = parts[place].view(weight.shape).div_(self._env.world_size)
-                touched_R = parts[len(weights) + place]
-                place += 1
-                if settings.optimizer is None:
-                    _accumulate_grad(parameter, grad_RD)
-                    continue
-                rows_K = touched_R.nonzero().flatten()
-                grads_KD = grad_RD.index_select(0, rows_K)
-                update_rows(
-                    settings.optimizer, weight, states, rows_K, grads_KD, kernel.learning_rate
-                )
-            kernel.zero_grad()
+        sizes = [
+            size
+            for kernel, *_ in trained
+            for size in (kernel.layout.num_elements, kernel.layout.num_rows)
+        ]
+        buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
+        parts = buffer.split(sizes)
+        for (kernel, *_), summed, touched in zip(trained, parts[::2], parts[1::2], strict=True):
+            kernel.add_dense_gradients(summed, touched)
+        comm.all_reduce(self._env, buffer).wait()
+        buffer.div_(self._env.world_size)
+        for (kernel, optimizer, parameters), summed, touched in zip(
+            trained, parts[::2], parts[1::2], strict=True
+        ):
+            if optimizer is not None:
+                kernel.step_dense(summed, touched)
+                continue
+            for parameter, grad in zip(parameters, kernel.layout.table_views(summed), strict=True):
+                _accumulate_grad(parameter, grad)
 
     # -- row statistics of column splits ---------------------------------------------------------
 
     def _finish_column_splits(self) -> None:
         """Adds up one float per touched row among the column owners, and applies the row updates.
 
-        The owners of a row block's columns were sent the same ids, so they hold the same rows in
-        the same order and only the values travel.
+        The owners of a row block's columns were sent the same ids, so they hold the same rows in the
+        same order and only the values travel.
         """
         env = self._env
-        blocks = self._shared_blocks()
-        peers = [
-            sorted({r.rank for r in table.rects if r.row_start == row_start} - {env.rank})
-            for (table, row_start), _ in blocks
-        ]
-        partials = [
-            torch.stack([part.statistic_K() for part in parts]).sum(0) for _, parts in blocks
-        ]
         empty = torch.zeros(0, dtype=torch.float32, device=self._device)
-        by_rank: list[list[int]] = [
-            [i for i, ranks in enumerate(peers) if rank in ranks] for rank in range(env.world_size)
+        kernels = [
+            kernel
+            for group, kernel in zip(self._lookups.groups, self._lookups.kernels, strict=True)
+            if group.key.exchanges_row_statistics  # type: ignore[attr-defined]
         ]
-        sizes = [sum(partials[i].numel() for i in shared) for shared in by_rank]
-        sent = torch.cat([empty, *(partials[i] for shared in by_rank for i in shared)])
+        statistics = [kernel.row_statistics() for kernel in kernels]
+        partials = [  # several column parts on one rank count as one
+            statistics[parts[0][0]][parts[0][1]]
+            if len(parts) == 1
+            else torch.stack([statistics[k][i] for k, i in parts]).sum(0)
+            for _, parts, _ in self._shared
+        ]
+        by_rank = [
+            [place for place, (*_, peers) in enumerate(self._shared) if rank in peers]
+            for rank in range(env.world_size)
+        ]
+        sizes = [sum(partials[place].numel() for place in shared) for shared in by_rank]
+        sent = torch.cat([empty, *(partials[place] for shared in by_rank for place in shared)])
         received = comm.all_to_all(env, sent, sizes, sizes).wait().split(sizes)
-        terms: list[list[Tensor]] = [[] for _ in blocks]  # in rank order: every owner adds up alike
-        for rank, shared in enumerate(by_rank):
-            if rank == env.rank:
-                for i, partial_K in enumerate(partials):
-                    terms[i].append(partial_K)
-            arrived = received[rank].split([partials[i].numel() for i in shared])
-            for i, statistic_K in zip(shared, arrived, strict=True):
-                terms[i].append(statistic_K)
-        moments: dict[TableBatchedEmbedding, list[Tensor]] = {}
-        for ((table, _), parts), addends in zip(blocks, terms, strict=True):
-            moment_K = torch.stack(addends).sum(0).div_(table.dim)
-            for part in parts:
-                of_kernel = moments.setdefault(part.kernel, [empty] * len(part.kernel.weights))
-                of_kernel[part.index] = moment_K
-        for kernel, moments_TK in moments.items():
+        totals = [torch.zeros_like(partial_K) for partial_K in partials]
+        for rank, shared in enumerate(by_rank):  # in rank order: every owner adds up alike
+            if rank == env.rank and partials:
+                torch._foreach_add_(totals, partials)
+            elif shared:
+                arrived = received[rank].split([partials[place].numel() for place in shared])
+                torch._foreach_add_([totals[place] for place in shared], arrived)
+        moments = [[empty] * len(kernel.weights) for kernel in kernels]
+        for (dim, parts, _), total_K in zip(self._shared, totals, strict=True):
+            for k, i in parts:
+                moments[k][i] = total_K / dim
+        for kernel, moments_TK in zip(kernels, moments, strict=True):
             kernel.step(moments_TK)
 
-    def _shared_blocks(self) -> list[tuple[tuple[PlacedTable, int], list[_Part]]]:
-        """Returns this rank's column parts by (table, first row), in the same order on every rank."""
-        found: dict[tuple[int, int], list[_Part]] = {}
-        for group, kernel in zip(self._lookups.groups, self._lookups.kernels, strict=True):
-            settings = group.key
-            assert isinstance(settings, GroupSettings)
-            if settings.exchanges_row_statistics:
-                assert settings.optimizer is not None
-                for i, (table, rect) in enumerate(zip(group.tables, group.rects, strict=True)):
-                    part = _Part(kernel, i, settings.optimizer)
-                    found.setdefault((table, rect.row_start), []).append(part)
-        return [((self._layout.tables[t], start), found[t, start]) for t, start in sorted(found)]
+    def _find_shared(self) -> list[tuple[int, list[tuple[int, int]], set[int]]]:
+        """Finds the row blocks whose columns this rank shares, in the same order on every rank.
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some columns of a row block on this rank, with its duplicate-free row gradients."""
-
-    kernel: TableBatchedEmbedding
-    index: int
-    optimizer: OptimizerSpec
-
-    def gradient(self) -> tuple[Tensor, Tensor]:
-        gradient = self.kernel.row_gradients[self.index]
-        if gradient is not None:
-            return gradient
-        weight = self.kernel.weights[self.index]
-        no_rows = torch.zeros(0, dtype=torch.int64, device=weight.device)
-        return no_rows, weight.new_zeros(0, weight.shape[1])
-
-    def statistic_K(self) -> Tensor:
-        rows_K, grads_KD = self.gradient()
-        weight_KD = self.kernel.weights[self.index].index_select(0, rows_K)
-        return row_statistic(self.optimizer, grads_KD, weight_KD)
+        Returns:
+            Per block the whole table's dim, this rank's parts as (kernel, place in it), and the
+            other ranks that hold a part.
+        """
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        kernel = -1
+        for group in self._lookups.groups:
+            if not group.key.exchanges_row_statistics:  # type: ignore[attr-defined]
+                continue
+            kernel += 1
+            for i, (table, rect) in enumerate(zip(group.tables, group.rects, strict=True)):
+                found.setdefault((table, rect.row_start), []).append((kernel, i))
+        shared = []
+        for table, row_start in sorted(found):
+            placed = self._layout.tables[table]
+            owners = {r.rank for r in placed.rects if r.row_start == row_start}
+            peers = owners - {self._env.rank}
+            shared.append((placed.dim, found[table, row_start], peers))
+        return shared
 
 
 def _accumulate_grad(parameter: nn.Parameter, grad: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.bounds import check_ids
-from recsys.kernels.row_update import STATE_KINDS
+from recsys.kernels.row_update import STATE_KINDS, row_statistic
 from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmModule
@@ -297,6 +297,47 @@ class TableBatchedEmbedding:
         if self._pending is None:
             return [None] * len(self.layout.tables)
         return list(self._by_table(self._pending))
+
+    def row_statistics(self) -> list[Tensor]:
+        """DEFERRED mode: per table `row_statistic` of its row gradients: [K], aligned with `row_gradients`.
+
+        Raises:
+            ValueError: The optimizer has no such statistic.
+        """
+        assert self.optimizer is not None
+        found = [torch.empty(0, device=self.layout.device)] * len(self.layout.tables)
+        for group, (rows, grads) in zip(self.layout.groups, self._pending or (), strict=False):
+            weight_rows = group.matrix(self.storage).index_select(0, rows)
+            statistic = row_statistic(self.optimizer, grads, weight_rows)
+            sizes = torch.searchsorted(rows, group.row_starts).diff().tolist()
+            for table, part in zip(group.tables, statistic.split(sizes), strict=True):
+                found[table] = part
+        return found
+
+    def add_dense_gradients(self, summed: Tensor, touched: Tensor) -> None:
+        """DEFERRED mode: add the row gradients into dense buffers, and forget them.
+
+        Args:
+            summed: [elements of all tables] fp32, laid out as `storage`.
+            touched: [rows of all tables] fp32; 1 is added for each row with a gradient.
+        """
+        for group, (rows, grads) in zip(self.layout.groups, self._pending or (), strict=False):
+            group.matrix(summed).index_add_(0, rows, grads)
+            group.rows(touched).index_add_(0, rows, torch.ones_like(grads[:, 0]))
+        self._pending = None
+
+    def step_dense(self, summed: Tensor, touched: Tensor) -> None:
+        """DEFERRED mode: apply the tables' optimizer to dense gradients of the touched rows.
+
+        Args:
+            summed: As in `add_dense_gradients`.
+            touched: [rows of all tables]; rows with 0 keep weights and optimizer state.
+        """
+        self._pending = []
+        for group in self.layout.groups:
+            rows = group.rows(touched).nonzero().squeeze(1)
+            self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
+        self.step()
 
     def step(self, row_moments: Sequence[Tensor] | None = None) -> None:
         """DEFERRED mode: apply the tables' optimizer to the row gradients, and clear them.
