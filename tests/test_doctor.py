@@ -1,0 +1,227 @@
+"""The doctor's judgements, on made-up machines; and that it can look at this one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from recsys.__main__ import main
+from recsys.doctor import (
+    PAIRS,
+    Facts,
+    Finding,
+    Kernels,
+    diagnose,
+    format_report,
+)
+
+CPU_KERNELS = Kernels(fbgemm="1.8.0", has_cpu_kernels=True, backends={"cpu": "fbgemm (it can)"})
+CUDA_KERNELS = Kernels(fbgemm="1.8.0", has_cpu_kernels=True, has_cuda_kernels=True)
+LAPTOP = Facts(distributions={"fbgemm-gpu-cpu": "1.8.0"}, kernels=CPU_KERNELS)
+GPU = {
+    "torch": "2.13.0+cu130",
+    "torch_cuda": "13.0",
+    "has_nvidia_driver": True,
+    "gpus": ("H100, 80 GiB",),
+    "process_groups": ("gloo", "nccl"),
+}
+
+
+def problems(facts: Facts) -> list[Finding]:
+    return [finding for finding in diagnose(facts) if finding.level == "problem"]
+
+
+def notes(facts: Facts) -> list[Finding]:
+    return [finding for finding in diagnose(facts) if finding.level == "note"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        LAPTOP,
+        Facts(**GPU, distributions={"fbgemm-gpu": "1.8.0"}, kernels=CUDA_KERNELS),
+        # unpacked by hand, so no distribution is recorded
+        Facts(
+            torch="2.11.0+cu130",
+            kernels=Kernels(fbgemm="1.6.0", has_cpu_kernels=True, has_cuda_kernels=True),
+        ),
+        # a CUDA build of torch on a machine without GPU
+        Facts(
+            torch="2.13.0+cu130",
+            torch_cuda="13.0",
+            distributions={"fbgemm-gpu": "1.8.0"},
+            kernels=CUDA_KERNELS,
+        ),
+    ],
+    ids=["laptop", "gpu", "unpacked", "cuda-build-without-gpu"],
+)
+def test_healthy(facts: Facts) -> None:
+    assert {finding.level for finding in diagnose(facts)} == {"ok"}
+
+
+def test_every_known_pair_fits() -> None:
+    for torch, fbgemm in PAIRS.items():
+        kernels = Kernels(fbgemm=f"{fbgemm}.0", has_cpu_kernels=True)
+        distributions = {"fbgemm-gpu-cpu": f"{fbgemm}.0"}
+        assert not problems(
+            Facts(torch=f"{torch}.0+cpu", distributions=distributions, kernels=kernels)
+        )
+
+
+def test_without_fbgemm() -> None:
+    assert not problems(Facts())
+    [note] = notes(Facts())
+    assert "everything works, on slower kernels" in note.text
+    assert note.fix == 'pip install "fbgemm-gpu-cpu==1.8.*"'
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "fix"),
+    [
+        (
+            Facts(python=(3, 10)),
+            "Python must be 3.11 or newer; this is 3.10.",
+            None,
+        ),
+        (
+            Facts(torch="2.9.1+cpu"),
+            "torch must be 2.11 or newer; installed is 2.9.1+cpu.",
+            'pip install "torch==2.13.*"',
+        ),
+        (
+            Facts(
+                distributions={"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"},
+                kernels=CPU_KERNELS,
+            ),
+            "overwrite each other's files are installed: fbgemm-gpu 1.8.0, fbgemm-gpu-cpu 1.8.0",
+            'pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install "fbgemm-gpu-cpu==1.8.*"',
+        ),
+        (
+            Facts(**GPU, distributions={"fbgemm-gpu-genai": "1.8.0"}, kernels=CUDA_KERNELS),
+            "fbgemm-gpu-genai 1.8.0 has no embedding kernels.",
+            'pip uninstall -y fbgemm-gpu-genai && pip install "fbgemm-gpu==1.8.*"',
+        ),
+        (
+            Facts(
+                torch="2.11.0+cpu",
+                distributions={"fbgemm-gpu-cpu": "1.8.0"},
+                kernels=Kernels(load_error="undefined symbol"),
+            ),
+            "torch 2.11.0+cpu needs FBGEMM 1.6; found fbgemm-gpu-cpu 1.8.0.",
+            'pip uninstall -y fbgemm-gpu-cpu && pip install "fbgemm-gpu-cpu==1.6.*"',
+        ),
+        (
+            Facts(
+                torch="2.14.0+cpu",
+                distributions={"fbgemm-gpu-cpu": "1.8.0"},
+                kernels=CPU_KERNELS,
+            ),
+            "torch 2.14.0+cpu and fbgemm-gpu-cpu 1.8.0 do not fit. Known pairs: torch 2.11 with",
+            'pip install "torch==2.13.*" && pip uninstall -y fbgemm-gpu-cpu && '
+            'pip install "fbgemm-gpu-cpu==1.8.*"',
+        ),
+        (
+            Facts(
+                distributions={"fbgemm-gpu": "1.8.0"},
+                kernels=Kernels(load_error="libcuda.so.1: cannot open shared object file"),
+            ),
+            "fbgemm-gpu is built for CUDA, but this torch for CPUs only.",
+            'pip uninstall -y fbgemm-gpu && pip install "fbgemm-gpu-cpu==1.8.*"',
+        ),
+        (
+            Facts(**GPU, distributions={"fbgemm-gpu-cpu": "1.8.0"}, kernels=CPU_KERNELS),
+            "torch can use a GPU, but FBGEMM 1.8.0 has no CUDA kernels.",
+            'pip uninstall -y fbgemm-gpu-cpu && pip install "fbgemm-gpu==1.8.*"',
+        ),
+        (
+            Facts(
+                distributions={"fbgemm-gpu-cpu": "1.8.0"},
+                kernels=Kernels(load_error="OSError: bad file (exit code 1)"),
+            ),
+            "The kernels do not load (fbgemm-gpu-cpu 1.8.0): OSError: bad file (exit code 1)",
+            'pip uninstall -y fbgemm-gpu-cpu && pip install "fbgemm-gpu-cpu==1.8.*"',
+        ),
+        (
+            Facts(distributions={"fbgemm-gpu-cpu": "1.8.0"}, kernels=Kernels(fbgemm="1.8.0")),
+            "FBGEMM 1.8.0 lacks CPU kernels with the arguments that we pass.",
+            'pip uninstall -y fbgemm-gpu-cpu && pip install "fbgemm-gpu-cpu==1.8.*"',
+        ),
+        (
+            Facts(torch="2.13.0+cu130", torch_cuda="13.0", has_nvidia_driver=True),
+            "torch is built for CUDA 13.0, but cannot use a GPU here.",
+            None,
+        ),
+        (
+            Facts(process_groups=()),
+            "torch.distributed has no gloo, so models cannot be sharded across processes.",
+            'pip install --force-reinstall "torch==2.13.*"',
+        ),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_problems(facts: Facts, text: str, fix: str | None) -> None:
+    [problem] = problems(facts)
+    assert text in problem.text
+    assert problem.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        (
+            Facts(
+                torch="2.14.0.dev20260801+cpu",
+                distributions={"fbgemm-gpu-cpu": "1.9.0"},
+                kernels=CPU_KERNELS,
+            ),
+            "has not been tried",
+        ),
+        (
+            Facts(
+                has_nvidia_driver=True,
+                distributions=LAPTOP.distributions,
+                kernels=CPU_KERNELS,
+            ),
+            "but this torch is built for CPUs only",
+        ),
+        (
+            Facts(
+                **{**GPU, "process_groups": ("gloo",)},
+                distributions={"fbgemm-gpu": "1.8.0"},
+                kernels=CUDA_KERNELS,
+            ),
+            "no NCCL",
+        ),
+    ],
+)
+def test_notes(facts: Facts, text: str) -> None:
+    assert not problems(facts)
+    [note] = notes(facts)
+    assert text in note.text
+
+
+def test_says_who_serves_lookups_and_how_to_use_torchrec_names() -> None:
+    texts = [finding.text for finding in diagnose(LAPTOP)]
+    assert "Lookups on cpu are served by fbgemm (it can)." in texts
+    assert "recsys.compat.torchrec" in texts[-1]
+    hidden = diagnose(Facts(torchrec="1.8.0"))[-1]
+    assert "1.8.0, which is then hidden" in hidden.text
+
+
+def test_report_shows_the_fix_below_its_finding() -> None:
+    facts = Facts(torch="2.9.1", gpus=("H100, 80 GiB",), memory_bytes=2**34)
+    lines = format_report(facts, [Finding("problem", "It is broken.", "pip install it")]).split(
+        "\n"
+    )
+    assert lines[-2:] == ["problem  It is broken.", "         pip install it"]
+    assert "gpu 0    H100, 80 GiB" in lines
+    assert "machine  1 cores, 16 GiB" in lines
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code = main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"python   {sys.version_info[0]}.{sys.version_info[1]}" in lines
+    assert any(line.startswith("ok       Lookups on cpu are served by ") for line in lines)
+    assert exit_code == any(line.startswith("problem") for line in lines)

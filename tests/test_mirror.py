@@ -1,0 +1,92 @@
+"""tests/ mirrors recsys/: who looks for the tests of a file finds them, and the other way round."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import recsys
+
+SOURCE = Path(recsys.__file__).parent
+TESTS = Path(__file__).parent
+
+# Test files about more than one source file.
+BROAD = {
+    "compat/test_signatures.py",
+    "distributed/test_sharding.py",
+    "metrics/test_sync.py",
+    "test_docstrings.py",
+    "test_imports_one_way.py",
+    "test_lean_import.py",
+    "test_mirror.py",
+    "test_public_surface.py",
+}
+
+# Source files with public names that are tested through what uses them.
+TESTED_THROUGH = {
+    "compat/__main__.py": "compat/test_torchrec.py",
+    "datasets/utils.py": "datasets/test_random.py",
+    "distributed/comm.py": "distributed/test_sharding.py",
+    "distributed/embeddingbag.py": "distributed/test_sharding.py",
+    "distributed/fused_optimizer.py": "distributed/test_sharding.py",
+    "distributed/layout.py": "distributed/test_sharding.py",
+    "distributed/lookup.py": "distributed/test_sharding.py",
+    "distributed/model_parallel.py": "distributed/test_sharding.py",
+    "distributed/output_dist.py": "distributed/test_sharding.py",
+    "distributed/planner/planners.py": "distributed/test_sharding.py",
+    "distributed/planner/topology.py": "distributed/test_sharding.py",
+    "distributed/planner/types.py": "distributed/test_sharding.py",
+    "distributed/sharded_table.py": "distributed/test_sharding.py",
+    "distributed/sharding_plan.py": "distributed/test_sharding.py",
+    "distributed/table_shards.py": "distributed/test_sharding.py",
+    "distributed/types.py": "distributed/test_sharding.py",
+    "kernels/tbe_fbgemm.py": "kernels/test_tbe.py",
+    "kernels/tbe_layout.py": "kernels/test_tbe.py",
+    "kernels/tbe_torch.py": "kernels/test_tbe.py",
+    "metrics/checks.py": "metrics/test_auc.py",
+    "modules/activation.py": "modules/test_mlp.py",
+    "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
+    "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
+    "optim/keyed.py": "compat/test_torchrec.py",
+}
+
+
+def mirror_of(source: str) -> str:
+    folder, _, name = source.rpartition("/")
+    return f"{folder}/test_{name}".replace("__", "").lstrip("/")
+
+
+def sources_with_public_names() -> list[str]:
+    return [
+        str(path.relative_to(SOURCE))
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "__init__.py"
+        and any(
+            isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+            for node in ast.parse(path.read_text()).body
+        )
+    ]
+
+
+def test_every_test_file_has_a_source_file() -> None:
+    tests = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")}
+    about_one_file = {mirror_of(str(path.relative_to(SOURCE))) for path in SOURCE.rglob("*.py")}
+    elsewhere = {t for t in tests if t.partition("/")[0] in ("gpu", "parity", "docs", "examples")}
+    assert sorted(tests - about_one_file - BROAD - elsewhere) == []
+    assert sorted(BROAD - tests) == []
+
+
+def test_every_source_file_has_a_test_file() -> None:
+    missing = [
+        source
+        for source in sources_with_public_names()
+        if not (TESTS / mirror_of(source)).exists() and source not in TESTED_THROUGH
+    ]
+    assert missing == [], "add the test file, or say in TESTED_THROUGH which one covers it"
+
+
+def test_exemptions_are_needed_and_true() -> None:
+    for source, test in TESTED_THROUGH.items():
+        assert (SOURCE / source).exists(), source
+        assert (TESTS / test).exists(), test
+        assert not (TESTS / mirror_of(source)).exists(), f"{source} has its own test by now"
