@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys.distributed.types import ShardingPlan
+from recsys.inference import export_torchscript, shard_quant_model
+from tests.inference.test_export import _eager, _inputs, _model
+
+KEYS = ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sharded_model_equals_the_unsharded_one(tmp_path: Path, world_size: int) -> None:
+    model = _model()
+    sharded, plan = shard_quant_model(model, world_size, "cpu")
+    inputs = _inputs(6)
+    expected = _eager(model, inputs, KEYS)
+    torch.testing.assert_close(_eager(sharded, inputs, KEYS), expected, rtol=0, atol=0)
+    scripted = export_torchscript(sharded, tmp_path / "model.pt", KEYS)
+    torch.testing.assert_close(scripted(*inputs), expected, rtol=0, atol=0)
+    ranks = [entry.ranks[0] for tables in plan.plan.values() for entry in tables.values()]
+    assert set(ranks) == set(range(min(world_size, 2)))
+
+
+def test_bad_plans_are_refused() -> None:
+    model = _model()
+    _, plan = shard_quant_model(model, 2, "cpu")
+    with pytest.raises(ValueError, match=r"on device 1; there are 1 devices"):
+        shard_quant_model(model, 1, "cpu", plan)
+    with pytest.raises(ValueError, match="has None for table 'a' of module"):
+        shard_quant_model(model, 1, "cpu", ShardingPlan())
+    with pytest.raises(ValueError, match="Call quantize_embeddings first"):
+        shard_quant_model(torch.nn.Linear(1, 1), 1, "cpu")
