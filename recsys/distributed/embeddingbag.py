@@ -25,8 +25,8 @@ from recsys.distributed.types import (
     ShardedModule,
     ShardingEnv,
 )
-from recsys.kernels.row_update import STATE_KINDS, is_row_reducing
-from recsys.kernels.types import EmbeddingLocation, OptimizerSpec, PoolingMode
+from recsys.kernels.row_update import is_row_reducing, row_wise_moment
+from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, OptimizerSpec, PoolingMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -81,6 +81,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         self._fused_params = dict(fused_params or {})
         self._is_weighted = module.is_weighted()
         self._device = device or default_device(env)
+        self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
         weights = table_weights(module)
         self._build([_TableOptions(weights[c.name], self._fused_params) for c in configs])
         load_tables(self._tables(), module, env)
@@ -94,7 +95,9 @@ class ShardedEmbeddingBagCollection(ShardedModule):
             for config, option in zip(self._configs, options, strict=True)
         ]
         self._layout = layout = build_layout(placed, len(features), env.world_size)
-        self._input_dist = InputDist(layout, features, self._is_weighted, env, device)
+        self._input_dist = InputDist(
+            layout, features, self._is_weighted, env, device, self._bounds_check_mode
+        )
         self._lookups = Lookups(layout.groups[env.rank], layout.tables, device)
         self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
         self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
@@ -210,6 +213,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         other._env = self._env
         other._fused_params = self._fused_params
         other._is_weighted = self._is_weighted
+        other._bounds_check_mode = self._bounds_check_mode
         other._device = device
         other._build(self._options)
         own, others = self._tables(), other._tables()
@@ -248,7 +252,7 @@ def _place(
     exchanges = False
     if splits_columns and option.optimizer is not None:
         exchanges = is_row_reducing(option.optimizer.algorithm)
-        if exchanges and "row" not in STATE_KINDS[option.optimizer.algorithm].values():
+        if exchanges and not row_wise_moment(option.optimizer.algorithm):
             raise ValueError(
                 f"Table {config.name!r} is split by columns, but its optimizer "
                 f"{option.optimizer.algorithm.name} "
@@ -271,6 +275,19 @@ def _place(
         ),
         rects=rects,
     )
+
+
+def _bounds_check_mode(
+    plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
+) -> BoundsCheckMode:
+    """Returns the mode the plan asks for, the collection's own if it asks for none."""
+    asked = {s.bounds_check_mode.name for s in plan.values() if s.bounds_check_mode is not None}
+    if len(asked) > 1:
+        raise ValueError(
+            "The tables of one collection share one bounds_check_mode; the plan asks for "
+            f"{sorted(asked)}."
+        )
+    return BoundsCheckMode[asked.pop()] if asked else default
 
 
 def default_device(env: ShardingEnv) -> torch.device:

@@ -12,6 +12,7 @@ Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``G`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -24,9 +25,12 @@ from recsys.distributed import comm
 from recsys.distributed.layout import Layout, LookupGroup
 from recsys.distributed.types import ShardingEnv
 from recsys.kernels import ops
+from recsys.kernels.bounds import bad_id_message, find_bad_ids
+from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
 
 _FLAG, _BATCH, _COUNTS = 0, 1, 2  # places in one rank's part of the header
+_FAILED, _WARNED = 1, 2  # what the flag says: raise everywhere; or warn on the sender
 
 
 @final
@@ -95,6 +99,8 @@ class _Batch:
     source: KeyedJaggedTensor
     routes: _Routes
     bag_counts: Tensor | None
+    given: KeyedJaggedTensor  # the source before bad ids were replaced
+    bad_N: Tensor | None
 
 
 @final
@@ -107,6 +113,7 @@ class InputDist:
         is_weighted: whether the features carry weights.
         env: the ranks.
         device: where batches and tables are.
+        mode: what to do with an id outside its table.
 
     Example:
         >>> # ids = InputDist(layout, ["a"], False, env, device).start(kjt).send().wait()
@@ -119,10 +126,12 @@ class InputDist:
         is_weighted: bool,
         env: ShardingEnv,
         device: torch.device,
+        mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         self.layout = layout
         self.feature_names = tuple(feature_names)
         self.is_weighted = is_weighted
+        self.mode = mode
         self.env = env
         self.device = device
         self.num_streams = len(layout.send_segments[env.rank])
@@ -158,8 +167,12 @@ class InputDist:
         try:
             self._check_features(features)
             routes = self._routes_for(features.keys())
-            flag = self._has_bad_id(features, routes)
-            batch = self._cut(features, routes)
+            bad_N = self._find_bad_ids(features, routes)
+            given = features
+            if bad_N is not None:
+                flag = bad_N.any() * (_FAILED if self.mode is BoundsCheckMode.FATAL else _WARNED)
+                features = _without(features, bad_N)
+            batch = self._cut(features, routes, given, bad_N)
         except Exception as raised:  # every rank must hear of it: it raises from the header
             error = raised
         sent = self._header(batch if error is None else None, flag)
@@ -275,47 +288,45 @@ class InputDist:
                 "received a batch without."
             )
 
-    def _has_bad_id(self, features: KeyedJaggedTensor, routes: _Routes) -> Tensor | None:
-        """Returns a 0-dim bool on the device (None: certainly good) for ids outside the table."""
+    def _find_bad_ids(self, features: KeyedJaggedTensor, routes: _Routes) -> Tensor | None:
+        """Returns ``[N]`` bool for ids outside their table; None: certainly none."""
         values_N = features.values()
-        if values_N.numel() == 0:
+        if self.mode is BoundsCheckMode.NONE or values_N.numel() == 0:
             return None
         if values_N.device.type == "cpu":
             low, high = torch.aminmax(values_N)
             if low >= 0 and high < routes.min_rows:
                 return None
-        rows_N = self._rows_per_id(features, routes)
-        return ((values_N < 0) | (values_N >= rows_N)).any()
+        return find_bad_ids(values_N, features.offsets(), routes.check_rows)
 
-    def _rows_per_id(self, features: KeyedJaggedTensor, routes: _Routes) -> Tensor:
-        return torch.repeat_interleave(
-            routes.check_rows, _ids_per_key(features), output_size=features.values().numel()
+    def describe_bad_ids(self, features: KeyedJaggedTensor, bad_N: Tensor) -> str:
+        """Returns the text for the first of some ids that lie outside their tables."""
+        routes = self._routes_for(features.keys())
+        tables = [self._smallest_table(key) for key in features.keys()]
+        return bad_id_message(
+            bad_N,
+            features.values(),
+            features.offsets(),
+            routes.check_rows,
+            features.keys(),
+            tables,
         )
 
-    def describe_bad_id(self, features: KeyedJaggedTensor) -> IndexError:
-        """Returns the error for the first id of this rank's batch that lies outside its table."""
-        values_N = features.values()
-        rows_N = self._rows_per_id(features, self._routes_for(features.keys()))
-        bad = torch.nonzero((values_N < 0) | (values_N >= rows_N)).flatten()
-        where = int(bad[0])
-        offsets = features.offsets()
-        bag = int(torch.searchsorted(offsets, where, right=True)) - 1
-        key = features.keys()[bag // features.stride()]
+    def _smallest_table(self, key: str) -> str:
         tables = [
             self.layout.tables[slot.table]
             for slot in self.layout.slots
             if self.feature_names[slot.feature] == key
         ]
-        table = min(tables, key=lambda t: t.num_rows)
-        return IndexError(
-            f"Feature {key!r} has the id {int(values_N[where])} in sample "
-            f"{bag % features.stride()} (position {where} of "
-            f"the values), outside table {table.name!r} with {table.num_rows} rows (valid ids: "
-            f"0..{table.num_rows - 1}). "
-            f"{bad.numel()} of {values_N.numel()} ids of this batch are outside their tables."
-        )
+        return min(tables, key=lambda t: t.num_rows).name if tables else ""
 
-    def _cut(self, features: KeyedJaggedTensor, routes: _Routes) -> _Batch:
+    def _cut(
+        self,
+        features: KeyedJaggedTensor,
+        routes: _Routes,
+        given: KeyedJaggedTensor,
+        bad_N: Tensor | None,
+    ) -> _Batch:
         batch_size = features.stride()
         lengths, values, weights = [], [], []
         counts = [_ids_per_key(features)]
@@ -360,6 +371,8 @@ class InputDist:
             source=features,
             routes=routes,
             bag_counts=bag_counts,
+            given=given,
+            bad_N=bad_N,
         )
 
     def _header(self, batch: _Batch | None, flag: Tensor | None) -> Tensor:
@@ -443,6 +456,18 @@ class InputDist:
         return tuple(bags)
 
 
+def _without(features: KeyedJaggedTensor, bad_N: Tensor) -> KeyedJaggedTensor:
+    """Replaces ids that no table has by 0: the batch can be cut, and nothing foreign is read."""
+    return KeyedJaggedTensor.from_parts(
+        features.keys(),
+        features.values().masked_fill(bad_N, 0),
+        features.weights_or_none(),
+        features.lengths(),
+        features.offsets(),
+        stride=features.stride(),
+    )
+
+
 def _ids_per_key(features: KeyedJaggedTensor) -> Tensor:
     offsets, batch_size = features.offsets(), features.stride()
     if batch_size == 0:
@@ -500,9 +525,15 @@ class HeaderExchange:
         own_counts = header.new_zeros(0) if batch is None else batch.counts_G
         host = torch.cat([header, own_counts]).cpu().numpy()  # the one device-to-host read
         host_RH = host[: num_ranks * width].reshape(num_ranks, width)
-        if host_RH[:, _FLAG].any():
-            if self._error is None and batch is not None and host_RH[stage.env.rank, _FLAG]:
-                self._error = stage.describe_bad_id(batch.source)
+        own_flag = host_RH[stage.env.rank, _FLAG]
+        if own_flag and batch is not None:
+            assert batch.bad_N is not None
+            message = stage.describe_bad_ids(batch.given, batch.bad_N)
+            if own_flag == _FAILED:
+                self._error = IndexError(message)
+            elif stage.mode is BoundsCheckMode.WARNING:
+                warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
+        if (host_RH[:, _FLAG] == _FAILED).any():
             comm.raise_together(stage.env, self._error)
         assert batch is not None
         counts_G = host[num_ranks * width :]

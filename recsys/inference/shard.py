@@ -65,7 +65,7 @@ def shard_quant_model(
     plan = sharding_plan or _spread(found, world_size, compute_device)
     sharded: dict[int, nn.Module] = {}
     for path, child in found.items():
-        module_plan = plan.get_plan_for_module(path) or {}
+        module_plan = plan.get_plan_for_module(path) or EmbeddingModuleShardingPlan()
         devices = []
         for config in child.embedding_bag_configs():
             entry = module_plan.get(config.name)
@@ -80,8 +80,8 @@ def shard_quant_model(
                     f"The plan places table {config.name!r} on device {ranks[0]}; there are "
                     f"{world_size} devices (0..{world_size - 1})."
                 )
-            index = ranks[0] if compute_device == "cuda" else None
-            devices.append((ranks[0], torch.device(compute_device, index)))
+            name = f"cuda:{ranks[0]}" if compute_device == "cuda" else compute_device
+            devices.append((ranks[0], torch.device(name)))
         sharded[id(child)] = child.on_devices(devices)
     return copy.deepcopy(model, dict(sharded)), plan
 

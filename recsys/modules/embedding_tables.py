@@ -174,6 +174,11 @@ class TableCollection(nn.Module):
         raise NotImplementedError
 
     @property
+    def bounds_check_mode(self) -> BoundsCheckMode:
+        """What happens to ids outside their table."""
+        return self._bounds_check_mode
+
+    @property
     def device(self) -> torch.device:
         """Where the tables live."""
         return self._tables()[0].weight.device

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from recsys.distributed.types import ShardingType
+from recsys.kernels.types import BoundsCheckMode
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, shard
@@ -46,7 +49,9 @@ def _raise_everywhere(case: Case, failing: int, kind: str) -> str:
         elif kind == "float":
             batch = KeyedJaggedTensor(FEATURES, torch.zeros(0), lengths=torch.zeros(12).int())
         elif kind == "missing":
-            batch = batch.split([1, 3])[1] if feature == 0 else batch.split([feature, 4 - feature])[0]
+            batch = (
+                batch.split([1, 3])[1] if feature == 0 else batch.split([feature, 4 - feature])[0]
+            )
     try:
         model(batch)
     except (IndexError, KeyError, TypeError) as error:
@@ -80,16 +85,21 @@ def test_bad_id_on_one_rank_raises_the_same_error_on_all(
     smallest = min(
         (c for c in case.configs() if feature in c.feature_names), key=lambda c: c.num_embeddings
     )
-    start = f"IndexError: On rank 1: Feature {feature!r} has the id {bad} in sample {sample} "
+    start = (
+        f"IndexError: On rank 1: Id {bad} of feature {feature!r} is out of range for table "
+        f"{smallest.name!r} with {smallest.num_embeddings} rows"
+    )
     assert messages[0].startswith(start), messages[0]
-    assert f"outside table {smallest.name!r} with {smallest.num_embeddings} rows" in messages[0]
-    assert "1 of 12 ids" in messages[0]
+    assert f"sample {sample}; 1 bad id in the batch" in messages[0]
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("float", "TypeError: On rank 0: The ids of a batch must be int32 or int64; received torch.fl"),
+        (
+            "float",
+            "TypeError: On rank 0: The ids of a batch must be int32 or int64; received torch.fl",
+        ),
         ("missing", "KeyError: On rank 0: The batch lacks the features ["),
     ],
 )
@@ -99,6 +109,35 @@ def test_other_bad_input_on_one_rank_raises_the_same_error_on_all(
     messages = ranks(2, _raise_everywhere, _case(1, KINDS[0], 2), 0, kind)
     assert len(set(messages)) == 1, messages
     assert messages[0].startswith(text), messages[0]
+
+
+def _look_up_bad_id(case: Case, mode: BoundsCheckMode) -> tuple[int, torch.Tensor, torch.Tensor]:
+    plan = case.plan()
+    for sharding in plan.plan["ebc"].values():
+        sharding.bounds_check_mode = mode
+    model = shard(case, plan).module.ebc
+    batch = _with_id(2, 0, 0, 0)
+    good = model(batch).values()
+    if dist.get_rank() == 1:
+        batch = _with_id(2, 0, 0, 10**6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = model(batch).values()
+    texts = [str(w.message) for w in caught]
+    assert all("Id 1000000 of feature 'f0' is out of range" in text for text in texts)
+    return len(texts), good.detach(), values.detach()
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: kinds[0].value)
+@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE])
+def test_row_0_is_read_only_where_the_user_chose_it(
+    ranks: RankPool, kinds: tuple[ShardingType, ...], mode: BoundsCheckMode
+) -> None:
+    case = _case(0, kinds, 2)
+    assert any("f0" in c.feature_names for c in case.configs())
+    for rank, (num_warnings, good, values) in enumerate(ranks(2, _look_up_bad_id, case, mode)):
+        assert num_warnings == (rank == 1 and mode is BoundsCheckMode.WARNING)
+        torch.testing.assert_close(values, good)
 
 
 def _count_collectives(case: Case) -> dict[str, int]:
@@ -129,9 +168,10 @@ def test_a_mix_of_strategies_costs_no_more_collectives_than_one(
 ) -> None:
     # SGD: no row statistics to exchange for column splits
     case = Case(7, 2, types=kinds)
-    assert ranks(2, _count_collectives, case) == [
-        {"forward": {"all_to_all_single": 3}, "backward": {"all_to_all_single": 1}}
-    ] * 2
+    assert (
+        ranks(2, _count_collectives, case)
+        == [{"forward": {"all_to_all_single": 3}, "backward": {"all_to_all_single": 1}}] * 2
+    )
 
 
 def test_replicated_tables_and_column_splits_add_one_collective_each(ranks: RankPool) -> None:
