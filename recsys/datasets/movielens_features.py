@@ -30,8 +30,8 @@ DENSE_NAMES = (
 """The columns of the dense features.
 
 How many ratings the user has made, how long ago the first was, and the date are left out: under a
-split by time they hardly overlap between training and test (measured: test AUC falls by 0.002). So
-is the hour, by which a model remembers whole sessions (0.008).
+split by time they hardly overlap between training and test (DLRM's test AUC falls by 0.002, a mean
+of four seeds). So is the hour, by which a model remembers whole sessions (0.005).
 """
 
 SPARSE_NAMES = ("user_id", "item_id", "occupation", "zip", "year", "genres", "history")
