@@ -41,7 +41,7 @@ from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 
 NUM_TABLES, NUM_ROWS, DIM, NUM_DENSE = 26, 100_000, 64, 13
-DENSE_LAYERS, OVER_LAYERS = [512, 256, DIM], [512, 512, 256, 1]
+DENSE_LAYERS, OVER_LAYERS = [256, 128, DIM], [256, 128, 1]
 FEATURES = [f"f{i}" for i in range(NUM_TABLES)]
 PLANS = ["table_wise", "column_wise", "row_wise", "mixed"]
 MIX = ["table_wise", "column_wise", "row_wise", "data_parallel"]

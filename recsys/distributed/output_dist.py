@@ -4,7 +4,8 @@ One exchange forward and one backward, whatever the mix of strategies. Each rank
 the rows of ``q``'s samples as they lie in its lookups' output. What arrives is one buffer, seen as
 rows of ``chunk`` columns (the largest width that divides every stretch of columns); one gather lays
 those rows out as the unsharded module would have them, adding up the parts of row-split tables on
-the way. Backward is the transposed gather and the reverse exchange.
+the way. Backward is the transposed gather, which starts the reverse exchange, and then its end: what
+the model did between the call and the first use of the output is computed meanwhile, both ways.
 
 Shape names: ``B`` samples of this rank, ``T`` samples of all ranks, ``D`` output columns, ``C``
 columns of one rank's lookups.
@@ -225,36 +226,39 @@ class _Exchange:
         return output
 
     def spread(self, grad_BD: Tensor) -> Tensor:
-        """Transposed :meth:`place`: the gradient of the buffer."""
+        """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
+        self.stage.on_backward()
         if self.scales is not None:
             grad_BD = grad_BD.clone()
             self.scale_means(grad_BD)
         placement = self.stage.placement(self.batch_size)
         rows = grad_BD.reshape(-1, self.stage.chunk)
-        return rows.index_select(0, placement.spread).view(-1)
-
-    def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
-        self.stage.on_backward()
-        grads: list[Tensor] = []
+        grad = rows.index_select(0, placement.spread).view(-1)
         if self.stage.has_exchange:
             sent = grad[: self.num_received]
             if self.env.world_size > 1:  # the mean over ranks, as DistributedDataParallel takes it
-                sent = sent.mul_(1.0 / self.env.world_size)
-            arrived = comm.all_to_all(self.env, sent, self.receives, self.sends).wait()
+                sent.mul_(1.0 / self.env.world_size)
+            self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends)
+        return grad
+
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
+        grads: list[Tensor] = []
+        if self.pending is not None:
+            arrived = self.pending.wait()
+            self.pending = None
             if self.lookup_widths:
                 arrived = arrived.view(-1, self.own_width)
                 parts = arrived.split(self.lookup_widths, dim=1)
                 grads += [part.contiguous() for part in parts]
-        sizes = [self.batch_size * width for width in self.replica_widths]
-        grads += [
-            part.view(self.batch_size, width)
-            for part, width in zip(
-                grad[self.num_received :].split(sizes) if sizes else (),
-                self.replica_widths,
-                strict=True,
-            )
-        ]
+        if self.replica_widths:
+            sizes = [self.batch_size * width for width in self.replica_widths]
+            grads += [
+                part.view(self.batch_size, width)
+                for part, width in zip(
+                    grad[self.num_received :].split(sizes), self.replica_widths, strict=True
+                )
+            ]
         return grads
 
 

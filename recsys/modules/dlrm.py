@@ -14,7 +14,7 @@ from torch import nn
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.mlp import MLP
-from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recsys.datasets.utils import Batch
@@ -74,9 +74,20 @@ class SparseArch(nn.Module):
         Returns:
             ``[B, F, D]``, pooled.
         """
-        pooled: torch.Tensor = self.embedding_bag_collection(features).values()
+        return self.stack(self.embedding_bag_collection(features))
+
+    def stack(self, pooled: KeyedTensor) -> torch.Tensor:
+        """Give each feature a row of its own.
+
+        Args:
+            pooled: what the collection returns; a sharded one answers later, when it is used here.
+
+        Returns:
+            ``[B, F, D]``.
+        """
+        values: torch.Tensor = pooled.values()
         # Named sizes: an empty batch leaves -1 undefined.
-        return pooled.reshape(pooled.size(0), self.F, self.D)
+        return values.reshape(values.size(0), self.F, self.D)
 
 
 class DenseArch(nn.Module):
@@ -270,8 +281,9 @@ class DLRM(nn.Module):
             ``[B, 1]`` logits.
         """
         # The lookup first: sharded, it is a message on its way while the dense MLP computes.
-        embedded = self.sparse_arch(sparse_features)
+        pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
+        embedded = self.sparse_arch.stack(pooled)
         logits: torch.Tensor = self.over_arch(self.inter_arch(dense, embedded))
         return logits
 
