@@ -30,13 +30,14 @@ stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 .DELETE_ON_ERROR:
 
 train: $(BASE)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/movielens/train.py $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/dlrm/train.py $(ARGS)
 
 test: $(call stamp,test)
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(call stamp,peers)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.dlrm $(ARGS)
+	$(BIN)/python -m benchmarks.kjt
 
 gpu: $(call stamp,test) $(call stamp,peers)
 	$(BIN)/python -m pytest -m gpu tests/gpu
