@@ -24,7 +24,8 @@ SURFACE = {
         ParameterConstraints PlannerError Topology
     """,
     "recsys.inference": """
-        QuantEmbeddingBagCollection export_torchscript quantize_embeddings trace_model
+        QuantEmbeddingBagCollection export_torchscript quantize_embeddings shard_quant_model
+        trace_model
     """,
     "recsys.kernels": "",
     "recsys.metrics": """

@@ -153,7 +153,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.distributed.planner.types", "recsys.distributed.planner", "Topology"),
     ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
     # inference
-    ("torchrec.inference.modules", "recsys.inference", "quantize_embeddings"),
+    ("torchrec.inference.modules", "recsys.inference", "quantize_embeddings, shard_quant_model"),
     (
         "torchrec.quant",
         "recsys.inference",

@@ -24,6 +24,7 @@ ORDER_DIFFERS = {
     "RowWiseAdagrad",
     "Topology",
     "quantize_embeddings",
+    "shard_quant_model",
 }
 
 

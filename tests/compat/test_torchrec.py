@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,14 @@ def test_a_script_runs_with_two_more_lines(tmp_path: Path) -> None:
     two_lines = "import recsys.compat.torchrec as compat\ncompat.install()\n"
     script.write_text(two_lines + SCRIPT)
     assert "over.weight" in run(str(script), str(tmp_path / "store"))
+
+
+def test_the_snippets_of_the_guide_run() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    collection, error = run("-c", "".join(snippets)).splitlines()
+    assert collection == "recsys.modules.embedding_bag_collection"
+    assert "The nearest is torchrec.distributed.planner.types.Topology." in error
 
 
 def test_modules_hold_our_objects(torchrec: Any) -> None:
