@@ -153,6 +153,7 @@ def train(
     for step in steps:
         batches = case.batches(step)
         batch = concat_batches(batches) if rank is None else batches[rank]
+        batch = batch.to(bare.over.weight.device)
         dense.zero_grad()
         pooled, logits = model(batch)
         outputs.append(pooled.detach().clone())

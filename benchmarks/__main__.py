@@ -1,0 +1,97 @@
+"""All CPU benchmarks beside TorchRec 1.8.0: `make bench`, about 15 minutes on two cores."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.dlrm import PLANS
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def run_dlrm(plan: str, batch_size: int, ranks: int, rounds: int) -> dict:
+    """Run one case in its own processes, one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={ranks}", "-m", "benchmarks.dlrm"),
+                *("--plan", plan, "--batch-size", str(batch_size)),
+                *("--rounds", str(rounds), "--out", str(out)),
+            ],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            stderr=subprocess.DEVNULL,
+        )
+        return json.loads(out.read_text())
+
+
+def import_seconds(module: str, repeats: int = 5) -> list[float]:
+    """Time an import in fresh processes, without what `import torch` takes by itself."""
+    code = (
+        f"import time, torch; began = time.perf_counter(); import {module}; "
+        "print(time.perf_counter() - began)"
+    )
+    times = []
+    for _ in range(repeats):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+        )
+        if done.returncode:
+            return []
+        times.append(float(done.stdout.splitlines()[-1]))
+    return times
+
+
+def machine() -> dict[str, str | int | None]:
+    """Describe what the numbers were taken on."""
+
+    def of(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    packages = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec")
+    return {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": 1,
+        **{package: of(package) for package in packages if of(package)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="turns each contender gets")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLANS)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1024, 8])
+    arguments = parser.parse_args()
+    cases = []
+    for ranks, batch_size, plan in itertools.product(
+        arguments.ranks, arguments.batch_sizes, arguments.plans
+    ):
+        print(f"{plan}, batch {batch_size}, {ranks} ranks ...", flush=True)
+        cases.append(run_dlrm(plan, batch_size, ranks, arguments.rounds))
+    imports = {name: import_seconds(name) for name in ("recsys", "torchrec")}
+    result = {"machine": machine(), "cases": cases, "import_s": imports}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "dlrm-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    subprocess.run([sys.executable, "-m", "benchmarks.kjt"], check=True)
+    report.main([])
+
+
+if __name__ == "__main__":
+    main()

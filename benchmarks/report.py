@@ -1,0 +1,110 @@
+"""Turn benchmark results into a table, and a plot where matplotlib is installed.
+
+python -m benchmarks.report [--plot benchmarks/results/dlrm-cpu.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def ratio(ours: Sequence[float], other: Sequence[float]) -> str:
+    """Return the median ratio of the rounds, and its least and greatest."""
+    ratios = [a / b for a, b in zip(ours, other, strict=True)]
+    return f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def sharded_part(step: dict[str, list[float]], whole: str, dense: str) -> list[float]:
+    """Return per round a step less the same step without tables."""
+    return [max(a - b, 1e-3) for a, b in zip(step[whole], step[dense], strict=True)]
+
+
+def rows(result: dict) -> list[list[str]]:
+    """Return one line per case."""
+    lines = []
+    for case in result["cases"]:
+        step, forward = case["step_ms"], case["forward_ms"]
+        line = [case["plan"], str(case["ranks"]), str(case["batch_size"])]
+        line += [
+            f"{statistics.median(forward['ours']):.2f}",
+            ratio(forward["ours"], forward["floor"]),
+        ]
+        if "peer" in forward:
+            line += [
+                ratio(forward["ours"], forward["peer"]),
+                ratio(step["ours"], step["peer"]),
+                ratio(step["ours_same_dense"], step["peer"]),
+                ratio(
+                    sharded_part(step, "ours_same_dense", "dense_alone"),
+                    sharded_part(step, "peer", "dense_alone"),
+                ),
+            ]
+        else:
+            line += [case["peer"], "", "", ""]
+        lines.append(line)
+    return lines
+
+
+HEAD = [
+    *("plan", "ranks", "batch", "forward ms", "forward / floor", "forward / peer"),
+    *("step / peer", "same dense / peer", "sharded part / peer"),
+]
+
+
+def print_table(result: dict) -> None:
+    """Print ratios below 1 where ours is faster; in brackets the least and greatest of the rounds."""
+    table = [HEAD, *rows(result)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(HEAD))]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    imports = {k: statistics.median(v) for k, v in result["import_s"].items() if v}
+    print("\nimport, beyond torch:", ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in imports.items()))
+    print("machine:", result["machine"])
+
+
+def plot(result: dict, path: Path) -> None:
+    """Draw the forward's time beside the peer's and the floor's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = result["cases"]
+    names = [f"{c['plan']}\n{c['ranks']} ranks, batch {c['batch_size']}" for c in cases]
+    figure, axes = plt.subplots(figsize=(1.1 * len(cases) + 2, 4.5))
+    for shift, (contender, color) in enumerate(
+        (("floor", "#bbbbbb"), ("ours", "#1f77b4"), ("peer", "#d95f02"))
+    ):
+        times = [c["forward_ms"].get(contender) for c in cases]
+        places = [i + 0.27 * (shift - 1) for i, t in enumerate(times) if t]
+        heights = [statistics.median(t) for t in times if t]
+        axes.bar(places, heights, 0.25, label=contender, color=color)
+    axes.set_yscale("log")
+    axes.set_ylabel("collection forward, ms (log)")
+    axes.set_xticks(range(len(cases)), names, rotation=60, ha="right", fontsize=8)
+    axes.legend()
+    axes.grid(axis="y", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plot", type=Path, default=RESULTS / "dlrm-cpu.png")
+    parsed = parser.parse_args(arguments)
+    result = json.loads((RESULTS / "dlrm-cpu.json").read_text())
+    print_table(result)
+    try:
+        plot(result, parsed.plot)
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

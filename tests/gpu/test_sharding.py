@@ -1,0 +1,98 @@
+"""The conformance cases on one GPU: sharded there equals unsharded on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import EmbeddingComputeKernel, ShardingEnv, ShardingType
+from recsys.optim import Adam, Adagrad, RowWiseAdagrad
+from recsys.sparse import KeyedJaggedTensor
+from tests.distributed.cases import FEATURES, Case, train
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def _shard(
+    case: Case,
+    device: torch.device,
+    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+) -> DistributedModelParallel:
+    plan = case.plan()
+    for sharding in plan.plan["ebc"].values():
+        if sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
+            sharding.compute_kernel = kernel.value
+    return DistributedModelParallel(
+        case.model(), env=ShardingEnv.default(), device=device, plan=plan
+    )
+
+
+def _train_both(case: Case, device: torch.device, kernel: EmbeddingComputeKernel) -> None:
+    reference, sharded = case.model(), _shard(case, device, kernel)
+    expected = train(case, reference, range(3), rank=None)
+    received = train(case, sharded, range(3), rank=0)
+    for whole, own in zip(expected, received, strict=True):
+        torch.testing.assert_close(own.cpu(), whole, **CLOSE)
+    for lookup in sharded.module.ebc._lookups.kernels:
+        lookup.flush()
+    state = sharded.state_dict()
+    for name, value in reference.state_dict().items():
+        own = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        torch.testing.assert_close(own.cpu(), value, **CLOSE)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Adagrad, RowWiseAdagrad, Adam])
+@pytest.mark.parametrize("seed", range(6))
+def test_trains_as_the_unsharded_model(
+    nccl: torch.device, seed: int, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    _train_both(Case(seed, 1, optimizer=optimizer), nccl, EmbeddingComputeKernel.FUSED)
+
+
+@pytest.mark.parametrize(
+    "kernel", [EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_in_host_memory_train_as_the_unsharded_model(
+    nccl: torch.device, seed: int, kernel: EmbeddingComputeKernel
+) -> None:
+    case = Case(seed, 1, types=(ShardingType.TABLE_WISE,), optimizer=RowWiseAdagrad)
+    _train_both(case, nccl, kernel)
+
+
+def test_bad_id_is_raised(nccl: torch.device) -> None:
+    case = Case(0, 1)
+    model = _shard(case, nccl)
+    values = torch.full((len(FEATURES),), 10**6, device=nccl)
+    weights = torch.ones(len(FEATURES), device=nccl) if case.is_weighted else None
+    lengths = torch.ones(len(FEATURES), dtype=torch.int64, device=nccl)
+    with pytest.raises(IndexError, match="On rank 0: Id 1000000 of feature"):
+        model(KeyedJaggedTensor(FEATURES, values, weights, lengths))
+
+
+def test_one_read_from_the_device_per_batch(nccl: torch.device) -> None:
+    case = Case(3, 1, types=(ShardingType.TABLE_WISE, ShardingType.ROW_WISE))
+    model = _shard(case, nccl).module.ebc
+    batch = case.batches(1)[0].to(nccl)
+    for _ in range(2):  # index tensors and placements are built on first use
+        model(batch).values().sum().backward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        model(batch).values().sum().backward()
+    reads = [event for event in profile.events() if "Memcpy DtoH" in event.name]
+    assert len(reads) == 1, [event.name for event in reads]
+
+
+def test_checkpoint_of_the_gpu_loads_on_the_cpu(nccl: torch.device, tmp_path) -> None:
+    case = Case(1, 1, optimizer=RowWiseAdagrad)
+    model = _shard(case, nccl)
+    train(case, model, range(2), rank=0)
+    save_checkpoint(tmp_path / "c", model)
+    unsharded = case.model()
+    load_checkpoint(tmp_path / "c", unsharded)
+    state = model.state_dict()
+    for name, value in unsharded.state_dict().items():
+        own = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        torch.testing.assert_close(own.cpu(), value)
