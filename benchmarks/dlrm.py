@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.dlrm --plan table_wise --out result.json
 
-26 tables of 100,000 x 64, row-wise Adagrad in backward, one id per feature and sample. All contenders run in
-one process and take turns (A B C A B C ...), so that what else the machine does falls on all alike;
-ratios are of medians, with the spread of the ratio over rounds. `python -m benchmarks` runs all
-plans and batch sizes on 1 and 2 ranks.
+26 tables of 100,000 x 64, row-wise Adagrad in backward, one id per feature and sample. All
+contenders run in one process and take turns (A B C A B C ...), so that what else the machine does
+falls on all alike; ratios are of medians, with the spread of the ratio over rounds. `python -m
+benchmarks` runs all plans and batch sizes on 1 and 2 ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from recsys.sparse import KeyedJaggedTensor
 NUM_TABLES, NUM_ROWS, DIM, NUM_DENSE = 26, 100_000, 64, 13
 DENSE_LAYERS, OVER_LAYERS = [256, 128, DIM], [256, 128, 1]
 FEATURES = [f"f{i}" for i in range(NUM_TABLES)]
+CPU = torch.device("cpu")
 PLANS = ["table_wise", "column_wise", "row_wise", "mixed"]
+COLLECTION_PATH = "model.sparse_arch.embedding_bag_collection"
 MIX = ["table_wise", "column_wise", "row_wise", "data_parallel"]
 PEER_MIX = ["table_wise", "column_wise"]  # the peer refuses row_wise on gloo
 
@@ -70,7 +72,7 @@ def our_plan(plan: str, path: str, mix: list[str], world_size: int) -> ShardingP
     return ShardingPlan({path: tables})
 
 
-def our_collection(module: Any = EmbeddingBagCollection) -> EmbeddingBagCollection:
+def our_collection() -> EmbeddingBagCollection:
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(NUM_ROWS, DIM, f"t{i}", feature_names=[FEATURES[i]])
@@ -82,17 +84,19 @@ def our_collection(module: Any = EmbeddingBagCollection) -> EmbeddingBagCollecti
     return collection
 
 
-def shard_ours(model: nn.Module, path: str, plan: str, mix: list[str]) -> DistributedModelParallel:
+def own_dlrm() -> DLRMTrain:
+    return DLRMTrain(DLRM(our_collection(), NUM_DENSE, list(DENSE_LAYERS), list(OVER_LAYERS)))
+
+
+def shard_ours(
+    model: nn.Module, plan: str, mix: list[str], device: torch.device = CPU
+) -> DistributedModelParallel:
     env = ShardingEnv.default()
-    return DistributedModelParallel(
-        model,
-        env=env,
-        device=torch.device("cpu"),
-        plan=our_plan(plan, path, mix, env.world_size),
-    )
+    placed = our_plan(plan, COLLECTION_PATH, mix, env.world_size)
+    return DistributedModelParallel(model, env=env, device=device, plan=placed)
 
 
-def peer_model(plan: str) -> nn.Module:
+def peer_model(plan: str, device: torch.device = CPU) -> nn.Module:
     """Shard TorchRec's own DLRM, with the same strategies."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingBagCollection as PeerCollection
@@ -136,14 +140,13 @@ def peer_model(plan: str) -> nn.Module:
         sharder=sharder,
         world_size=world,
         local_size=world,
-        device_type="cpu",
+        device_type=device.type,
     )
     model = PeerTrain(PeerDLRM(collection, NUM_DENSE, list(DENSE_LAYERS), list(OVER_LAYERS)))
-    path = "model.sparse_arch.embedding_bag_collection"
     return PeerParallel(
         model,
-        device=torch.device("cpu"),
-        plan=PeerPlan({path: table_plan}),
+        device=device,
+        plan=PeerPlan({COLLECTION_PATH: table_plan}),
         sharders=[sharder],
     )
 
@@ -204,8 +207,13 @@ class Floor:
 
     def __init__(self, batch_size: int, world_size: int) -> None:
         from recsys.kernels.tbe import TableBatchedEmbedding
-        from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingMode, TableSpec
-        from recsys.kernels.types import UpdateMode
+        from recsys.kernels.types import (
+            EmbOptimType,
+            OptimizerSpec,
+            PoolingMode,
+            TableSpec,
+            UpdateMode,
+        )
 
         tables = NUM_TABLES // world_size
         self.tbe = TableBatchedEmbedding(
@@ -214,7 +222,7 @@ class Floor:
             pooling=PoolingMode.SUM,
             optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
             update_mode=UpdateMode.FUSED,
-            device=torch.device("cpu"),
+            device=CPU,
         )
         self.tbe.storage.zero_()
         self.world_size = world_size
@@ -240,7 +248,7 @@ class Floor:
 def measure(contenders: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, Any]:
     """Run all in turn; per contender the median of each round in ms."""
     result: dict[str, list[float]] = {name: [] for name in contenders}
-    for name, run in contenders.items():
+    for run in contenders.values():
         for _ in range(3):
             run()
     for _ in range(rounds):
@@ -273,12 +281,7 @@ def run_case(plan: str, batch_size: int, rounds: int, repeats: int) -> dict[str,
         except ImportError:
             has_peer = False
     mix = MIX if not has_peer else PEER_MIX
-    path = "model.sparse_arch.embedding_bag_collection"
-
-    def own_dlrm() -> DLRMTrain:
-        return DLRMTrain(DLRM(our_collection(), NUM_DENSE, list(DENSE_LAYERS), list(OVER_LAYERS)))
-
-    models["ours"] = shard_ours(own_dlrm(), path, plan, mix)
+    models["ours"] = shard_ours(own_dlrm(), plan, mix)
     if has_peer:
         models["peer"] = peer_model(plan)
         # the peer's dense modules around our collection
@@ -286,7 +289,7 @@ def run_case(plan: str, batch_size: int, rounds: int, repeats: int) -> dict[str,
             PeerDLRM(_peer_collection_stub(), NUM_DENSE, list(DENSE_LAYERS), list(OVER_LAYERS))
         )
         same.model.sparse_arch.embedding_bag_collection = our_collection()
-        models["ours_same_dense"] = shard_ours(same, path, plan, mix)
+        models["ours_same_dense"] = shard_ours(same, plan, mix)
     dense = torch.randn(batch_size, NUM_DENSE)
     labels = (torch.rand(batch_size) < 0.5).float()
     our_batch = Batch(dense, ids(batch_size, KeyedJaggedTensor), labels)
