@@ -1,0 +1,82 @@
+"""What the documentation shows is what happens: its code runs, and prints what stands below it."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code, and what the page says it prints (None: the page does not say)."""
+
+    line: int
+    code: str
+    output: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(text.count("\n", 0, match.start(1)), match[1], match[2])
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def run_page(page: Path, folder: Path, compare: bool) -> None:
+    """Runs the blocks of a page one after another in one namespace, in a folder of their own."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    checker = doctest.OutputChecker()
+    with contextlib.chdir(folder):
+        for block in blocks_of(page):
+            # blank lines in front: a traceback then shows the line of the page
+            code = compile("\n" * block.line + block.code, str(page), "exec")
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, namespace)
+            shown, got = block.output, printed.getvalue()
+            if not compare or shown is None or checker.check_output(shown, got, doctest.ELLIPSIS):
+                continue
+            raise AssertionError(
+                f"{page.name}, line {block.line}: the block prints\n{got}\nand the page shows\n{shown}"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    assert "RANK" not in os.environ
+    assert blocks_of(page)
+    run_page(page, tmp_path, compare=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tutorial_runs_as_a_job_of_several_processes(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    page = ROOT / "docs" / "tutorials" / "intro.md"
+    ranks(world_size, run_page, page, tmp_path, world_size == 1)
+
+
+def test_differences_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# x\n\n```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(
+        AssertionError, match=r"page.md, line 3: the block prints\n1\n\nand the page"
+    ):
+        run_page(page, tmp_path, compare=True)
+    page.write_text("# x\n\n```python\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError):
+        run_page(page, tmp_path, compare=False)
