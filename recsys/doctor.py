@@ -90,6 +90,9 @@ class Facts:
     distributions: Mapping[str, str] = field(default_factory=dict)
     """Installed distributions of :data:`VARIANTS`, with versions."""
     kernels: Kernels = field(default_factory=Kernels)
+    """What there is; see ``is_forced_to_torch`` for whether it is used."""
+    is_forced_to_torch: bool = False
+    """Whether the environment variable RECSYS_KERNELS says so."""
     process_groups: tuple[str, ...] = ("gloo",)
     torchrec: str | None = None
     num_cores: int = 1
@@ -116,10 +119,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     return [
         *_judge_python_and_torch(facts),
         *_judge_fbgemm(facts),
-        *(
-            Finding("ok", f"Lookups on {device} are served by {served}.")
-            for device, served in facts.kernels.backends.items()
-        ),
+        *_judge_backends(facts),
         *_judge_process_groups(facts),
         _judge_torchrec(facts),
     ]
@@ -198,6 +198,15 @@ def _judge_pair(facts: Facts, found: str) -> Iterator[Finding]:
         yield Finding("note", text)
 
 
+def _judge_backends(facts: Facts) -> Iterator[Finding]:
+    if facts.is_forced_to_torch:
+        text = "RECSYS_KERNELS=torch is set: lookups are served by torch, FBGEMM is not used."
+        yield Finding("note", text, "unset RECSYS_KERNELS")
+        return
+    for device, served in facts.kernels.backends.items():
+        yield Finding("ok", f"Lookups on {device} are served by {served}.")
+
+
 def _judge_process_groups(facts: Facts) -> Iterator[Finding]:
     if "gloo" not in facts.process_groups:
         text = "torch.distributed has no gloo, so models cannot be sharded across processes."
@@ -267,6 +276,7 @@ def collect_facts() -> Facts:
             name: version for name in VARIANTS if (version := _version_of(name)) is not None
         },
         kernels=_probe_kernels(),
+        is_forced_to_torch=os.environ.get("RECSYS_KERNELS") == "torch",
         process_groups=tuple(name for name, is_there in groups.items() if is_there),
         torchrec=_version_of("torchrec"),
         num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
@@ -289,7 +299,8 @@ def _memory_bytes() -> int | None:
 
 def _probe_kernels() -> Kernels:
     command = [sys.executable, "-c", "from recsys import doctor; doctor.print_kernels()"]
-    probe = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "RECSYS_KERNELS"}
+    probe = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = (probe.stdout if probe.returncode == 0 else probe.stderr).strip().splitlines()
     if probe.returncode == 0:
         return Kernels(**json.loads(lines[-1]))
@@ -300,7 +311,7 @@ def _probe_kernels() -> Kernels:
 def print_kernels() -> None:
     """Loads the kernels in this process and prints what :class:`Kernels` holds, as JSON."""
     warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns when FBGEMM does not load
-    from recsys.kernels import ops, support, tbe_fbgemm
+    from recsys.kernels import support, tbe_fbgemm
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(
@@ -321,10 +332,7 @@ def print_kernels() -> None:
     kernels = Kernels(
         fbgemm=getattr(sys.modules.get("fbgemm_gpu"), "__version__", None),
         has_cpu_kernels=tbe_fbgemm.has_cpu_ops(),
-        has_cuda_kernels=ops.HAS_FBGEMM
-        and torch._C._dispatch_has_kernel_for_dispatch_key(
-            "fbgemm::asynchronous_complete_cumsum", "CUDA"
-        ),
+        has_cuda_kernels=tbe_fbgemm.has_cuda_ops(),
         backends={d: serves(d) for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()},
     )
     print(json.dumps(asdict(kernels)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -201,6 +202,13 @@ def test_notes(facts: Facts, text: str) -> None:
     assert text in note.text
 
 
+def test_forced_kernels_are_not_a_broken_fbgemm() -> None:
+    forced = replace(LAPTOP, is_forced_to_torch=True)
+    assert not problems(forced)
+    assert "RECSYS_KERNELS=torch is set" in notes(forced)[0].text
+    assert not any("Lookups on" in finding.text for finding in diagnose(forced))
+
+
 def test_says_who_serves_lookups_and_how_to_use_torchrec_names() -> None:
     texts = [finding.text for finding in diagnose(LAPTOP)]
     assert "Lookups on cpu are served by fbgemm (it can)." in texts
@@ -219,7 +227,8 @@ def test_report_shows_the_fix_below_its_finding() -> None:
     assert "machine  1 cores, 16 GiB" in lines
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECSYS_KERNELS", raising=False)
     exit_code = main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     assert f"python   {sys.version_info[0]}.{sys.version_info[1]}" in lines
