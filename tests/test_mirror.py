@@ -15,6 +15,7 @@ BROAD = {
     "compat/test_signatures.py",
     "distributed/test_sharding.py",
     "metrics/test_sync.py",
+    "test_bad_input.py",
     "test_docstrings.py",
     "test_imports_one_way.py",
     "test_lean_import.py",
