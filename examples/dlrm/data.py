@@ -20,7 +20,8 @@ from recsys.metrics import auc, log_loss, normalized_entropy
 class TrainBatches(Iterable[Batch], Protocol):
     """Batches whose order depends on the epoch."""
 
-    def set_epoch(self, epoch: int) -> None: ...
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Data:
     """Train, validation and test batches of this rank, and what the model must know of them."""
 
     num_embeddings: dict[str, int]
+    tables: list[list[str]]  # the features that share each table
     num_dense: int
     epochs: int
     train: TrainBatches
@@ -39,6 +41,7 @@ class Data:
 
     @property
     def feature_names(self) -> list[str]:
+        """The features in the order of the batches."""
         return list(self.num_embeddings)
 
     def baselines(self) -> dict[str, dict[str, float]]:
@@ -97,6 +100,12 @@ def _movielens(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
     train = data.batches("train", size, *place, shuffle=True, seed=arguments.seed)
     return Data(
         num_embeddings=data.num_embeddings,
+        # the films a user liked and the film to rate are rows of one table
+        tables=[
+            ["item_id", "history"] if name == "item_id" else [name]
+            for name in data.num_embeddings
+            if name != "history"
+        ],
         num_dense=data.dense_ND.shape[1],
         epochs=4,
         train=train,
@@ -115,7 +124,7 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
     files = sorted(p for p in arguments.data.iterdir() if p.is_file())
     if len(files) < 2:
         raise SystemExit(
-            f"--data {arguments.data} must hold at least two files, the last to test; found {files}."
+            f"--data {arguments.data} must hold two files or more, the last to test; found {files}."
         )
 
     def read(paths: list, rank: int, world_size: int) -> CriteoDataset:
@@ -127,6 +136,7 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
     held_out = read(files[-1:], env.rank, env.world_size)
     return Data(
         num_embeddings=dict.fromkeys(train.keys, arguments.num_embeddings),
+        tables=[[name] for name in train.keys],
         num_dense=13,
         epochs=1,
         train=_SameEveryEpoch(train),
@@ -153,6 +163,7 @@ def _random(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
 
     return Data(
         num_embeddings=dict.fromkeys(names, arguments.num_embeddings),
+        tables=[[name] for name in names],
         num_dense=13,
         epochs=1,
         train=_SameEveryEpoch(batches(env.rank, 50)),

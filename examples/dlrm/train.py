@@ -47,8 +47,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--split", choices=["time", "random"], default="time", help="of MovieLens")
     parser.add_argument("--epochs", type=int, help="default: what suits the data")
     parser.add_argument("--batch-size", type=int, default=256, help="samples per rank and step")
-    parser.add_argument("--embedding-dim", type=int, default=16)
-    parser.add_argument("--embedding-lr", type=float, default=0.02)
+    parser.add_argument("--embedding-dim", type=int, default=64)
+    parser.add_argument("--embedding-lr", type=float, default=0.3)
+    parser.add_argument("--embedding-eps", type=float, default=3e-3, help="large: tame rare rows")
     parser.add_argument("--dense-lr", type=float, default=0.001)
     parser.add_argument("--num-embeddings", type=int, default=100_000, help="of Criteo's tables")
     parser.add_argument("--bits", type=int, choices=[8, 4], default=8, help="of quantized rows")
@@ -62,19 +63,21 @@ def build_model(data: Data, arguments: argparse.Namespace, device: torch.device)
     dim = arguments.embedding_dim
     tables = [
         EmbeddingBagConfig(
-            name=f"t_{name}",
+            name=f"t_{features[0]}",
             embedding_dim=dim,
-            num_embeddings=num_embeddings,
-            feature_names=[name],
+            num_embeddings=data.num_embeddings[features[0]],
+            feature_names=features,
             pooling=PoolingType.MEAN,
+            weight_init_min=-0.05,
+            weight_init_max=0.05,
         )
-        for name, num_embeddings in data.num_embeddings.items()
+        for features in data.tables
     ]
     return DLRM(
         EmbeddingBagCollection(tables=tables, device=device),
         dense_in_features=data.num_dense,
-        dense_arch_layer_sizes=[64, dim],
-        over_arch_layer_sizes=[64, 32, 1],
+        dense_arch_layer_sizes=[128, dim],
+        over_arch_layer_sizes=[128, 64, 1],
     )
 
 
@@ -111,6 +114,7 @@ class Progress:
             self._bar = tqdm(total=total, desc=label, unit=" steps", leave=False)
 
     def step(self, samples: int) -> None:
+        """Count a step."""
         self._samples += samples
         if self._bar is not None:
             self._bar.update()
@@ -127,7 +131,9 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
     torch.manual_seed(arguments.seed)
     model = build_model(data, arguments, META)
     apply_optimizer_in_backward(
-        RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": arguments.embedding_lr}
+        RowWiseAdagrad,
+        model.sparse_arch.parameters(),
+        {"lr": arguments.embedding_lr, "eps": arguments.embedding_eps},
     )
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=env.world_size, compute_device=device.type),
@@ -148,6 +154,7 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
             f"{'epoch':>5} {'train loss':>10} {'AUC':>7} {'NE':>7} {'log loss':>8} {'samples/s':>9}"
         )
 
+    checkpoint, best = arguments.out / "checkpoint", -1.0
     for epoch in range(arguments.epochs or data.epochs):
         data.train.set_epoch(epoch)
         progress = Progress(f"epoch {epoch + 1}", data.train_steps, is_first)
@@ -169,7 +176,13 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
                 flush=True,
             )
 
-    save_checkpoint(arguments.out / "checkpoint", sharded, optimizer, {"epochs": epoch + 1})
+        if scores["auc"] > best:  # the same on all ranks
+            best = scores["auc"]
+            save_checkpoint(checkpoint, sharded, optimizer, {"epoch": epoch + 1})
+
+    extra = load_checkpoint(checkpoint, sharded, optimizer)
+    if is_first:
+        print(f"Kept epoch {extra['epoch']}, the best on validation: {checkpoint}")
     return {"data": data, "test": evaluate(sharded, data.test, device)}
 
 
