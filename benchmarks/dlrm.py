@@ -203,7 +203,7 @@ def dense_alone(model: nn.Module, batch_size: int, wrap: Callable[..., Any]) -> 
 
 
 class Floor:
-    """What the collection's forward cannot do without: ids there, lookup kernel, embeddings back."""
+    """The least a forward takes: ids there, lookup kernel, embeddings back."""
 
     def __init__(self, batch_size: int, world_size: int) -> None:
         from recsys.kernels.tbe import TableBatchedEmbedding

@@ -58,7 +58,7 @@ HEAD = [
 
 
 def print_table(result: dict) -> None:
-    """Print ratios below 1 where ours is faster; in brackets the least and greatest of the rounds."""
+    """Print ratios, below 1 where ours is faster; in brackets those of the extreme rounds."""
     table = [HEAD, *rows(result)]
     widths = [max(len(line[i]) for line in table) for i in range(len(HEAD))]
     for line in table:

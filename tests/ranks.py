@@ -75,10 +75,10 @@ class RankPool:
     def __call__(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
     ) -> list[Any]:
-        """Calls ``fn(*args)`` on every rank, in a fresh default process group, and returns the results by rank.
+        """Calls ``fn(*args)`` on every rank, in a fresh process group; returns the results by rank.
 
-        ``fn`` must be a module-level function. Raises RankError if it fails or does not return in time on any
-        rank; the pool is then restarted, so that the next test finds it whole.
+        ``fn`` must be a module-level function. Raises RankError if it fails or does not return in
+        time on any rank; the pool is then restarted, so that the next test finds it whole.
         """
         self._grow(world_size)
         handle, path = tempfile.mkstemp(prefix="recsys-store-")

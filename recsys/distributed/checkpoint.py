@@ -1,7 +1,7 @@
 """Checkpoints that do not depend on the plan: save on any ranks, load on any others.
 
-State is named by table and global row. ``torch.distributed.checkpoint`` does the reading and writing; this file adds
-the check that everything was set, and errors that name the file.
+State is named by table and global row. ``torch.distributed.checkpoint`` does the reading and
+writing; this file adds the check that everything was set, and errors that name the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load_checkpoint(
     *,
     allow_partial: bool = False,
 ) -> dict[str, Any]:
-    """Loads what :func:`save_checkpoint` saved, in place, under any plan and on any number of ranks.
+    """Loads what :func:`save_checkpoint` saved, in place, under any plan and on any ranks.
 
     Every rank must call it.
 
@@ -73,8 +73,8 @@ def load_checkpoint(
         The ``extra`` that was saved.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint, is damaged, or lacks a part of the model or of
-            the optimizer's state.
+        CheckpointError: if the folder is no checkpoint, is damaged, or lacks a part of the model or
+            of the optimizer's state.
     """
     state = _state_of(model, optimizer)
     try:
@@ -82,8 +82,8 @@ def load_checkpoint(
         saved = reader.read_metadata().state_dict_metadata
     except Exception as error:
         raise CheckpointError(
-            f"{path} is not a readable checkpoint: {type(error).__name__}: {error}. Give the folder that "
-            "save_checkpoint wrote."
+            f"{path} is not a readable checkpoint: {type(error).__name__}: {error}. Give the "
+            "folder that save_checkpoint wrote."
         ) from error
     state["extra"] = {
         name.removeprefix("extra."): None for name in saved if name.startswith("extra.")
@@ -91,8 +91,8 @@ def load_checkpoint(
     missing = sorted(_names(state) - saved.keys())
     if missing and not allow_partial:
         raise CheckpointError(
-            f"The checkpoint {path} lacks {len(missing)} of the values to load: {missing[:10]}. Pass "
-            "allow_partial=True to keep what the model has for them."
+            f"The checkpoint {path} lacks {len(missing)} of the values to load: {missing[:10]}. "
+            "Pass allow_partial=True to keep what the model has for them."
         )
     planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
     try:
@@ -103,7 +103,10 @@ def load_checkpoint(
             f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
             for rank, failure in sorted(error.failures.items())
         )
-        raise CheckpointError(f"The checkpoint {path} cannot be loaded. {reasons}") from error
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be loaded. Load an earlier one, or copy this one anew. "
+            f"{reasons}"
+        ) from error
     model.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
@@ -153,7 +156,7 @@ class _CompleteLoadPlanner(DefaultLoadPlanner):
                 found = covered.get((name, offsets), 0)
                 if found < tensor.numel() and not self.allow_partial_load:
                     raise CheckpointError(
-                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of the part at "
-                        f"{offsets}"
+                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of "
+                        f"the part at {offsets}"
                     )
         return plan

@@ -133,7 +133,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
     # -- the path of a batch ---------------------------------------------------------------------
 
     def input_dist(self, features: KeyedJaggedTensor) -> HeaderExchange:
-        """Starts sending ids to the ranks that own their rows; see :mod:`recsys.distributed.input_dist`."""
+        """Starts sending ids to the ranks that own their rows."""
         return self._input_dist.start(features)
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:

@@ -36,7 +36,7 @@ _FAILED, _WARNED = 1, 2  # what the flag says: raise everywhere; or warn on the 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bags:
-    """What one lookup reads: ``indices [N]``, ``offsets [F*T+1]`` (feature major), ``weights [N]`` or None."""
+    """What one lookup reads: ``indices [N]``, ``offsets [F*T+1]``, ``weights [N]`` or None."""
 
     indices: Tensor
     offsets: Tensor
@@ -71,7 +71,7 @@ class LocalIds:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Routes:
-    """Index tensors for batches whose keys come in one particular order; built once, kept on the device."""
+    """Index tensors for batches with one particular order of keys, on the device."""
 
     split: Tensor | None  # positions in the batch of the row-split slots' features
     replicas: tuple[Tensor, ...]  # per replica group, positions in the batch of its features
@@ -89,7 +89,7 @@ class _Routes:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """One rank's input, cut into segments; ``counts_G`` holds whole features first, then row blocks."""
+    """One rank's input in segments; ``counts_G`` has whole features first, then row blocks."""
 
     batch_size: int
     lengths: list[Tensor]
@@ -181,7 +181,7 @@ class InputDist:
         received = comm.all_to_all(self.env, sent, counts, own)
         return HeaderExchange(self, batch, error, received)
 
-    # -- preparation that depends only on the layout and the order of keys ---------------------------------
+    # -- what depends only on the layout and the order of keys -----------------------------------
 
     def _index(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
@@ -215,7 +215,7 @@ class InputDist:
         if missing:
             raise KeyError(
                 f"The batch lacks the features {missing}, which the tables of this module read; "
-                f"received the features {keys}."
+                f"received the features {keys}. Add them (empty bags will do)."
             )
         at = np.array([position[name] for name in self.feature_names], dtype=np.int64)
         num_features = layout.num_features
@@ -261,7 +261,7 @@ class InputDist:
             and np.array_equal(segments[0], np.arange(num_keys)),
         )
 
-    # -- per batch --------------------------------------------------------------------------------------------
+    # -- per batch -------------------------------------------------------------------------------
 
     def _check_features(self, features: KeyedJaggedTensor) -> None:
         values = features.values()
@@ -302,7 +302,8 @@ class InputDist:
     def describe_bad_ids(self, features: KeyedJaggedTensor, bad_N: Tensor) -> str:
         """Returns the text for the first of some ids that lie outside their tables."""
         routes = self._routes_for(features.keys())
-        tables = [self._smallest_table(key) for key in features.keys()]
+        keys = features.keys()
+        tables = [self._smallest_table(key) for key in keys]
         return bad_id_message(
             bad_N,
             features.values(),
@@ -376,7 +377,7 @@ class InputDist:
         )
 
     def _header(self, batch: _Batch | None, flag: Tensor | None) -> Tensor:
-        """Builds ``[flag, batch size, ids per stream]`` for every destination; a failed rank sends its flag alone."""
+        """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
         if batch is None:
             size = sum(len(s) + _COUNTS for s in self.layout.send_segments)
             return torch.ones(size, dtype=torch.int64, device=self.device)

@@ -138,7 +138,7 @@ class LookupGroup:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """``width`` columns that are the sum of pieces: columns ``start..`` of what each ``rank`` sends."""
+    """``width`` columns that add up from pieces: columns ``start..`` of what each rank sends."""
 
     ranks: tuple[int, ...]
     starts: tuple[int, ...]
@@ -190,7 +190,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One slot of one rectangle on its owner: local columns ``start..`` hold output columns ``cols``."""
+    """One slot of one rectangle on its owner: local columns ``start..`` hold columns ``cols``."""
 
     slot: int
     table: int
@@ -296,8 +296,7 @@ def _plan_lookups(
     slots_of: Sequence[Sequence[int]],
     owned: Sequence[tuple[int, Rect]],
 ) -> tuple[tuple[LookupGroup, ...], list[_Piece]]:
-    """Orders the rectangles of one rank by lookup, and within it by who else holds a part of the
-    sum.
+    """Orders the rectangles of one rank by lookup, and then by who else holds a part of the sum.
 
     Rectangles that are summed with the same other ranks lie side by side on all of them, so that
     one addition serves them all.
@@ -365,7 +364,7 @@ def _segment_of(
 def _find_runs(
     pieces: Sequence[Sequence[_Piece]],
 ) -> tuple[list[Run], list[tuple[tuple[int, int], int, int]]]:
-    """Returns the runs, and for each block of output columns (range, run, first column within the run)."""
+    """Returns the runs, and per block of output columns (range, run, first column in the run)."""
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, rank_pieces in enumerate(pieces):
         for piece in rank_pieces:

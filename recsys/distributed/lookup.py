@@ -1,5 +1,4 @@
-"""Second stage: one fused lookup per group of tables on each rank, and what must happen after
-backward.
+"""Second stage: one fused lookup per group of tables, and what must follow its backward.
 
 A table that this rank owns alone updates itself in backward. Two kinds cannot: a replicated table
 must first add up the gradients of all ranks, and a table that is split by columns under an
@@ -248,8 +247,8 @@ class BackwardFinisher:
     def _finish_column_splits(self) -> None:
         """Adds up one float per touched row among the column owners, and applies the row updates.
 
-        The owners of a row block's columns were sent the same ids, so they hold the same rows in the
-        same order and only the values travel.
+        The owners of a row block's columns were sent the same ids, so they hold the same rows in
+        the same order and only the values travel.
         """
         env = self._env
         empty = torch.zeros(0, dtype=torch.float32, device=self._device)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder, default_device
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
-
 
 # torch 2.13 renamed `broadcast_buffers` and warns of the old name. Buffers of a model are alike on
 # all ranks from the start, and a broadcast in every forward would cost a collective.
@@ -32,7 +32,7 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """Returns the module inside any DistributedModelParallel and DistributedDataParallel around it."""
+    """Returns the module inside any wrappers of this file and of DistributedDataParallel."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
         module = (
             module._dmp_wrapped if isinstance(module, DistributedModelParallel) else module.module
@@ -71,7 +71,7 @@ class DefaultDataParallelWrapper:
         self._find_unused_parameters = find_unused_parameters
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wraps ``dmp`` 's inner module in place; nothing to do for one rank or no dense parameter."""
+        """Wraps the inner module in place, if there are several ranks and dense parameters."""
         module = dmp._dmp_wrapped
         if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
@@ -85,6 +85,13 @@ class DefaultDataParallelWrapper:
         dense = [n for n, p in everything.items() if n not in sharded and p.requires_grad]
         if not dense:
             return
+        in_backward = [n for n in dense if attached_optimizer(everything[n]) is not None]
+        if in_backward:
+            raise ValueError(
+                f"Replicated parameters must keep their gradients for the all-reduce over ranks; "
+                f"received some that are updated in backward: {in_backward}. Give "
+                "apply_optimizer_in_backward the tables only, and step the others' optimizer."
+            )
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
         dmp._dmp_wrapped = DistributedDataParallel(
             module,
@@ -149,6 +156,7 @@ class DistributedModelParallel(nn.Module):
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
+        *,
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
@@ -176,16 +184,17 @@ class DistributedModelParallel(nn.Module):
 
     def _check_plan_paths(self, module: nn.Module) -> None:
         paths = {path for path, child in module.named_modules() if type(child) in self._sharders}
-        unknown = sorted(self._plan.plan.keys() - paths)
-        if unknown:
+        planned = self._plan.plan.keys()
+        missing, unknown = sorted(paths - planned), sorted(planned - paths)
+        if unknown or missing:
             raise ValueError(
-                f"The plan names the modules {unknown}, which are not shardable modules of the "
-                f"model; its "
-                f"shardable modules are {sorted(paths)}."
+                f"The plan must name each shardable module of the model once; missing: {missing}, "
+                f"not shardable modules of the model: {unknown}. To leave a module on every rank, "
+                "place its tables data_parallel."
             )
 
     def _shard(self, module: nn.Module, path: str) -> nn.Module:
-        """Replaces every module that the plan names; leaves the given model's own structure intact."""
+        """Replaces, in place, every module that the plan names."""
         module_plan = self._plan.get_plan_for_module(path)
         sharder = self._sharders.get(type(module))
         if sharder is not None and module_plan is not None:
@@ -253,8 +262,9 @@ class DistributedModelParallel(nn.Module):
         return self._optimizer
 
     def copy(self, device: torch.device) -> DistributedModelParallel:
-        """Returns a copy on another device: same plan, weights and optimizer state, not wrapped
-        for training.
+        """Returns a copy on another device: same plan, weights and optimizer state.
+
+        The copy is not wrapped for data-parallel training; call :meth:`init_data_parallel`.
 
         Args:
             device: where the copy goes, such as ``torch.device("cpu")`` for a snapshot to evaluate.
@@ -289,7 +299,7 @@ class DistributedModelParallel(nn.Module):
                 names.add(f"{prefix}{path}.weight" if path else f"{prefix}weight")
         return names
 
-    # -- names: those of the bare model -------------------------------------------------------------
+    # -- names: those of the bare model ----------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state under the unsharded model's names.
@@ -304,8 +314,7 @@ class DistributedModelParallel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Copies a state in: from :meth:`state_dict` under the same plan, or from the unsharded
-        model.
+        """Copies a state in, from the same plan or from the unsharded model.
 
         Args:
             state_dict: values by the unsharded model's names.

@@ -4,8 +4,8 @@ One exchange forward and one backward, whatever the mix of strategies. Each rank
 the rows of ``q``'s samples as they lie in its lookups' output. What arrives is one buffer, seen as
 rows of ``chunk`` columns (the largest width that divides every stretch of columns); one gather lays
 those rows out as the unsharded module would have them, adding up the parts of row-split tables on
-the way. Backward is the transposed gather, which starts the reverse exchange, and then its end: what
-the model did between the call and the first use of the output is computed meanwhile, both ways.
+the way. Backward is the transposed gather, which starts the reverse exchange, and later its end.
+What a model computes between the call and the first use of the output runs meanwhile, both ways.
 
 Shape names: ``B`` samples of this rank, ``T`` samples of all ranks, ``D`` output columns, ``C``
 columns of one rank's lookups.
@@ -36,9 +36,9 @@ _MAX_CACHED_PLACEMENTS = 16  # one per batch size seen; datasets have few
 class _Placement:
     """The gathers for one batch size.
 
-    ``collect`` lists, for each chunk of the output ``[B, D]``, the chunks of the received buffer that add up to it;
-    ``offsets`` says where each chunk's list begins, None if every list has one entry. ``spread`` lists, for each
-    chunk of the buffer, the chunk of the output it went to.
+    ``collect`` lists, for each chunk of the output ``[B, D]``, the chunks of the buffer that add up
+    to it; ``offsets`` says where each list begins, None if every list has one entry.
+    ``spread`` lists, for each chunk of the buffer, the chunk of the output it went to.
     """
 
     collect: Tensor
@@ -171,7 +171,7 @@ class _Exchange:
         self.pending: comm.Pending | None = None
 
     def _mean_scales(self, receipt: Receipt) -> Tensor | None:
-        """Returns ``[slots, B, 1]`` one over the bag length (1 if empty) of mean row-split slots."""
+        """Returns ``[slots, B, 1]``, one over the bag length, of mean-pooled row-split slots."""
         if not self.stage.mean_slots:
             return None
         assert receipt.counts is not None
@@ -188,7 +188,7 @@ class _Exchange:
             values_BD[:, slot.col : slot.col + slot.dim].mul_(scale_B1)
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Starts the exchange into one buffer, which holds the replicas' output behind what arrives."""
+        """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
         stage = self.stage
         num_local = self.batch_size * sum(self.replica_widths)
         buffer = torch.empty(self.num_received + num_local, dtype=stage.dtype, device=stage.device)

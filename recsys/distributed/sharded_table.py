@@ -43,7 +43,7 @@ class ShardedTable(Tensor):
     _group: torch.distributed.ProcessGroup | None
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102
         cls,
         size: Sequence[int],
         shards: Sequence[tuple[tuple[int, ...], Tensor]],
@@ -63,7 +63,7 @@ class ShardedTable(Tensor):
         """Everything is set by ``__new__``."""
 
     def local_shards(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Returns ``(offsets, tensor)`` for each part this rank holds; the tensors are live views."""
+        """Returns ``(offsets, tensor)`` for each part this rank holds, as live views."""
         return self._shards
 
     def full_tensor(self) -> Tensor:

@@ -128,8 +128,7 @@ def shard_metadata(rect: Rect, device_type: str) -> ShardMetadata:
 def rects_of(
     name: str, num_rows: int, dim: int, sharding: ParameterSharding, world_size: int
 ) -> tuple[Rect, ...]:
-    """Returns the rectangles a plan gives a table, neighbours on one rank merged; none if
-    replicated.
+    """Returns the rectangles a plan gives a table, neighbours merged; none if replicated.
 
     Args:
         name: of the table.
@@ -215,6 +214,6 @@ def check_plan_covers(
     if missing or unknown:
         raise ValueError(
             f"The plan of module {module_path!r} must name each of its tables once; missing: "
-            f"{missing}, "
-            f"not in the module: {unknown}. The module's tables are {list(table_names)}."
+            f"{missing}, not in the module: {unknown}. Give it one ParameterSharding for each of "
+            f"{list(table_names)}."
         )

@@ -241,7 +241,7 @@ class ShardingEnv:
 
     @classmethod
     def default(cls) -> ShardingEnv:
-        """Makes the environment of the default process group, or of one process if there is none."""
+        """Makes the environment of the default process group, or of one process without one."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             assert torch.distributed.group.WORLD is not None
             return cls.from_process_group(torch.distributed.group.WORLD)

@@ -78,7 +78,8 @@ def export_torchscript(
 ) -> torch.jit.ScriptModule:
     """Compiles a quantized model by TorchScript and writes it to a file.
 
-    The file runs wherever torch and fbgemm_gpu do: ``torch.jit.load(path)(dense, values, lengths)``.
+    The file runs wherever torch and fbgemm_gpu do:
+    ``torch.jit.load(path)(dense, values, lengths)``.
 
     Args:
         model: as for :func:`trace_model`.

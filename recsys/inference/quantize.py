@@ -14,7 +14,6 @@ from recsys.kernels.quantized import QuantizedLookup, quantize_rows
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
-    PoolingType,
     pooling_type_to_pooling_mode,
 )
 from recsys.modules.embedding_modules import (

@@ -36,12 +36,13 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
         ``[R, 4 + D * bits / 8]`` uint8.
 
     Raises:
-        ValueError: if ``bits`` is neither, ``D`` does not fill whole bytes, or a weight is not finite.
+        ValueError: if ``bits`` is neither, ``D`` does not fill whole bytes, or a weight is not
+            finite.
 
     Example:
         >>> rows = quantize_rows(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), bits=8)
         >>> dequantize_rows(rows, bits=8)
-        tensor([[0.0000, 0.9999, 1.9998, 2.9997]])
+        tensor([[0.0000, 1.0000, 2.0000, 3.0000]])
     """
     if bits not in _SPARSE_TYPES:
         raise ValueError(f"Rows are quantized to 8 or 4 bits; received bits={bits}.")
@@ -90,7 +91,7 @@ class QuantizedLookup(nn.Module):
         >>> rows = quantize_rows(torch.tensor([[0.0, 3.0, 3.0, 0.0]]), bits=4)
         >>> lookup = QuantizedLookup([rows], [4], [0], PoolingMode.SUM)
         >>> lookup(torch.tensor([0, 0]), torch.tensor([0, 2]), None)
-        tensor([[0., 6., 6., 0.]])
+        tensor([[0.0000, 5.9985, 5.9985, 0.0000]])
     """
 
     def __init__(

@@ -299,7 +299,7 @@ class TableBatchedEmbedding:
         return list(self._by_table(self._pending))
 
     def row_statistics(self) -> list[Tensor]:
-        """DEFERRED mode: per table `row_statistic` of its row gradients: [K], aligned with `row_gradients`.
+        """DEFERRED mode: per table [K], `row_statistic` of its `row_gradients`.
 
         Raises:
             ValueError: The optimizer has no such statistic.

@@ -278,7 +278,8 @@ def check_tables(owner: str, configs: Sequence[BaseEmbeddingConfig]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(
-            f"{owner} needs tables with different names; received {repeated} more than once."
+            f"{owner} needs tables with different names; received {repeated} more than once. "
+            "Rename all but one; features that share a table go into its feature_names."
         )
     for config in configs:
         if not config.name or "." in config.name:

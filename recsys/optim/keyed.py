@@ -1,4 +1,4 @@
-"""Optimizers whose state is named by parameter, so that it can be saved, checked and loaded under another plan."""
+"""Optimizers whose state is named by parameter: it can be loaded under another plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KeyedOptimizer(Optimizer):
         state: Mapping[Any, Any],
         param_groups: Collection[dict[str, Any]],
     ) -> None:
-        # torch.optim.Optimizer.__init__ would copy and re-group; the state here belongs to someone else.
+        # torch.optim.Optimizer.__init__ would copy and re-group; the state here is someone else's.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._optimizer_state_dict_pre_hooks = OrderedDict()
@@ -61,7 +61,7 @@ class KeyedOptimizer(Optimizer):
                 )
 
     def save_param_groups(self, save: bool) -> None:
-        """Sets whether ``state_dict()`` holds the parameter groups (learning rates and the like) too."""
+        """Sets whether ``state_dict()`` holds the parameter groups (learning rates, ...) too."""
         self._saves_param_groups = save
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
@@ -215,7 +215,10 @@ class CombinedOptimizer(KeyedOptimizer):
         >>> a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
         >>> make = lambda params: torch.optim.SGD(params, lr=0.1)
         >>> both = CombinedOptimizer(
-        ...     [KeyedOptimizerWrapper({"a": a}, make), ("b", KeyedOptimizerWrapper({"w": b}, make))]
+        ...     [
+        ...         KeyedOptimizerWrapper({"a": a}, make),
+        ...         ("b", KeyedOptimizerWrapper({"w": b}, make)),
+        ...     ]
         ... )
         >>> sorted(both.params)
         ['a', 'b.w']

@@ -305,7 +305,7 @@ class JaggedTensor:
         """
         if self._offsets is None:
             offsets = ops.complete_cumsum(self.lengths())
-            validate.check_offsets_span("JaggedTensor", offsets, self.values())
+            validate.check_derived_offsets("JaggedTensor", offsets, self.values())
             self._offsets = offsets
         return self._offsets
 

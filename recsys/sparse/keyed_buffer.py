@@ -217,7 +217,7 @@ class KeyedBuffer:
         """
         if self._offsets is None:
             offsets = ops.complete_cumsum(self.lengths())
-            validate.check_offsets_span("KeyedJaggedTensor", offsets, self._values)
+            validate.check_derived_offsets("KeyedJaggedTensor", offsets, self._values)
             self._offsets = offsets
         return self._offsets
 

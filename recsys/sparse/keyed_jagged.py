@@ -417,7 +417,8 @@ class KeyedJaggedTensor(KeyedExchange):
                 f"{indices_tensor.numel()} entries for {len(indices)}."
             )
         if validate.is_readable(self._values):
-            self.length_per_key()  # a kernel given lengths that do not add up would read past the end
+            # a kernel given lengths that do not add up would read past the end
+            self.length_per_key()
         length_per_key, total = self._length_per_key, None
         if length_per_key is not None:
             length_per_key = [length_per_key[i] for i in indices]

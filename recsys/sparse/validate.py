@@ -133,9 +133,19 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
         if first != 0 or last != values.shape[0]:
             raise ValueError(
                 f"{owner}.offsets must run from 0 to the number of values, {values.shape[0]}; "
-                f"received offsets from {first} to {last}. Lengths that do not add up to the "
-                "number of values give such offsets."
+                f"received offsets from {first} to {last}. They are the running sum of the bags' "
+                "lengths with a leading 0."
             )
+
+
+def check_derived_offsets(owner: str, offsets: Tensor, values: Tensor) -> None:
+    """Check that offsets derived from lengths end at the number of values, where reading is free.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if is_readable(offsets):
+        check_total(owner, int(offsets[-1]), values)
 
 
 def check_total(owner: str, total: int, values: Tensor) -> None:
@@ -147,7 +157,8 @@ def check_total(owner: str, total: int, values: Tensor) -> None:
     if total != values.shape[0]:
         raise ValueError(
             f"{owner}.lengths must add up to the number of values; received lengths that add up "
-            f"to {total} for {values.shape[0]} values."
+            f"to {total} for {values.shape[0]} values. Every value belongs to one bag: correct "
+            "the lengths or the values."
         )
 
 

@@ -1,4 +1,4 @@
-"""Finds a placement: the machine (``topology``), what the user demands (``types``), the search (``planners``)."""
+"""Finds a placement: the machine (``topology``), demands (``types``), the search (``planners``)."""
 
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.topology import Topology

@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def exchange_bw(self) -> float:
-        """Bytes per millisecond between two ranks, of the slower kind if there are several nodes."""
+        """Bytes per millisecond between two ranks, across nodes if there are several."""
         several_nodes = (self.local_world_size or self.world_size) < self.world_size
         if several_nodes:
             return self.inter_host_bw

@@ -9,7 +9,7 @@ from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 
 
 class PlannerError(ValueError):
-    """No placement meets the demands; the message says which tables, how many bytes, and what would help."""
+    """No placement meets the demands; says which tables, how many bytes, and what would help."""
 
 
 @final
@@ -50,14 +50,13 @@ class StorageReservation(Protocol):
     """How much of a rank's memory is kept free of tables."""
 
     def usable(self, memory_cap: int, dense_bytes: int) -> int:
-        """Returns the bytes left for tables, of ``memory_cap`` bytes and with that much of dense parameters."""
+        """Returns the bytes of ``memory_cap`` that are left for tables."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class HeuristicalStorageReservation:
-    """Keeps a share of the memory free, and room for the dense parameters with gradients and two
-    optimizer states.
+    """Keeps a share of the memory free, and room to train the dense parameters with Adam.
 
     Args:
         percentage: share of the memory to keep free, 0 to 1.
