@@ -36,8 +36,7 @@ test: $(call stamp,test)
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(call stamp,peers)
-	$(BIN)/python -m benchmarks.dlrm $(ARGS)
-	$(BIN)/python -m benchmarks.kjt
+	$(BIN)/python -m benchmarks $(ARGS)
 
 gpu: $(call stamp,test) $(call stamp,peers)
 	$(BIN)/python -m pytest -m gpu tests/gpu
