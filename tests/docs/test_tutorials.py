@@ -51,7 +51,8 @@ def run_page(page: Path, folder: Path, compare: bool) -> None:
             if not compare or shown is None or checker.check_output(shown, got, doctest.ELLIPSIS):
                 continue
             raise AssertionError(
-                f"{page.name}, line {block.line}: the block prints\n{got}\nand the page shows\n{shown}"
+                f"{page.name}, line {block.line}: the block prints\n{got}\n"
+                f"and the page shows\n{shown}"
             )
 
 

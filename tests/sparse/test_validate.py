@@ -68,7 +68,7 @@ class TestParts:
             build(IDS, offsets=torch.tensor([1, 1, 3]))
 
     def test_length_sums_when_offsets_are_derived(self, build):
-        with pytest.raises(ValueError, match=r"to the number of values, 3; received .* to 4"):
+        with pytest.raises(ValueError, match="add up to 4 for 3 values"):
             build(IDS, lengths=torch.tensor([2, 2])).offsets()
 
     def test_full_check_names_the_bag(self, build):
