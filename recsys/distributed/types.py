@@ -315,6 +315,15 @@ class LazyAwaitable(Awaitable[T]):
     def __len__(self) -> int:
         return len(self.wait())  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        return bool(self.wait())
+
+    def __int__(self) -> int:
+        return int(self.wait())  # type: ignore[call-overload, no-any-return]
+
+    def __float__(self) -> float:
+        return float(self.wait())  # type: ignore[arg-type]
+
 
 def _forward_operator(name: str) -> Callable[..., Any]:
     def operate(self: LazyAwaitable[Any], *others: Any) -> Any:
@@ -335,14 +344,25 @@ for _name in [
     "rtruediv",
     "matmul",
     "rmatmul",
+    "floordiv",
+    "rfloordiv",
+    "mod",
     "pow",
+    "rpow",
     "neg",
+    "abs",
+    "and",
+    "or",
+    "xor",
+    "invert",
     "eq",
     "ne",
     "lt",
     "le",
     "gt",
     "ge",
+    "setitem",
+    "contains",
 ]:
     setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
 LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]

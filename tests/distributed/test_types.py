@@ -1,0 +1,273 @@
+"""Awaitables stand for their result; plans print and parse; the environment says who is there."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.types import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    LazyNoWait,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+    placement_rank,
+)
+from recsys.sparse import KeyedTensor
+from tests.ranks import RankPool
+
+VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+class Result:
+    """A result that counts how often it is computed."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        self.calls = 0
+
+    def __call__(self) -> object:
+        self.calls += 1
+        return self.value
+
+
+def later(value: object = VALUES) -> LazyAwaitable:
+    return LazyAwaitable(Result(value))
+
+
+class TestLazyAwaitable:
+    def test_computes_once_and_only_when_it_must(self) -> None:
+        result = Result(VALUES)
+        lazy = LazyAwaitable(result)
+        assert repr(lazy) == "LazyAwaitable(under way)"
+        assert result.calls == 0
+        assert lazy.wait() is VALUES
+        assert lazy.wait() is VALUES
+        assert (lazy + 1).shape == (2, 2)
+        assert result.calls == 1
+        assert "tensor" in repr(lazy)
+
+    def test_probing_does_not_wait(self) -> None:
+        result = Result(VALUES)
+        lazy = LazyAwaitable(result)
+        assert not hasattr(lazy, "__array__")
+        assert isinstance(hash(lazy), int)
+        with pytest.raises(AttributeError):
+            lazy.__deepcopy__
+        assert result.calls == 0
+
+    def test_is_released_from_what_it_waited_for(self) -> None:
+        lazy = later()
+        lazy.wait()
+        assert lazy._finish is None
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda x: x + 1,
+            lambda x: 1 + x,
+            lambda x: x - 3,
+            lambda x: 3 - x,
+            lambda x: x * 2,
+            lambda x: 2 * x,
+            lambda x: x / 2,
+            lambda x: 2 / x,
+            lambda x: x @ VALUES,
+            lambda x: VALUES @ x,
+            lambda x: VALUES + x,
+            lambda x: VALUES - x,
+            lambda x: VALUES / x,
+            lambda x: x // 2,
+            lambda x: 9 // x,
+            lambda x: x % 2,
+            lambda x: x**2,
+            lambda x: 2**x,
+            lambda x: abs(x),
+            lambda x: -x,
+            lambda x: x == 2,
+            lambda x: x != 2,
+            lambda x: x < 2,
+            lambda x: x <= 2,
+            lambda x: x > 2,
+            lambda x: x >= 2,
+            lambda x: x[0],
+            lambda x: x[:, 1],
+            lambda x: x.sum(),
+            lambda x: x.T,
+            lambda x: torch.sin(x),
+            lambda x: torch.cat([x, VALUES]),
+            lambda x: torch.stack(list(x)),
+            lambda x: torch.nn.functional.linear(VALUES, x),
+            lambda x: torch.add(VALUES, other=x),
+            lambda x: torch.tensor(len(x)),
+        ],
+    )
+    def test_is_used_as_the_tensor_it_stands_for(self, use) -> None:
+        received = use(later())
+        assert type(received) is Tensor
+        torch.testing.assert_close(received, use(VALUES), rtol=0, atol=0)
+
+    def test_masks(self) -> None:
+        mask, other = VALUES > 2, VALUES < 4
+        torch.testing.assert_close(later(mask) & other, mask & other)
+        torch.testing.assert_close(later(mask) | other, mask | other)
+        torch.testing.assert_close(later(mask) ^ other, mask ^ other)
+        torch.testing.assert_close(~later(mask), ~mask)
+
+    def test_two_of_them_meet(self) -> None:
+        torch.testing.assert_close(later() + later(), VALUES + VALUES)
+        torch.testing.assert_close(torch.cat([later(), later()]), torch.cat([VALUES, VALUES]))
+
+    def test_passes_a_gradient_on(self) -> None:
+        leaf = VALUES.clone().requires_grad_()
+        (LazyAwaitable(lambda: leaf * 3) * 2).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [[6.0, 6.0], [6.0, 6.0]]
+
+    def test_is_as_true_and_as_big_as_its_result(self) -> None:
+        assert not later(torch.tensor([0.0]))
+        assert later(torch.tensor(2.5))
+        assert (int(later(torch.tensor(2))), float(later(torch.tensor(2.5)))) == (2, 2.5)
+        assert 3.0 in later()
+        assert 5.0 not in later()
+
+    def test_is_written_to(self) -> None:
+        values = VALUES.clone()
+        later(values)[0, 1] = 7.0
+        assert values[0].tolist() == [1.0, 7.0]
+
+    def test_stands_for_any_object(self) -> None:
+        tensor = KeyedTensor(keys=["a", "b"], length_per_key=[1, 1], values=VALUES)
+        lazy = later(tensor)
+        assert lazy.keys() == ["a", "b"]
+        assert lazy["b"].tolist() == [[2.0], [4.0]]
+        assert lazy.to_dict().keys() == {"a", "b"}
+        with pytest.raises(AttributeError, match="no_such_name"):
+            lazy.no_such_name
+
+    def test_an_error_reaches_whoever_waits(self) -> None:
+        def fail() -> Tensor:
+            raise IndexError("bad id")
+
+        lazy = LazyAwaitable(fail)
+        for _ in range(2):
+            with pytest.raises(IndexError, match="bad id"):
+                lazy.wait()
+
+    def test_no_wait_has_its_result(self) -> None:
+        assert repr(LazyNoWait(3)) == "LazyNoWait(3)"
+        assert LazyNoWait(3).wait() == 3
+
+
+class TestPlacement:
+    @pytest.mark.parametrize(
+        ("placement", "rank"),
+        [("rank:0/cpu", 0), ("rank:12/cuda:4", 12), ("rank:3", 3)],
+    )
+    def test_names_a_rank(self, placement: str, rank: int) -> None:
+        assert placement_rank(placement) == rank
+        assert ShardMetadata([0, 0], [1, 1], placement).rank == rank
+
+    def test_of_torch(self) -> None:
+        assert placement_rank(torch.distributed._remote_device("rank:2/cpu")) == 2
+
+    @pytest.mark.parametrize("placement", ["cuda:1", "rank:x/cpu", "", None, "rank:-1/cpu", 1.5])
+    def test_without_a_rank_is_refused(self, placement: object) -> None:
+        with pytest.raises(ValueError, match=r"must be 'rank:<rank>/<device>'.*received "):
+            placement_rank(placement)
+
+
+class TestPlan:
+    def plan(self) -> ShardingPlan:
+        return ShardingPlan(
+            {
+                "sparse.ebc": EmbeddingModuleShardingPlan(
+                    {
+                        "users": parameter_sharding(ShardingType.ROW_WISE, 5, 8, [0, 1]),
+                        "films": parameter_sharding(
+                            ShardingType.COLUMN_WISE, 10, 8, [1, 0], device_type="cuda"
+                        ),
+                        "days": parameter_sharding(
+                            ShardingType.DATA_PARALLEL,
+                            7,
+                            8,
+                            [0, 1],
+                            compute_kernel=EmbeddingComputeKernel.DENSE,
+                        ),
+                    }
+                )
+            }
+        )
+
+    def test_prints_as_the_table_users_know(self) -> None:
+        assert str(self.plan()) == (
+            "module: sparse.ebc\n"
+            "param  sharding type  compute kernel  ranks\n"
+            "-----  -------------  --------------  ------\n"
+            "users  row_wise       fused           [0, 1]\n"
+            "films  column_wise    fused           [1, 0]\n"
+            "days   data_parallel  dense           [0, 1]\n"
+            "\n"
+            "param  shard offsets  shard sizes  placement\n"
+            "-----  -------------  -----------  -------------\n"
+            "users  [0, 0]         [3, 8]       rank:0/cpu\n"
+            "users  [3, 0]         [2, 8]       rank:1/cpu\n"
+            "films  [0, 0]         [10, 4]      rank:1/cuda:1\n"
+            "films  [0, 4]         [10, 4]      rank:0/cuda:0"
+        )
+
+    def test_is_looked_up_by_module(self) -> None:
+        plan = self.plan()
+        assert plan.get_plan_for_module("sparse.ebc") is plan.plan["sparse.ebc"]
+        assert plan.get_plan_for_module("sparse") is None
+
+    def test_copies_and_pickles(self) -> None:
+        for other in (copy.deepcopy(self.plan()), pickle.loads(pickle.dumps(self.plan()))):
+            assert other == self.plan()
+            assert str(other) == str(self.plan())
+
+    def test_takes_enum_members(self) -> None:
+        sharding = ParameterSharding(ShardingType.TABLE_WISE, EmbeddingComputeKernel.FUSED, [0])
+        assert sharding == ParameterSharding("table_wise", "fused", [0])
+
+    def test_refuses_unknown_words(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"sharding_type must be one of .*grid_shard; received 'tw'"
+        ):
+            ParameterSharding("tw", "fused")
+        with pytest.raises(
+            ValueError, match=r"compute_kernel must be one of .*quant; received 'gpu'"
+        ):
+            ParameterSharding("table_wise", "gpu")
+
+
+def _default_env() -> tuple[int, int]:
+    env = ShardingEnv.default()
+    assert env.process_group is torch.distributed.group.WORLD
+    return env.rank, env.world_size
+
+
+class TestEnv:
+    def test_without_a_process_group(self) -> None:
+        for env in (ShardingEnv.default(), ShardingEnv.from_local()):
+            assert (env.rank, env.world_size, env.process_group) == (0, 1, None)
+
+    def test_of_the_default_process_group(self, ranks: RankPool) -> None:
+        assert ranks(2, _default_env) == [(0, 2), (1, 2)]
+
+    def test_refuses_what_cannot_be(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"rank must lie in \[0, world_size\); received rank=2"
+        ):
+            ShardingEnv(world_size=2, rank=2)
+        with pytest.raises(ValueError, match="needs a process group for world_size=2"):
+            ShardingEnv(world_size=2, rank=0)
