@@ -30,7 +30,7 @@ stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 .DELETE_ON_ERROR:
 
 train: $(BASE)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/dlrm/train.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/dlrm/train.py $(ARGS)
 
 test: $(call stamp,test)
 	$(BIN)/python -m pytest $(ARGS)

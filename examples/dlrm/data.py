@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -44,12 +44,12 @@ class Data:
         """The features in the order of the batches."""
         return list(self.num_embeddings)
 
-    def baselines(self) -> dict[str, dict[str, float]]:
+    def baselines(self, part: Literal["validation", "test"]) -> dict[str, dict[str, float]]:
         """Score what knows no features: the base rate, and the popularity of the film."""
         data = self.movielens
         if data is None:
             return {}
-        train, test = data.rows("train"), data.rows("test")
+        train, test = data.rows("train"), data.rows(part)
         labels = torch.from_numpy(data.label_N[test])
         base = float(data.label_N[train].mean())
         films = data.sparse["item_id"]
@@ -60,7 +60,7 @@ class Data:
         popularity = torch.from_numpy((likes + 10 * base) / (counts + 10))[film_N[test]]
         return {
             "base rate": _score(torch.full((len(test),), base), labels),
-            "popularity of the film": _score(popularity, labels),
+            "film popularity": _score(popularity, labels),
         }
 
 

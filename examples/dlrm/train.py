@@ -150,9 +150,10 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
     is_first = env.rank == 0
     if is_first:
         print(f"\n{sharded.plan}\n")
-        print(
-            f"{'epoch':>5} {'train loss':>10} {'AUC':>7} {'NE':>7} {'log loss':>8} {'samples/s':>9}"
-        )
+        columns = f"{'train loss':>10} {'AUC':>7} {'NE':>7} {'log loss':>8} {'samples/s':>9}"
+        print(f"{'validation':16} {columns}")
+        for name, row in data.baselines("validation").items():
+            print(f"{name:16} {'':10} {row['auc']:7.4f} {row['ne']:7.4f} {row['loss']:8.4f}")
 
     checkpoint, best = arguments.out / "checkpoint", -1.0
     for epoch in range(arguments.epochs or data.epochs):
@@ -171,7 +172,7 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
         if is_first:
             mean_loss = torch.stack(losses).mean().item()
             print(
-                f"{epoch + 1:5} {mean_loss:10.4f} {scores['auc']:7.4f} {scores['ne']:7.4f} "
+                f"{f'epoch {epoch + 1}':16} {mean_loss:10.4f} {scores['auc']:7.4f} {scores['ne']:7.4f} "
                 f"{scores['loss']:8.4f} {rate:9.0f}",
                 flush=True,
             )
@@ -234,7 +235,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if env.rank == 0:
-        rows = {**trained["data"].baselines(), "DLRM, sharded": trained["test"]}
+        rows = {**trained["data"].baselines("test"), "DLRM, sharded": trained["test"]}
         rows.update(export(arguments, trained["data"]))
         print_table(rows)
         print(f"\nCheckpoint and exported model are in {arguments.out}/")

@@ -1,0 +1,70 @@
+"""The DLRM example goes its whole way on each data set, on one and on two processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "dlrm" / "train.py"
+
+
+def _run(command: list[str], *arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def _auc(output: str, row: str) -> float:
+    (line,) = (line for line in output.splitlines() if line.startswith(row))
+    return float(line.removeprefix(row).split()[0])
+
+
+def _criteo_line(rng: random.Random) -> str:
+    category = rng.randrange(4)
+    label = int(rng.random() < (0.1, 0.3, 0.7, 0.9)[category])
+    counts = [str(rng.randrange(100)) if rng.random() < 0.9 else "" for _ in range(13)]
+    ids = [f"{category:08x}"] + [f"{rng.randrange(50):08x}" for _ in range(25)]
+    return "\t".join([str(label), *counts, *ids])
+
+
+def test_random_data_on_one_process(tmp_path: Path) -> None:
+    output = _run(
+        [], "--dataset", "random", "--num-embeddings", "100", "--batch-size", "16", "--embedding-dim",
+        "8", "--bits", "4", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert (tmp_path / "checkpoint").is_dir()
+    assert (tmp_path / "model.pt").is_file()
+    assert _auc(output, "int4 TorchScript, fresh process") == pytest.approx(
+        _auc(output, "unsharded, from the checkpoint"), abs=0.05
+    )
+
+
+def test_criteo_files_on_two_processes(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    (tmp_path / "data").mkdir()
+    for day in range(2):
+        lines = [_criteo_line(rng) for _ in range(1500)]
+        (tmp_path / "data" / f"day_{day}").write_text("\n".join(lines) + "\n")
+    output = _run(
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        *("--dataset", "criteo", "--data", str(tmp_path / "data"), "--num-embeddings", "64"),
+        *("--batch-size", "32", "--embedding-dim", "8", "--out", str(tmp_path / "out")),
+    )
+    auc = _auc(output, "DLRM, sharded")
+    assert auc > 0.75  # the first category tells the label; guessing gives 0.5
+    assert _auc(output, "unsharded, from the checkpoint") == pytest.approx(auc, abs=1e-4)
+    assert _auc(output, "int8 TorchScript, fresh process") == pytest.approx(auc, abs=0.002)
