@@ -1,0 +1,298 @@
+"""Plans meet every demand, fit the memory, balance the ranks, and are the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.layout import PlacedTable, Rect
+from recsys.distributed.planner import (
+    EmbeddingShardingPlanner,
+    FixedPercentageStorageReservation,
+    ParameterConstraints,
+    PlannerError,
+    Topology,
+)
+from recsys.distributed.sharding_plan import rects_of
+from recsys.distributed.types import ShardingPlan
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.optim import RowWiseAdagrad
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from tests.ranks import RankPool
+
+META = torch.device("meta")
+SHARDERS = [EmbeddingBagCollectionSharder()]
+MIB = 1 << 20
+
+
+def collection(
+    sizes: Mapping[str, tuple[int, int]],
+    optimizer: type[torch.optim.Optimizer] | None = torch.optim.SGD,
+) -> EmbeddingBagCollection:
+    """Tables by name with (rows, columns), each read by one feature."""
+    ebc = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"]
+            )
+            for name, (rows, dim) in sizes.items()
+        ],
+        device=META,
+    )
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
+    return ebc
+
+
+def plan_of(
+    module: nn.Module,
+    world_size: int = 2,
+    mib: float = 1000,
+    *,
+    batch_size: int = 1,
+    **constraints: ParameterConstraints,
+) -> ShardingPlan:
+    return EmbeddingShardingPlanner(
+        Topology(world_size, "cpu", ddr_cap=int(mib * MIB)),
+        batch_size=batch_size,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=constraints,
+    ).plan(module, SHARDERS)
+
+
+def only(*sharding_types: str, **demands: object) -> ParameterConstraints:
+    return ParameterConstraints(list(sharding_types), **demands)  # type: ignore[arg-type]
+
+
+class TestDemands:
+    @pytest.mark.parametrize(
+        ("sharding_type", "ranks"),
+        [
+            ("table_wise", [0]),
+            ("column_wise", [0, 1]),
+            ("row_wise", [0, 1]),
+            ("data_parallel", [0, 1]),
+        ],
+    )
+    def test_sharding_type(self, sharding_type: str, ranks: list[int]) -> None:
+        plan = plan_of(collection({"a": (100, 64)}), a=only(sharding_type))
+        assert plan.plan[""]["a"].sharding_type == sharding_type
+        assert plan.plan[""]["a"].ranks == ranks
+
+    def test_any_of_several_sharding_types(self) -> None:
+        plan = plan_of(collection({"a": (100, 64)}), a=only("row_wise", "column_wise"))
+        assert plan.plan[""]["a"].sharding_type in ("row_wise", "column_wise")
+
+    @pytest.mark.parametrize("sharding_type", ["row_wise", "column_wise", "data_parallel"])
+    def test_on_one_rank_too(self, sharding_type: str) -> None:
+        plan = plan_of(collection({"a": (100, 64)}), world_size=1, a=only(sharding_type))
+        assert plan.plan[""]["a"].sharding_type == sharding_type
+        assert plan.plan[""]["a"].ranks == [0]
+
+    def test_compute_kernel(self) -> None:
+        plan = plan_of(
+            collection({"a": (100, 64), "b": (100, 64)}),
+            a=ParameterConstraints(compute_kernels=["dense"]),
+        )
+        assert plan.plan[""]["a"].compute_kernel == "dense"
+        assert plan.plan[""]["b"].compute_kernel == "fused"
+
+    @pytest.mark.parametrize(("least", "widths"), [(16, {16}), (32, {32}), (None, {32})])
+    def test_least_columns_of_a_shard(self, least: int | None, widths: set[int]) -> None:
+        # tables that only fit in as many parts as possible
+        plan = plan_of(
+            collection({"a": (1_000, 64)}),
+            world_size=4,
+            mib=0.26 / (64 // max(widths)),
+            a=only("column_wise", min_partition=least),
+        )
+        spec = plan.plan[""]["a"].sharding_spec
+        assert spec is not None
+        assert {shard.shard_sizes[1] for shard in spec.shards} == widths
+
+    def test_of_unknown_tables_are_refused(self) -> None:
+        with pytest.raises(PlannerError, match=r"for the tables \['b'\].* its tables are \['a'\]"):
+            plan_of(collection({"a": (10, 4)}), b=only("table_wise"))
+
+    def test_that_nothing_meets_are_refused(self) -> None:
+        with pytest.raises(PlannerError, match="'a' may only be sharded grid_shard, which is not"):
+            plan_of(collection({"a": (10, 4)}), a=only("grid_shard"))
+
+    def test_one_pooling_factor_per_feature(self) -> None:
+        demand = ParameterConstraints(pooling_factors=[1.0, 2.0])
+        with pytest.raises(PlannerError, match=r"of table 'a' must have one number .*\['f_a'\]"):
+            plan_of(collection({"a": (10, 4)}), a=demand)
+
+
+class TestMemory:
+    def test_a_table_too_big_for_one_rank_is_split(self) -> None:
+        big = collection({"a": (1_000, 64)})  # 0.24 MiB
+        with pytest.raises(PlannerError, match="does not fit on the 2 cpu ranks"):
+            plan_of(big, mib=0.2, a=only("table_wise"))
+        split = plan_of(big, mib=0.2, a=only("table_wise", "row_wise")).plan[""]["a"]
+        assert (split.sharding_type, split.ranks) == ("row_wise", [0, 1])
+
+    def test_tables_go_where_there_is_room(self) -> None:
+        # c fits beside a only: a is small and hot, b is big and cold
+        sizes = {"a": (500, 64), "b": (1_000, 64), "c": (300, 64)}
+        demands = {
+            "a": only("table_wise", pooling_factors=[100.0]),
+            "b": only("table_wise"),
+            "c": only("table_wise"),
+        }
+        plan = plan_of(collection(sizes), mib=0.3, **demands).plan[""]
+        assert plan["c"].ranks == plan["a"].ranks != plan["b"].ranks
+
+    def test_optimizer_state_counts(self) -> None:
+        sizes = {"a": (10_000, 4)}  # 0.153 MiB, row-wise state 0.038 MiB
+        plan_of(collection(sizes, torch.optim.SGD), world_size=1, mib=0.16)
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.2 MiB with optimizer state"):
+            plan_of(collection(sizes, RowWiseAdagrad), world_size=1, mib=0.16)
+        plan_of(collection(sizes, RowWiseAdagrad), world_size=1, mib=0.2)
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.5 MiB with optimizer state"):
+            plan_of(collection(sizes, torch.optim.Adam), world_size=1, mib=0.2)
+        plan_of(collection(sizes, torch.optim.Adam), world_size=1, mib=0.5)
+
+    def test_the_gradient_of_a_replica_counts(self) -> None:
+        sizes = {"a": (10_000, 4)}
+        plan_of(collection(sizes), mib=0.31, a=only("data_parallel"))
+        with pytest.raises(PlannerError, match=r"data_parallel +2 +0\.3 MiB"):
+            plan_of(collection(sizes), mib=0.3, a=only("data_parallel"))
+
+    def test_buffers_of_a_batch_count(self) -> None:
+        sizes, whole = {"a": (100, 64)}, only("table_wise")  # buffers: 516 bytes a sample
+        plan_of(collection(sizes), world_size=1, mib=0.3, batch_size=500, a=whole)
+        with pytest.raises(PlannerError, match="does not fit"):
+            plan_of(collection(sizes), world_size=1, mib=0.3, batch_size=600, a=whole)
+
+    def test_dense_parts_count(self) -> None:
+        model = nn.Sequential(collection({"a": (1_000, 64)}), nn.Linear(100, 100, device=META))
+        topology = Topology(1, "cpu", ddr_cap=int(0.4 * MIB))
+        planner = EmbeddingShardingPlanner(topology, batch_size=1)
+        planner.plan(model[0], SHARDERS)
+        with pytest.raises(PlannerError, match=r"of which 0\.2 MiB to 0\.2 MiB are free"):
+            planner.plan(model, SHARDERS)
+
+    def test_what_does_not_fit_is_shown_with_all_that_was_tried(self) -> None:
+        with pytest.raises(PlannerError) as raised:
+            plan_of(nn.ModuleDict({"ebc": collection({"a": (100_000, 64)})}), world_size=3, mib=1)
+        message = str(raised.value)
+        assert message.startswith(
+            "Table 'a' of module 'ebc' (100000 x 64, 24.4 MiB with optimizer state) does not fit "
+            "on the 3 cpu ranks of 1.0 MiB each"
+        )
+        assert "\nrow_wise       3      8.1 MiB         7.1 MiB\n" in message
+        for tried in ("table_wise", "column_wise", "data_parallel"):
+            assert f"\n{tried}" in message
+        assert message.endswith("or a smaller storage reservation.")
+
+    @given(
+        sizes=st.lists(
+            st.tuples(st.integers(1, 2_000), st.sampled_from([4, 32, 64, 128])), min_size=1
+        ),
+        world_size=st.integers(1, 4),
+        mib=st.floats(0.05, 3),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_no_rank_gets_more_than_it_has(
+        self, sizes: list[tuple[int, int]], world_size: int, mib: float
+    ) -> None:
+        names = {f"t{i}": size for i, size in enumerate(sizes)}
+        try:
+            plan = plan_of(collection(names), world_size, mib).plan[""]
+        except PlannerError:
+            total = sum(rows * dim * 4 for rows, dim in sizes)
+            assert total > mib * MIB / 4, "this would have fitted easily"
+            return
+        assert list(plan) == list(names)
+        used = [0] * world_size
+        for name, (rows, dim) in names.items():
+            rects = rects_of(name, rows, dim, plan[name], world_size)
+            # raises if the rectangles leave a gap or overlap
+            PlacedTable(name=name, num_rows=rows, dim=dim, features=(0,), group=0, rects=rects)
+            whole = Rect(row_start=0, row_end=rows, col_start=0, col_end=dim, rank=0)
+            for rank in range(world_size):
+                for rect in rects or [whole]:
+                    if not rects or rect.rank == rank:
+                        used[rank] += rect.num_rows * rect.num_cols * 4
+        assert max(used) <= mib * MIB
+
+
+class TestChoice:
+    def test_equal_tables_are_spread_evenly(self) -> None:
+        names = [f"t{i}" for i in range(8)]
+        demands = {name: only("table_wise") for name in names}
+        plan = plan_of(collection(dict.fromkeys(names, (100, 64))), world_size=4, **demands)
+        ranks = [plan.plan[""][name].ranks for name in names]
+        assert sorted(ranks) == [[0], [0], [1], [1], [2], [2], [3], [3]]
+
+    def test_hot_tables_are_kept_apart(self) -> None:
+        hot = only("table_wise", pooling_factors=[50.0])
+        cold = only("table_wise", pooling_factors=[1.0])
+        names = {"hot1": hot, "hot2": hot, "cold1": cold, "cold2": cold}
+        plan = plan_of(collection(dict.fromkeys(names, (100, 64))), batch_size=64, **names)
+        assert plan.plan[""]["hot1"].ranks != plan.plan[""]["hot2"].ranks
+
+    def test_on_one_rank_nothing_is_split(self) -> None:
+        plan = plan_of(collection({"a": (100, 64), "b": (10, 4)}), world_size=1).plan[""]
+        assert [(s.sharding_type, s.ranks) for s in plan.values()] == [("table_wise", [0])] * 2
+
+    def test_is_the_same_every_time(self) -> None:
+        sizes = {f"t{i}": (100 + i % 3, 32 * (1 + i % 2)) for i in range(10)}
+        assert plan_of(collection(sizes), 3) == plan_of(collection(sizes), 3)
+
+    def test_placements_are_on_the_device(self) -> None:
+        planner = EmbeddingShardingPlanner(Topology(2, "cuda", hbm_cap=MIB), batch_size=1)
+        spec = planner.plan(collection({"a": (10, 4)}), SHARDERS).plan[""]["a"].sharding_spec
+        assert spec is not None
+        assert {s.placement for s in spec.shards} <= {"rank:0/cuda:0", "rank:1/cuda:1"}
+
+    def test_modules_are_named_by_their_path(self) -> None:
+        model = nn.ModuleDict({"x": collection({"a": (10, 4)}), "y": collection({"a": (20, 4)})})
+        plan = plan_of(model, a=only("row_wise"))
+        assert list(plan.plan) == ["x", "y"]
+        spec = plan.plan["y"]["a"].sharding_spec
+        assert spec is not None
+        assert spec.shards[1].shard_sizes == [10, 4]
+
+
+def _plan_together(mib_of_rank_0: float) -> ShardingPlan | str:
+    """Ranks that would plan differently: only rank 0's topology and constraints count."""
+    rank = dist.get_rank()
+    planner = EmbeddingShardingPlanner(
+        Topology(2, "cpu", ddr_cap=int((mib_of_rank_0 if rank == 0 else 500) * MIB)),
+        constraints={"a": only("row_wise" if rank == 0 else "column_wise")},
+    )
+    try:
+        return planner.collective_plan(collection({"a": (1_000, 64)}), SHARDERS)
+    except PlannerError as error:
+        return str(error)
+
+
+def test_every_rank_gets_the_plan_of_rank_0(ranks: RankPool) -> None:
+    first, second = ranks(2, _plan_together, 100.0)
+    assert first == second
+    assert first.plan[""]["a"].sharding_type == "row_wise"
+
+
+def test_every_rank_gets_the_error_of_rank_0(ranks: RankPool) -> None:
+    first, second = ranks(2, _plan_together, 0.01)
+    assert first == second
+    assert first.startswith("Table 'a' of module ''")
+
+
+def _default_plan() -> list[int] | None:
+    planner = EmbeddingShardingPlanner(constraints={"a": only("row_wise")})
+    return planner.collective_plan(collection({"a": (10, 4)}), SHARDERS).plan[""]["a"].ranks
+
+
+def test_plans_for_the_ranks_there_are(ranks: RankPool) -> None:
+    assert ranks(3, _default_plan) == [[0, 1, 2]] * 3
