@@ -51,7 +51,7 @@ class Case:
         ShardingType.COLUMN_WISE,
         ShardingType.DATA_PARALLEL,
     )
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    optimizer: type[torch.optim.Optimizer] | None = torch.optim.SGD
 
     def configs(self) -> list[EmbeddingBagConfig]:
         rng = random.Random(self.seed)
@@ -73,7 +73,8 @@ class Case:
     def model(self) -> Model:
         torch.manual_seed(self.seed)
         model = Model(self.configs(), self.is_weighted)
-        apply_optimizer_in_backward(self.optimizer, model.ebc.parameters(), {"lr": 0.1})
+        if self.optimizer is not None:
+            apply_optimizer_in_backward(self.optimizer, model.ebc.parameters(), {"lr": 0.1})
         return model
 
     def plan(self, seed: int = 0) -> ShardingPlan:
@@ -113,6 +114,28 @@ class Case:
                 KeyedJaggedTensor(FEATURES, values, weights, lengths.flatten(), stride=size)
             )
         return batches
+
+
+class EachType(Case):
+    """One table of each sharding type, named by it, on all ranks that the type allows."""
+
+    is_weighted = False
+
+    def configs(self) -> list[EmbeddingBagConfig]:
+        return [
+            EmbeddingBagConfig(
+                name=kind.value, num_embeddings=12, embedding_dim=8, feature_names=[feature]
+            )
+            for kind, feature in zip(self.types, FEATURES, strict=True)
+        ]
+
+    def plan(self, seed: int = 0) -> ShardingPlan:
+        world = list(range(self.world_size))
+        tables = EmbeddingModuleShardingPlan()
+        for kind in self.types:
+            ranks = world[-1:] if kind is ShardingType.TABLE_WISE else world
+            tables[kind.value] = parameter_sharding(kind, 12, 8, ranks)
+        return ShardingPlan({"ebc": tables})
 
 
 def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:

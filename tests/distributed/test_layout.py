@@ -75,6 +75,18 @@ def test_rows_on_two_ranks_are_one_sum() -> None:
     assert layout.placement == ((0, 0, 8),)
 
 
+def test_parts_of_sums_lie_side_by_side() -> None:
+    halves = [rect((0, 6), (0, 4), 0), rect((6, 10), (0, 4), 1)]
+    tables = [table("a", halves), table("b", [rect(*WHOLE, 0)]), table("c", halves)]
+    layout = build_layout(tables, num_features=1, world_size=2)
+    # rank 0 looks up b first, so that a and c are one sum on both ranks
+    assert layout.runs == (
+        Run(ranks=(0,), starts=(0,), width=4),
+        Run(ranks=(0, 1), starts=(4, 0), width=8),
+    )
+    assert layout.placement == ((1, 0, 4), (0, 0, 4), (1, 4, 4))
+
+
 def test_columns_are_placed_and_not_summed() -> None:
     parts = [rect((0, 10), (0, 4), 1), rect((0, 10), (4, 8), 0)]
     layout = build_layout([table("a", parts, size=(10, 8))], num_features=1, world_size=2)

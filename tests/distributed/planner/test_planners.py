@@ -235,11 +235,13 @@ class TestChoice:
         assert sorted(ranks) == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
     def test_hot_tables_are_kept_apart(self) -> None:
+        # by size alone both hot ones would be opposite the big one
+        sizes = {"big": (1_000, 64), "hot1": (100, 64), "hot2": (100, 64)}
         hot = only("table_wise", pooling_factors=[50.0])
-        cold = only("table_wise", pooling_factors=[1.0])
-        names = {"hot1": hot, "hot2": hot, "cold1": cold, "cold2": cold}
-        plan = plan_of(collection(dict.fromkeys(names, (100, 64))), batch_size=64, **names)
-        assert plan.plan[""]["hot1"].ranks != plan.plan[""]["hot2"].ranks
+        plan = plan_of(
+            collection(sizes), batch_size=64, big=only("table_wise"), hot1=hot, hot2=hot
+        ).plan[""]
+        assert plan["hot1"].ranks != plan["hot2"].ranks
 
     def test_on_one_rank_nothing_is_split(self) -> None:
         plan = plan_of(collection({"a": (100, 64), "b": (10, 4)}), world_size=1).plan[""]
