@@ -30,7 +30,6 @@ TESTED_THROUGH = {
     "distributed/comm.py": "distributed/test_sharding.py",
     "distributed/embeddingbag.py": "distributed/test_sharding.py",
     "distributed/fused_optimizer.py": "distributed/test_sharding.py",
-    "distributed/model_parallel.py": "distributed/test_sharding.py",
     "distributed/output_dist.py": "distributed/test_sharding.py",
     "distributed/sharded_table.py": "distributed/test_sharding.py",
     "distributed/table_shards.py": "distributed/test_sharding.py",

@@ -161,6 +161,8 @@ def _nothing_left_to_step(case: Case) -> None:
     own = [p for n, p in sharded.named_parameters() if n.startswith("ebc.")]
     assert own
     assert all(parameter.grad is None for parameter in own)
+    left = {name for name, _ in in_backward_optimizer_filter(sharded.named_parameters())}
+    assert left == {"over.weight", "over.bias"}
 
 
 def test_no_gradient_is_kept(ranks: RankPool) -> None:
