@@ -150,8 +150,8 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
     is_first = env.rank == 0
     if is_first:
         print(f"\n{sharded.plan}\n")
-        columns = f"{'train loss':>10} {'AUC':>7} {'NE':>7} {'log loss':>8} {'samples/s':>9}"
-        print(f"{'validation':16} {columns}")
+        heads = f"{'train loss':>10} {'AUC':>7} {'NE':>7} {'log loss':>8} {'samples/s':>9}"
+        print(f"{'validation':16} {heads}")
         for name, row in data.baselines("validation").items():
             print(f"{name:16} {'':10} {row['auc']:7.4f} {row['ne']:7.4f} {row['loss']:8.4f}")
 
@@ -171,8 +171,9 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
         scores = evaluate(sharded, data.validation, device)
         if is_first:
             mean_loss = torch.stack(losses).mean().item()
+            name = f"epoch {epoch + 1}"
             print(
-                f"{f'epoch {epoch + 1}':16} {mean_loss:10.4f} {scores['auc']:7.4f} {scores['ne']:7.4f} "
+                f"{name:16} {mean_loss:10.4f} {scores['auc']:7.4f} {scores['ne']:7.4f} "
                 f"{scores['loss']:8.4f} {rate:9.0f}",
                 flush=True,
             )

@@ -7,6 +7,7 @@ writing; this file adds the check that everything was set, and errors that name 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -46,7 +47,7 @@ def save_checkpoint(
         extra: further values to keep, such as the epoch; picklable, alike on all ranks.
     """
     state = _state_of(model, optimizer)
-    state["extra"] = dict(extra or {})
+    state["extra"] = pickle.dumps(dict(extra or {}))  # one leaf: nothing in it is renamed
     writer = FileSystemWriter(str(path), overwrite=True)
     with _without_expected_warnings():
         save(state, storage_writer=writer, no_dist=not _is_distributed())
@@ -85,14 +86,27 @@ def load_checkpoint(
             f"{path} is not a readable checkpoint: {type(error).__name__}: {error}. Give the "
             "folder that save_checkpoint wrote."
         ) from error
-    state["extra"] = {
-        name.removeprefix("extra."): None for name in saved if name.startswith("extra.")
-    }
+    if optimizer is not None and any(name.startswith("optimizer.") for name in saved):
+        # a fresh optimizer has no state yet that a load could fill
+        if saved.keys() - _names(state) - {"extra"}:
+            optimizer.init_state()
+        state = _state_of(model, optimizer)
+    state["extra"] = b""
     missing = sorted(_names(state) - saved.keys())
     if missing and not allow_partial:
         raise CheckpointError(
             f"The checkpoint {path} lacks {len(missing)} of the values to load: {missing[:10]}. "
             "Pass allow_partial=True to keep what the model has for them."
+        )
+    unread = sorted(
+        name
+        for name in saved.keys() - _names(state)
+        if optimizer is not None or not name.startswith("optimizer.")
+    )
+    if unread and not allow_partial:
+        raise CheckpointError(
+            f"The checkpoint {path} holds {len(unread)} values that the model or the optimizer has "
+            f"no place for: {unread[:10]}. Pass allow_partial=True to leave them out."
         )
     planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
     try:
@@ -110,7 +124,7 @@ def load_checkpoint(
     model.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
-    extra: dict[str, Any] = state["extra"]
+    extra: dict[str, Any] = pickle.loads(state["extra"])
     return extra
 
 

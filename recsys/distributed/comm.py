@@ -7,6 +7,7 @@ and does not block the host.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import final
 
@@ -105,10 +106,19 @@ def raise_together(env: ShardingEnv, error: Exception | None) -> None:
         env: the ranks that take part.
         error: this rank's error, or None.
     """
-    errors: list[Exception | None] = [error]
+    mine = None if error is None else (type(error).__name__, _text_of(error))
+    errors: list[tuple[str, str] | None] = [mine]
     if env.world_size > 1:
         errors = [None] * env.world_size
-        dist.all_gather_object(errors, error, group=env.process_group)
+        dist.all_gather_object(errors, mine, group=env.process_group)
     for rank, failure in enumerate(errors):
         if failure is not None:
-            raise type(failure)(f"On rank {rank}: {failure.args[0]}") from error
+            name, text = failure
+            kind = getattr(builtins, name, RuntimeError)
+            raise kind(f"On rank {rank}: {text}") from error
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args:  # str() would quote it
+        return str(error.args[0])
+    return str(error) or type(error).__name__

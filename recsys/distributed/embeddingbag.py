@@ -32,7 +32,11 @@ from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
     get_embedding_names_by_table,
 )
-from recsys.optim.apply_optimizer_in_backward import attached_optimizer_spec, mark_in_backward
+from recsys.optim.apply_optimizer_in_backward import (
+    attached_optimizer,
+    attached_optimizer_spec,
+    mark_in_backward,
+)
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 _LOCATIONS = {
@@ -80,7 +84,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         self._env = env
         self._fused_params = dict(fused_params or {})
         self._is_weighted = module.is_weighted()
-        self._device = device or default_device(env)
+        self._device = canonical_device(device or default_device(env))
         self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
         weights = table_weights(module)
         self._build([_TableOptions(weights[c.name], self._fused_params) for c in configs])
@@ -138,6 +142,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids and starts sending the embeddings back."""
+        self._finisher.forget_failed_backward()
         trains = self._trains and torch.is_grad_enabled()
         values = self._output_dist.start(
             self._lookups.forward(ids.lookups),
@@ -205,7 +210,7 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         return self.copy(self._device)
 
     def copy(self, device: torch.device) -> ShardedEmbeddingBagCollection:
-        """Returns a copy with the same plan, weights and optimizer state on another device."""
+        """Returns a copy on another device: same plan, weights, optimizer state, learning rates."""
         other = ShardedEmbeddingBagCollection.__new__(ShardedEmbeddingBagCollection)
         nn.Module.__init__(other)
         other._configs = copy.deepcopy(self._configs)
@@ -214,12 +219,17 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         other._fused_params = self._fused_params
         other._is_weighted = self._is_weighted
         other._bounds_check_mode = self._bounds_check_mode
-        other._device = device
+        other._device = canonical_device(device)
         other._build(self._options)
         own, others = self._tables(), other._tables()
         with torch.no_grad():
             for name, table in own.items():
                 others[name].copy_from(table)
+        settings = zip(
+            other._fused_optimizer.param_groups, self._fused_optimizer.param_groups, strict=True
+        )
+        for mine, theirs in settings:
+            mine["lr"] = theirs["lr"]
         other.train(self.training)
         return other
 
@@ -229,7 +239,10 @@ class _TableOptions:
     """What a table brings along: dtype, whether it trains, and its optimizer."""
 
     def __init__(self, weight: nn.Parameter, fused_params: Mapping[str, Any]) -> None:
-        self.source = weight
+        # carries what was attached, without keeping the whole table alive
+        self.source = nn.Parameter(torch.empty(0))
+        if attached_optimizer(weight) is not None:
+            mark_in_backward(self.source, weight)
         self.dtype = weight.dtype
         self.requires_grad = weight.requires_grad
         self.optimizer: OptimizerSpec | None = None
@@ -247,6 +260,16 @@ def _place(
     world_size: int,
 ) -> PlacedTable:
     rects = rects_of(config.name, config.num_embeddings, config.embedding_dim, sharding, world_size)
+    if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
+        raise ValueError(
+            f"Table {config.name!r} has compute_kernel 'quant', which is for inference; shard a "
+            "quantized model by recsys.inference.shard_quant_model."
+        )
+    if sharding.output_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"Table {config.name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
+            "are float32. Leave it None and convert the output."
+        )
     splits_rows = len({rect.row_start for rect in rects}) > 1
     splits_columns = len({rect.col_start for rect in rects}) > 1
     exchanges = False
@@ -290,12 +313,16 @@ def _bounds_check_mode(
     return BoundsCheckMode[asked.pop()] if asked else default
 
 
+def canonical_device(device: torch.device | str) -> torch.device:
+    """Returns the device as tensors name it: ``cuda:0``, not ``cuda``."""
+    return torch.empty(0, device=device).device
+
+
 def default_device(env: ShardingEnv) -> torch.device:
     """Returns the device a rank works on: its current GPU under NCCL, else the CPU."""
-    if env.process_group is not None:
-        backend = torch.distributed.get_backend(env.process_group)
-        if "nccl" in backend and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
+    group = env.process_group
+    # a group made with no backend named serves both kinds of device
+    if group is not None and torch.distributed.get_backend(group) in ("gloo", "mpi"):
         return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

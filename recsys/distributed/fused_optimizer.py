@@ -92,6 +92,7 @@ class FusedTablesOptimizer(KeyedOptimizer):
             for spec, params_of in by_spec.items()
         ]
         super().__init__(params, state, groups)
+        self._tables = list(tables.values())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing: the backward pass has updated the tables."""
@@ -99,6 +100,18 @@ class FusedTablesOptimizer(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: no gradient is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the tables' optimizer state by name; live."""
+        for table in self._tables:
+            table.flush()
+        return super().state_dict()
+
+    def post_load_state_dict(self) -> None:
+        """Drops what device caches hold of the state before the load."""
+        for table in self._tables:
+            for shard in table.shards:
+                shard.kernel.drop_cache()
 
     def __repr__(self) -> str:
         groups = "; ".join(
@@ -126,6 +139,13 @@ class _LiveGroup(dict[str, Any]):
             weight_decay=spec.weight_decay,
         )
         self._kernels = kernels
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # kernels are not pickled
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)

@@ -83,6 +83,7 @@ class _Routes:
     segments: tuple[np.ndarray, ...]  # per destination, its segments
     check_rows: Tensor  # [K] rows of the smallest table that reads each feature of the batch
     min_rows: int  # the least of them
+    unread: Tensor | None  # [K] bool: features that no table reads, None if there are none
     is_identity: bool  # one rank whose streams are the batch as it is
 
 
@@ -236,7 +237,8 @@ class InputDist:
         payload = np.concatenate(
             [s - skipped + part * num_segments for s in segments for part in range(parts)]
         )
-        rows = np.full(num_keys, np.iinfo(np.int64).max)
+        no_limit = np.iinfo(np.int64).max
+        rows = np.full(num_keys, no_limit)
         for slot in layout.slots:
             place = at[slot.feature]
             rows[place] = min(rows[place], layout.tables[slot.table].num_rows)
@@ -256,6 +258,9 @@ class InputDist:
             segments=segments,
             check_rows=torch.from_numpy(rows).to(self.device),
             min_rows=int(rows.min()),
+            unread=torch.from_numpy(rows == no_limit).to(self.device)
+            if (rows == no_limit).any()
+            else None,
             is_identity=self.env.world_size == 1
             and not split
             and np.array_equal(segments[0], np.arange(num_keys)),
@@ -287,6 +292,11 @@ class InputDist:
                 "This collection was made with is_weighted=True and needs a batch with weights; "
                 "received a batch without."
             )
+        if self.is_weighted and torch.is_grad_enabled() and features.weights().requires_grad:
+            raise ValueError(
+                "A sharded collection carries no gradient to the weights of a batch; received "
+                "weights that require one. Detach them, or leave the collection unsharded."
+            )
 
     def _find_bad_ids(self, features: KeyedJaggedTensor, routes: _Routes) -> Tensor | None:
         """Returns ``[N]`` bool for ids outside their table; None: certainly none."""
@@ -297,7 +307,11 @@ class InputDist:
             low, high = torch.aminmax(values_N)
             if low >= 0 and high < routes.min_rows:
                 return None
-        return find_bad_ids(values_N, features.offsets(), routes.check_rows)
+        bad_N = find_bad_ids(values_N, features.offsets(), routes.check_rows)
+        if routes.unread is not None:  # whatever ids a feature has that no table reads
+            counts_K = _ids_per_key(features)
+            bad_N &= ~routes.unread.repeat_interleave(counts_K, output_size=values_N.numel())
+        return bad_N
 
     def describe_bad_ids(self, features: KeyedJaggedTensor, bad_N: Tensor) -> str:
         """Returns the text for the first of some ids that lie outside their tables."""
@@ -532,8 +546,6 @@ class HeaderExchange:
             message = stage.describe_bad_ids(batch.given, batch.bad_N)
             if own_flag == _FAILED:
                 self._error = IndexError(message)
-            elif stage.mode is BoundsCheckMode.WARNING:
-                warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
         if (host_RH[:, _FLAG] == _FAILED).any():
             comm.raise_together(stage.env, self._error)
         assert batch is not None
@@ -550,6 +562,9 @@ class HeaderExchange:
         if stage.has_streams and not batch.routes.is_identity:
             payload = stage.payload_of(batch, sum(send_sizes))
             received = comm.all_to_all(stage.env, payload, send_sizes, recv_sizes)
+        if own_flag and stage.mode is BoundsCheckMode.WARNING:
+            # after the exchange has begun: where warnings are errors, the others need not wait
+            warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
         return IdExchange(stage, batch, counts_G, header.view(num_ranks, width), host_RH, received)
 
 

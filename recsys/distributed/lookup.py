@@ -67,6 +67,7 @@ class LocalShard:
     rect: Rect
     parameter: nn.Parameter
     states: dict[str, Tensor]
+    kernel: TableBatchedEmbedding
 
 
 @final
@@ -135,6 +136,7 @@ class Lookups:
                     rect=rect,
                     parameter=parameters[i],
                     states=kernel.states[i] if keeps_state else {},
+                    kernel=kernel,
                 )
 
 
@@ -182,7 +184,7 @@ class BackwardFinisher:
         self._layout = layout
         self._env = env
         self._device = device
-        self._scheduled = False
+        self._backwards: set[int] = set()  # graph tasks under way that end in _finish
         self._exchanges = any(
             table.rects and table.group.exchanges_row_statistics  # type: ignore[attr-defined]
             for table in layout.tables
@@ -195,12 +197,20 @@ class BackwardFinisher:
 
     def schedule(self) -> None:
         """Called from within a backward pass, on every rank: finish when it ends."""
-        if self.needed and not self._scheduled:
-            self._scheduled = True
+        task = torch._C._current_graph_task_id()
+        if self.needed and task not in self._backwards:
+            self._backwards.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    def forget_failed_backward(self) -> None:
+        """Called before a forward pass: drops what a backward that raised has left behind."""
+        if self._backwards and torch._C._current_graph_task_id() < 0:
+            self._backwards.clear()
+            for kernel in (*self._lookups.kernels, *self._replicas.kernels):
+                kernel.zero_grad()
+
     def _finish(self) -> None:
-        self._scheduled = False
+        self._backwards.clear()
         with torch.no_grad():
             self._finish_replicas()
             if self._exchanges:
@@ -315,3 +325,6 @@ def _accumulate_grad(parameter: nn.Parameter, grad: Tensor) -> None:
         parameter.grad = grad.clone()
     else:
         parameter.grad += grad
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for hook in list(hooks.values()):  # an optimizer attached after sharding, say
+        hook(parameter)

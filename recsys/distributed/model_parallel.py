@@ -11,7 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder, default_device
+from recsys.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    canonical_device,
+    default_device,
+)
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
@@ -82,8 +86,10 @@ class DefaultDataParallelWrapper:
             for name in _names_below(path, child)
         }
         everything = dict(module.named_parameters()) | dict(module.named_buffers())
-        dense = [n for n, p in everything.items() if n not in sharded and p.requires_grad]
-        if not dense:
+        dense = {n: t for n, t in everything.items() if n not in sharded}
+        if not any(t.requires_grad for t in dense.values()):
+            for tensor in dense.values():  # nothing to train, but rank 0's values as ever
+                torch.distributed.broadcast(tensor.data, group=env.process_group, group_src=0)
             return
         in_backward = [n for n in dense if attached_optimizer(everything[n]) is not None]
         if in_backward:
@@ -103,6 +109,7 @@ class DefaultDataParallelWrapper:
             static_graph=self._static_graph,
             find_unused_parameters=self._find_unused_parameters,
         )
+        dmp._dmp_wrapped.training = module.training
 
 
 def _names_below(path: str, module: nn.Module) -> Iterator[str]:
@@ -161,28 +168,39 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._env = env or ShardingEnv.default()
-        self.device = torch.device(device) if device is not None else default_device(self._env)
+        self.device = canonical_device(device or default_device(self._env))
         self._sharders = {s.module_type: s for s in (sharders or get_default_sharders())}
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         if plan is None:
             topology = Topology(world_size=self._env.world_size, compute_device=self.device.type)
             planner = planner or EmbeddingShardingPlanner(topology=topology)
-            plan = planner.collective_plan(
-                module, list(self._sharders.values()), self._env.process_group
-            )
+            sharder_list = list(self._sharders.values())
+            if self._env.world_size == 1:  # also one rank of a larger job by itself
+                plan = planner.plan(module, sharder_list)
+            else:
+                plan = planner.collective_plan(module, sharder_list, self._env.process_group)
         self._plan = plan
         self._check_plan_paths(module)
-        self._dmp_wrapped: nn.Module = self._shard(module, "")
+        self._dmp_wrapped: nn.Module = self._shard(module, "", {})
         if init_parameters:
             self._materialize_dense(self._dmp_wrapped)
         self._to_device(self._dmp_wrapped)
         self._optimizer = self._collect_fused_optimizers()
+        self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            self._rename_for_load
+        )
         if init_data_parallel:
             self.init_data_parallel()
 
     # -- construction ------------------------------------------------------------------------------
 
     def _check_plan_paths(self, module: nn.Module) -> None:
+        for path, child in module.named_modules():
+            if type(child) not in self._sharders and isinstance(child, tuple(self._sharders)):
+                raise ValueError(
+                    f"Module {path!r} is a {type(child).__name__}, a subclass that no sharder is "
+                    "made for; its forward would be lost. Pass a sharder for it in `sharders`."
+                )
         paths = {path for path, child in module.named_modules() if type(child) in self._sharders}
         planned = self._plan.plan.keys()
         missing, unknown = sorted(paths - planned), sorted(planned - paths)
@@ -193,18 +211,22 @@ class DistributedModelParallel(nn.Module):
                 "place its tables data_parallel."
             )
 
-    def _shard(self, module: nn.Module, path: str) -> nn.Module:
-        """Replaces, in place, every module that the plan names."""
+    def _shard(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
+        """Replaces, in place, every module that the plan names; one used twice stays one."""
+        if id(module) in done:
+            return done[id(module)]
         module_plan = self._plan.get_plan_for_module(path)
         sharder = self._sharders.get(type(module))
+        result = module
         if sharder is not None and module_plan is not None:
-            return sharder.shard(module, module_plan, self._env, self.device)
-        for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
-            sharded = self._shard(child, child_path)
-            if sharded is not child:
-                setattr(module, name, sharded)
-        return module
+            result = sharder.shard(module, module_plan, self._env, self.device)
+        else:
+            for name, child in list(module._modules.items()):
+                if child is not None:
+                    child_path = f"{path}.{name}" if path else name
+                    module._modules[name] = self._shard(child, child_path, done)
+        done[id(module)] = result
+        return result
 
     def _materialize_dense(self, module: nn.Module) -> None:
         for path, child in module.named_modules():
@@ -273,7 +295,7 @@ class DistributedModelParallel(nn.Module):
         nn.Module.__init__(copied)
         copied._env, copied._plan = self._env, self._plan
         copied._sharders, copied._wrapper = self._sharders, self._wrapper
-        copied.device = torch.device(device)
+        copied.device = canonical_device(device)
         memo: dict[int, Any] = {
             id(child): cast(Any, child).copy(copied.device)
             for child in self.module.modules()
@@ -282,6 +304,26 @@ class DistributedModelParallel(nn.Module):
         copied._dmp_wrapped = copy.deepcopy(self.module, memo)
         copied._to_device(copied._dmp_wrapped)
         copied._optimizer = copied._collect_fused_optimizers()
+        copied.training = self.training
+        copied._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            copied._rename_for_load
+        )
+        return copied
+
+    def _rename_for_load(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Lets a module around this one load: names are those of the bare model."""
+        wrapped = "_dmp_wrapped."
+        if isinstance(self._dmp_wrapped, DistributedDataParallel):
+            wrapped += "module."
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[prefix + wrapped + name.removeprefix(prefix)] = state_dict.pop(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
+        """Returns a copy on the same device, wrapped if this is; then every rank must make one."""
+        copied = self.copy(self.device)
+        if isinstance(self._dmp_wrapped, DistributedDataParallel):
+            copied.init_data_parallel()
+        memo[id(self)] = copied
         return copied
 
     def sparse_grad_parameter_names(

@@ -28,7 +28,7 @@ from recsys.distributed.input_dist import Receipt
 from recsys.distributed.layout import Layout
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 
-_MAX_CACHED_PLACEMENTS = 16  # one per batch size seen; datasets have few
+_MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
 
 
 @final
@@ -115,9 +115,15 @@ class OutputDist:
         exchange = _Exchange(self, receipt)
         anchor = self._anchor if trains else self._anchor.detach()
         arriving = _Send.apply(exchange, anchor, *lookups, *replicas)  # type: ignore[no-untyped-call]
-        return LazyAwaitable(
-            lambda: _Place.apply(exchange, arriving)  # type: ignore[no-untyped-call]
-        )
+        with_grad = torch.is_grad_enabled()
+
+        def finish() -> Tensor:
+            # whoever looks first, say a log under no_grad, must not decide about gradients
+            with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+                output: Tensor = _Place.apply(exchange, arriving)  # type: ignore[no-untyped-call]
+            return output
+
+        return LazyAwaitable(finish)
 
     def placement(self, batch_size: int) -> _Placement:
         """Returns the gathers for a batch size; built once, kept on the device."""

@@ -71,8 +71,12 @@ class ShardedTable(Tensor):
 
         Returns:
             A new tensor of the whole's shape, on the parts' device.
+
+        Raises:
+            ValueError: if some part is held by none of the ranks.
         """
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        filled = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
         held: list[Any] = [[(offsets, tensor.cpu()) for offsets, tensor in self._shards]]
         if self._group is not None:
             mine = held[0]
@@ -81,6 +85,12 @@ class ShardedTable(Tensor):
         for shards in held:
             for offsets, tensor in shards:
                 whole[_region(offsets, tensor)] = tensor.to(self.device)
+                filled[_region(offsets, tensor)] = True
+        if not bool(filled.all()):
+            raise ValueError(
+                f"{self!r} cannot be gathered: no process of its group holds the other parts. "
+                "A ShardedTable that was pickled has lost its group."
+            )
         return whole
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:

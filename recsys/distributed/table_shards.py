@@ -57,7 +57,13 @@ class TableShards(nn.Module):
 
     def whole(self) -> Tensor:
         """Returns the table's weights as they appear in a state dict; live."""
+        self.flush()
         return self._view([(s, s.parameter) for s in self.shards], self.dtype, dims=2)
+
+    def flush(self) -> None:
+        """Writes rows that a device cache holds back to the table (``fused_uvm_caching``)."""
+        for shard in self.shards:
+            shard.kernel.flush()
 
     def states(self) -> dict[str, Tensor]:
         """Returns the optimizer's state as it appears in a state dict; live."""
@@ -101,6 +107,7 @@ class TableShards(nn.Module):
     @torch.no_grad()
     def copy_from(self, other: TableShards) -> None:
         """Copies weights and optimizer state from the same parts elsewhere."""
+        other.flush()
         for mine, theirs in zip(self.shards, other.shards, strict=True):
             mine.parameter.copy_(theirs.parameter)
             for name, state in mine.states.items():
@@ -127,13 +134,20 @@ class TableShards(nn.Module):
             return
         try:
             with torch.no_grad():
-                self.whole().copy_(_plain_or_sharded(state_dict[key]))
+                _copy(self.whole(), state_dict[key])
+            for shard in self.shards:
+                shard.kernel.drop_cache()
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"{key}: {error}")
 
 
-def _plain_or_sharded(value: Tensor) -> Tensor:
-    return value if isinstance(value, ShardedTable) else value.detach()
+def _copy(own: Tensor, given: Tensor) -> None:
+    if isinstance(given, ShardedTable) and not isinstance(own, ShardedTable):
+        raise ValueError(
+            f"This table lies whole on every rank; the source is {given}. To load under another "
+            "plan, save and load with torch.distributed.checkpoint."
+        )
+    own.copy_(given if isinstance(given, ShardedTable) else given.detach())
 
 
 def table_weights(module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:

@@ -44,12 +44,13 @@ class ShardingType(Enum):
 
 @unique
 class EmbeddingComputeKernel(Enum):
-    """Where a table lives and who updates it."""
+    """Where a table lives."""
 
     DENSE = "dense"
-    """Plain parameters: backward fills ``.grad`` and any ``torch.optim`` optimizer trains them."""
+    """As ``FUSED``: whether a table updates itself depends on its optimizer alone."""
     FUSED = "fused"
-    """The optimizer attached to the table updates it in the backward pass."""
+    """Device memory, or host memory on a CPU. The optimizer attached to a table, if any, updates it
+    in the backward pass; one without is a plain parameter, and backward fills its ``.grad``."""
     FUSED_UVM = "fused_uvm"
     """As ``FUSED``, in host memory that the GPU reads directly."""
     FUSED_UVM_CACHING = "fused_uvm_caching"
@@ -124,7 +125,7 @@ class ParameterSharding:
         sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
             ``sharding_type`` and ``ranks``.
         bounds_check_mode: what to do with an id outside the table.
-        output_dtype: dtype of the looked-up embeddings (default float32).
+        output_dtype: dtype of the looked-up embeddings; None or float32.
     """
 
     sharding_type: str
@@ -228,6 +229,9 @@ class ShardingEnv:
         self.world_size = world_size
         self.rank = rank
         self.process_group = pg
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
+        return self  # a process group is not copied
 
     @classmethod
     def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:

@@ -321,6 +321,8 @@ def quantize_embeddings(
     }
     model = module if inplace else copy.deepcopy(module, dict(quantized))
     if inplace:
-        for path, child in found:
-            model.set_submodule(path, quantized[id(child)])
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if id(child) in quantized:  # also one that is used at several places
+                    parent._modules[name] = quantized[id(child)]
     return model.eval()

@@ -366,6 +366,11 @@ class TableBatchedEmbedding:
         if self._module is not None:
             self._module.flush()
 
+    def drop_cache(self) -> None:
+        """Forget cached rows after `weights` or `states` were written (MANAGED_CACHING)."""
+        if self._module is not None:
+            self._module.drop_cache()
+
     # -- called by backward -------------------------------------------------------------------
 
     def _update(

@@ -163,6 +163,10 @@ class FbgemmModule:
         """Used by the next update."""
         self.module.set_learning_rate(value)
 
+    def drop_cache(self) -> None:
+        """Forget cached rows; the next lookup reads the weights again."""
+        self.module.reset_cache_states()
+
     def flush(self) -> None:
         """Write cached rows back to the weights."""
         self.module.flush()

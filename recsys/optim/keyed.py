@@ -83,11 +83,22 @@ class KeyedOptimizer(Optimizer):
                 param.grad = torch.sparse_coo_tensor(index, values, param.shape)
             else:
                 param.grad = torch.zeros_like(param)
+        # without decay and rate a zero gradient moves neither the parameters nor the state
+        stilled = [
+            (group, key, group[key])
+            for group in self.param_groups
+            for key in ("lr", "weight_decay")
+            if key in group and not isinstance(group[key], Tensor)
+        ]
+        for group, key, _ in stilled:
+            group[key] = 0.0
         with torch.no_grad():
             values_before = {n: p.clone() for n, p in self.params.items() if p.grad is not None}
             self.step(closure=None)
-            for name, value in values_before.items():  # weight decay moves even at zero gradient
+            for name, value in values_before.items():
                 self.params[name].copy_(value)
+        for group, key, value in stilled:
+            group[key] = value
         for name, param in self.params.items():
             param.grad = before[name]
         for param_state in self.state.values():

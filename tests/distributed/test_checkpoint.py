@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from recsys.distributed.model_parallel import DistributedModelParallel
@@ -143,3 +144,41 @@ def test_damaged_and_absent_checkpoints_are_named(tmp_path: Path) -> None:
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"The checkpoint .*/c cannot be loaded.* rank 0: "):
         load_checkpoint(tmp_path / "c", model)
+
+
+def _with_adam(case: Case) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    model = _single(case)
+    dense = KeyedOptimizerWrapper(
+        {f"over.{name}": p for name, p in model.module.over.named_parameters()},
+        lambda params: torch.optim.Adam(params, lr=0.1, weight_decay=0.1),
+    )
+    return model, CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def test_a_fresh_optimizer_gets_the_state_it_does_not_have_yet(tmp_path: Path) -> None:
+    case = Case(1, 1, optimizer=RowWiseAdagrad)
+    (model, optimizer), (other, fresh) = _with_adam(case), _with_adam(case)
+    for step in range(2):
+        model(case.batches(step)[0])[1].sum().backward()
+        optimizer.step()
+    save_checkpoint(tmp_path / "c", model, optimizer, {"a": {"b": [1, 2]}, "t": torch.ones(2)})
+    extra = load_checkpoint(tmp_path / "c", other, fresh)
+    assert extra["a"] == {"b": [1, 2]}
+    assert torch.equal(extra["t"], torch.ones(2))
+    saved, loaded = _everything(model, optimizer), _everything(other, fresh)
+    assert loaded.keys() == saved.keys()
+    assert any(name.endswith("exp_avg") for name in saved)
+    for name, value in saved.items():
+        torch.testing.assert_close(loaded[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_values_without_a_place_are_an_error_unless_allowed(tmp_path: Path) -> None:
+    both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    one = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    save_checkpoint(tmp_path / "c", both)
+    with pytest.raises(
+        CheckpointError, match=r"no place for: \['model.b.bias', 'model.b.weight'\]"
+    ):
+        load_checkpoint(tmp_path / "c", one)
+    load_checkpoint(tmp_path / "c", one, allow_partial=True)
+    torch.testing.assert_close(one["a"].weight, both["a"].weight)

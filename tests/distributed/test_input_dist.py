@@ -1,4 +1,4 @@
-"""What is wrong with one rank's input is raised on every rank, before any row is read or written."""
+"""What is wrong with one rank's input is raised on every rank, before any row changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _with_id(batch_size: int, feature: int, position: int, bad: int) -> KeyedJag
 
 
 def _raise_everywhere(case: Case, failing: int, kind: str) -> str:
-    """Returns the error this rank got; checks that the tables are as before and training goes on."""
+    """Returns this rank's error; checks that tables are as before and training goes on."""
     model = shard(case)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     table = case.configs()[0]

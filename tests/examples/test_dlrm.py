@@ -43,9 +43,10 @@ def _criteo_line(rng: random.Random) -> str:
 
 def test_random_data_on_one_process(tmp_path: Path) -> None:
     output = _run(
-        [], "--dataset", "random", "--num-embeddings", "100", "--batch-size", "16", "--embedding-dim",
-        "8", "--bits", "4", "--out", str(tmp_path),
-    )  # fmt: skip
+        [],
+        *("--dataset", "random", "--num-embeddings", "100", "--batch-size", "16"),
+        *("--embedding-dim", "8", "--bits", "4", "--out", str(tmp_path)),
+    )
     assert (tmp_path / "checkpoint").is_dir()
     assert (tmp_path / "model.pt").is_file()
     assert _auc(output, "int4 TorchScript, fresh process") == pytest.approx(

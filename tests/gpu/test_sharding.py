@@ -8,7 +8,7 @@ import torch
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingEnv, ShardingType
-from recsys.optim import Adam, Adagrad, RowWiseAdagrad
+from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, train
 

@@ -33,7 +33,7 @@ from recsys.distributed.types import (
     ShardingType,
     format_table,
 )
-from recsys.kernels.row_update import STATE_KINDS
+from recsys.kernels.row_update import STATE_KINDS, is_row_reducing, row_wise_moment
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer_spec
 
 _DEFAULT_BATCH = 512
@@ -59,6 +59,8 @@ class _Table:
     ids_per_sample: float
     num_features: int
     constraints: ParameterConstraints
+    sharding_types: tuple[str, ...]  # what the sharder executes
+    may_split_columns: bool
 
     def bytes_of(self, rows: int, cols: int) -> int:
         """Returns weights plus optimizer state."""
@@ -107,6 +109,10 @@ class EmbeddingShardingPlanner:
         constraints: Mapping[str, ParameterConstraints] | None = None,
     ) -> None:
         self._topology = topology or _default_topology()
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(
+                f"EmbeddingShardingPlanner.batch_size must be at least 1; received {batch_size}."
+            )
         self._batch_size = batch_size or _DEFAULT_BATCH
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._constraints = dict(constraints or {})
@@ -221,6 +227,10 @@ class EmbeddingShardingPlanner:
                     ids_per_sample=sum(pooling),
                     num_features=num_features,
                     constraints=constraints,
+                    sharding_types=tuple(sharder.sharding_types(self._topology.compute_device)),
+                    may_split_columns=spec is None
+                    or not is_row_reducing(spec.algorithm)
+                    or row_wise_moment(spec.algorithm),
                 )
 
     def _choose(self, table: _Table, costs: Sequence[float], free: Sequence[int]) -> _Option:
@@ -245,7 +255,13 @@ class EmbeddingShardingPlanner:
     ) -> Iterator[_Option]:
         world_size = self._topology.world_size
         allowed = table.constraints.sharding_types
-        wanted = [t for t in _ORDER if allowed is None or t.value in allowed]
+        wanted = [
+            t
+            for t in _ORDER
+            if (allowed is None or t.value in allowed)
+            and t.value in table.sharding_types
+            and (t is not ShardingType.COLUMN_WISE or table.may_split_columns)
+        ]
         if not wanted:
             raise PlannerError(
                 f"Table {table.name!r} may only be sharded {', '.join(allowed or [])}, which is "
