@@ -40,7 +40,6 @@ TESTED_THROUGH = {
     "modules/activation.py": "modules/test_mlp.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
-    "optim/keyed.py": "compat/test_torchrec.py",
 }
 
 

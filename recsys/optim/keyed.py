@@ -74,13 +74,15 @@ class KeyedOptimizer(Optimizer):
         """
         sparse = sparse_grad_parameter_names or set()
         before = {name: param.grad for name, param in self.params.items()}
+        fresh = {n: p for n, p in self.params.items() if p.requires_grad and p not in self.state}
         for name, param in self.params.items():
-            if not param.requires_grad or param in self.state:
-                continue
-            if name in sparse:
+            if name not in fresh:
+                param.grad = None  # what has state already keeps it
+            elif name in sparse:
                 index = torch.empty((param.dim(), 0), dtype=torch.int64, device=param.device)
-                values = param.new_empty((0,))
-                param.grad = torch.sparse_coo_tensor(index, values, param.shape)
+                param.grad = torch.sparse_coo_tensor(
+                    index, param.new_empty(0), param.shape, check_invariants=True
+                )
             else:
                 param.grad = torch.zeros_like(param)
         # without decay and rate a zero gradient moves neither the parameters nor the state
@@ -93,15 +95,16 @@ class KeyedOptimizer(Optimizer):
         for group, key, _ in stilled:
             group[key] = 0.0
         with torch.no_grad():
-            values_before = {n: p.clone() for n, p in self.params.items() if p.grad is not None}
+            values_before = {name: param.clone() for name, param in fresh.items()}
             self.step(closure=None)
             for name, value in values_before.items():
-                self.params[name].copy_(value)
+                fresh[name].copy_(value)
         for group, key, value in stilled:
             group[key] = value
         for name, param in self.params.items():
             param.grad = before[name]
-        for param_state in self.state.values():
+        for param in fresh.values():
+            param_state = self.state.get(param, {})
             step = param_state.get("step")
             if isinstance(step, Tensor):
                 step.zero_()
