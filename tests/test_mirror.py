@@ -28,7 +28,6 @@ TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
     "datasets/utils.py": "datasets/test_random.py",
     "distributed/comm.py": "distributed/test_sharding.py",
-    "distributed/embeddingbag.py": "distributed/test_sharding.py",
     "distributed/fused_optimizer.py": "distributed/test_sharding.py",
     "distributed/output_dist.py": "distributed/test_sharding.py",
     "distributed/sharded_table.py": "distributed/test_sharding.py",

@@ -210,6 +210,18 @@ class TestInitState:
         assert module.bias.grad is None
         assert [{**g, "params": []} for g in optimizer.param_groups] == settings
 
+    def test_undoes_what_an_optimizer_does_without_a_gradient(self) -> None:
+        class Noisy(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                for param in self.param_groups[0]["params"]:
+                    param.add_(1.0)
+
+        module = layer()
+        before = copy.deepcopy(module.state_dict())
+        wrap(module, lambda params: Noisy(params, lr=0.1)).init_state()
+        assert_same(module.state_dict(), before)
+
     @ALL
     def test_training_goes_on_as_without(self, factory: Factory) -> None:
         module, other = layer(), layer()
