@@ -11,8 +11,6 @@ Words used here and in the stages:
 - *segment*: the ids of one feature, or of one row block of it, within one rank's batch.
 - *stream*: a segment as one destination rank receives it; one stream feeds one slot of one
   rectangle.
-- *run*: columns that lie side by side on every rank that contributes to them; a stretch to be
-  summed and placed.
 """
 
 from __future__ import annotations
@@ -137,16 +135,6 @@ class LookupGroup:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """``width`` columns that add up from pieces: columns ``start..`` of what each rank sends."""
-
-    ranks: tuple[int, ...]
-    starts: tuple[int, ...]
-    width: int
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """All that the stages need to know about the placement of one module's tables.
 
@@ -163,9 +151,6 @@ class Layout:
         groups: per rank, its lookups.
         rank_widths: per rank, the total width of its lookups' output.
         replica_groups: the lookups of replicated tables, which every rank makes on its own batch.
-        runs: see :class:`Run`.
-        placement: the output columns from left to right as (source, start, width): a source below
-            ``len(runs)`` is a run, ``len(runs) + i`` is the output of ``replica_groups[i]``.
         source_columns: per rank, for its columns from left to right, the output columns (start,
             end) they go to.
         replica_columns: the same per replica group.
@@ -182,20 +167,17 @@ class Layout:
     groups: tuple[tuple[LookupGroup, ...], ...]
     rank_widths: tuple[int, ...]
     replica_groups: tuple[LookupGroup, ...]
-    runs: tuple[Run, ...]
-    placement: tuple[tuple[int, int, int], ...]
     source_columns: tuple[tuple[tuple[int, int], ...], ...]
     replica_columns: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One slot of one rectangle on its owner: local columns ``start..`` hold columns ``cols``."""
+    """One slot of one rectangle on its owner, and the output columns it is for."""
 
     slot: int
     table: int
     rect: Rect
-    start: int
     cols: tuple[int, int]
 
 
@@ -252,13 +234,6 @@ def build_layout(tables: Sequence[PlacedTable], num_features: int, world_size: i
         _merge_ranges([replica_pieces[i].cols for i in group.streams]) for group in replica_groups
     )
 
-    runs, placed = _find_runs(pieces)
-    for index, group in enumerate(replica_groups):
-        first = replica_pieces[group.streams.start].start
-        for i in group.streams:
-            piece = replica_pieces[i]
-            placed.append((piece.cols, len(runs) + index, piece.start - first))
-
     return Layout(
         world_size=world_size,
         num_features=num_features,
@@ -271,8 +246,6 @@ def build_layout(tables: Sequence[PlacedTable], num_features: int, world_size: i
         groups=tuple(groups),
         rank_widths=tuple(sum(g.width for g in rank_groups) for rank_groups in groups),
         replica_groups=replica_groups,
-        runs=tuple(runs),
-        placement=_merge_placement(placed),
         source_columns=tuple(_merge_ranges([p.cols for p in rank]) for rank in pieces),
         replica_columns=replica_columns,
     )
@@ -296,53 +269,31 @@ def _plan_lookups(
     slots_of: Sequence[Sequence[int]],
     owned: Sequence[tuple[int, Rect]],
 ) -> tuple[tuple[LookupGroup, ...], list[_Piece]]:
-    """Orders the rectangles of one rank by lookup, and then by who else holds a part of the sum.
-
-    Rectangles that are summed with the same other ranks lie side by side on all of them, so that
-    one addition serves them all.
-    """
+    """Groups the rectangles of one rank into lookups, each in the module's order of tables."""
     keys = list(dict.fromkeys(table.group for table in tables))
-    order = {key: i for i, key in enumerate(keys)}
-
-    def owners(index: int, rect: Rect) -> tuple[int, ...]:
-        column = [r for r in tables[index].rects if r.col_start == rect.col_start]
-        return tuple(r.rank for r in sorted(column, key=lambda r: r.row_start))
-
-    owned = sorted(
-        owned,
-        key=lambda o: (
-            order[tables[o[0]].group],
-            owners(*o),
-            o[0],
-            o[1].row_start,
-            o[1].col_start,
-        ),
-    )
+    owned = sorted(owned, key=lambda o: (o[0], o[1].row_start, o[1].col_start))
     pieces: list[_Piece] = []
     groups: list[LookupGroup] = []
-    start = 0
     for key in keys:
         mine = [(index, rect) for index, rect in owned if tables[index].group == key]
         if not mine:
             continue
-        first_stream, first_col = len(pieces), start
+        first = len(pieces)
         feature_table_map: list[int] = []
         for local, (index, rect) in enumerate(mine):
             for slot in slots_of[index]:
                 col = slots[slot].col
-                pieces.append(
-                    _Piece(slot, index, rect, start, (col + rect.col_start, col + rect.col_end))
-                )
+                cols = (col + rect.col_start, col + rect.col_end)
+                pieces.append(_Piece(slot, index, rect, cols))
                 feature_table_map.append(local)
-                start += rect.num_cols
         groups.append(
             LookupGroup(
                 key=key,
                 tables=tuple(index for index, _ in mine),
                 rects=tuple(rect for _, rect in mine),
                 feature_table_map=tuple(feature_table_map),
-                streams=range(first_stream, len(pieces)),
-                width=start - first_col,
+                streams=range(first, len(pieces)),
+                width=sum(piece.rect.num_cols for piece in pieces[first:]),
             )
         )
     return tuple(groups), pieces
@@ -361,34 +312,6 @@ def _segment_of(
     return num_features + bucket * len(split_index) + split_index[piece.slot]
 
 
-def _find_runs(
-    pieces: Sequence[Sequence[_Piece]],
-) -> tuple[list[Run], list[tuple[tuple[int, int], int, int]]]:
-    """Returns the runs, and per block of output columns (range, run, first column in the run)."""
-    blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for rank, rank_pieces in enumerate(pieces):
-        for piece in rank_pieces:
-            blocks.setdefault(piece.cols, []).append((rank, piece.start))
-    runs: list[Run] = []
-    placed: list[tuple[tuple[int, int], int, int]] = []
-    for cols, sources in sorted(blocks.items(), key=lambda item: item[1]):
-        ranks = tuple(rank for rank, _ in sources)
-        starts = tuple(start for _, start in sources)
-        width = cols[1] - cols[0]
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.ranks == ranks
-            and starts == tuple(start + last.width for start in last.starts)
-        ):
-            placed.append((cols, len(runs) - 1, last.width))
-            runs[-1] = Run(ranks=ranks, starts=last.starts, width=last.width + width)
-        else:
-            placed.append((cols, len(runs), 0))
-            runs.append(Run(ranks=ranks, starts=starts, width=width))
-    return runs, placed
-
-
 def _merge_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
@@ -396,16 +319,4 @@ def _merge_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], .
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((start, end))
-    return tuple(merged)
-
-
-def _merge_placement(
-    placed: Sequence[tuple[tuple[int, int], int, int]],
-) -> tuple[tuple[int, int, int], ...]:
-    merged: list[tuple[int, int, int]] = []
-    for (start, end), source, offset in sorted(placed):
-        if merged and merged[-1][0] == source and merged[-1][1] + merged[-1][2] == offset:
-            merged[-1] = (source, merged[-1][1], merged[-1][2] + end - start)
-        else:
-            merged.append((source, offset, end - start))
     return tuple(merged)

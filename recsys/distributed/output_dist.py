@@ -87,8 +87,9 @@ class OutputDist:
         self._is_identity = (
             env.world_size == 1
             and not mean_slots
-            and len(self._blocks[0] or self._blocks[-1]) == 1
-            and len(layout.groups[0]) + len(layout.replica_groups) == 1
+            and not layout.replica_groups
+            and layout.source_columns == (((0, layout.width),),)
+            and len(layout.groups[0]) == 1
         )
 
     def start(
@@ -109,7 +110,7 @@ class OutputDist:
         Returns:
             The pending ``[B, D]``.
         """
-        if self._is_identity and not replicas:
+        if self._is_identity:
             (whole,) = lookups
             return LazyAwaitable(lambda: whole)
         exchange = _Exchange(self, receipt)

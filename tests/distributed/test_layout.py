@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from recsys.distributed.layout import PlacedTable, Rect, Run, build_layout
+from recsys.distributed.layout import PlacedTable, Rect, build_layout
 
 # Tables are named by a letter; "g" is the one lookup group unless said otherwise.
 
@@ -52,17 +52,11 @@ def test_whole_tables_on_two_ranks() -> None:
     ((first,), (second,)) = layout.groups
     assert (first.tables, first.feature_table_map, first.streams) == ((1,), (0,), range(0, 1))
     assert (second.tables, second.feature_table_map, second.width) == ((0,), (0, 0), 8)
-    # a's two slots lie side by side on rank 1: one run; the output begins with it
-    assert layout.runs == (
-        Run(ranks=(0,), starts=(0,), width=4),
-        Run(ranks=(1,), starts=(0,), width=8),
-    )
-    assert layout.placement == ((1, 0, 8), (0, 0, 4))
+    # a's two slots lie side by side on rank 1; the output begins with them
     assert layout.source_columns == (((8, 12),), ((0, 8),))
 
 
-def test_rows_on_two_ranks_are_one_sum() -> None:
-    # two tables split alike: their columns lie side by side on both ranks, so one addition does it
+def test_both_owners_of_rows_contribute_to_the_same_columns() -> None:
     halves = [rect((0, 6), (0, 4), 0), rect((6, 10), (0, 4), 1)]
     tables = [table("a", halves, (0,)), table("b", halves, (1,))]
     layout = build_layout(tables, num_features=2, world_size=2)
@@ -71,20 +65,7 @@ def test_rows_on_two_ranks_are_one_sum() -> None:
     # segment = 2 features + bucket * 2 split slots + place among the split slots
     assert layout.send_segments == ((2, 3), (4, 5))
     assert layout.rank_widths == (8, 8)
-    assert layout.runs == (Run(ranks=(0, 1), starts=(0, 0), width=8),)
-    assert layout.placement == ((0, 0, 8),)
-
-
-def test_parts_of_sums_lie_side_by_side() -> None:
-    halves = [rect((0, 6), (0, 4), 0), rect((6, 10), (0, 4), 1)]
-    tables = [table("a", halves), table("b", [rect(*WHOLE, 0)]), table("c", halves)]
-    layout = build_layout(tables, num_features=1, world_size=2)
-    # rank 0 looks up b first, so that a and c are one sum on both ranks
-    assert layout.runs == (
-        Run(ranks=(0,), starts=(0,), width=4),
-        Run(ranks=(0, 1), starts=(4, 0), width=8),
-    )
-    assert layout.placement == ((1, 0, 4), (0, 0, 4), (1, 4, 4))
+    assert layout.source_columns == (((0, 8),), ((0, 8),))
 
 
 def test_columns_are_placed_and_not_summed() -> None:
@@ -92,11 +73,6 @@ def test_columns_are_placed_and_not_summed() -> None:
     layout = build_layout([table("a", parts, size=(10, 8))], num_features=1, world_size=2)
     assert layout.send_segments == ((0,), (0,))
     assert layout.split_slots == ()
-    assert layout.runs == (
-        Run(ranks=(0,), starts=(0,), width=4),
-        Run(ranks=(1,), starts=(0,), width=4),
-    )
-    assert layout.placement == ((1, 0, 4), (0, 0, 4))
     assert layout.source_columns == (((4, 8),), ((0, 4),))
 
 
@@ -110,11 +86,7 @@ def test_a_grid_is_summed_by_rows_and_placed_by_columns() -> None:
     ]
     layout = build_layout([table("a", parts, size=(10, 8))], num_features=1, world_size=4)
     assert layout.send_segments == ((1,), (2,), (1,), (2,))
-    assert layout.runs == (
-        Run(ranks=(0, 1), starts=(0, 0), width=4),
-        Run(ranks=(2, 3), starts=(0, 0), width=4),
-    )
-    assert layout.placement == ((0, 0, 4), (1, 0, 4))
+    assert layout.source_columns == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))
 
 
 def test_replicated_tables_come_from_the_rank_itself() -> None:
@@ -123,8 +95,7 @@ def test_replicated_tables_come_from_the_rank_itself() -> None:
     assert layout.send_segments == ((), (0,))
     (replicas,) = layout.replica_groups
     assert (replicas.tables, replicas.width) == ((0, 2), 8)
-    # the output: replica columns 0..4, then the run, then replica columns 4..8
-    assert layout.placement == ((1, 0, 4), (0, 0, 4), (1, 4, 4))
+    assert layout.source_columns == ((), ((4, 8),))
     assert layout.replica_columns == (((0, 4), (8, 12)),)
 
 
@@ -138,7 +109,7 @@ def test_one_lookup_per_group_of_tables_that_are_alike() -> None:
     ((fp32, fp16),) = layout.groups
     assert (fp32.key, fp32.tables, fp32.streams) == ("fp32", (0, 2), range(0, 2))
     assert (fp16.key, fp16.tables, fp16.streams) == ("fp16", (1,), range(2, 3))
-    assert layout.placement == ((0, 0, 4), (0, 8, 4), (0, 4, 4))
+    assert layout.source_columns == (((0, 4), (8, 12), (4, 8)),)
 
 
 def test_a_layout_is_frozen() -> None:
