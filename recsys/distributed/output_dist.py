@@ -74,6 +74,7 @@ class OutputDist:
         self.device = device
         self.dtype = dtype
         self.mean_slots = mean_slots
+        self.mean_index = torch.tensor(mean_slots, dtype=torch.int64, device=device)
         self.on_backward = on_backward
         self.has_exchange = any(layout.rank_widths)
         # the columns of the received buffer, block by block: each rank's, then the replicas'
@@ -183,7 +184,7 @@ class _Exchange:
             return None
         assert receipt.counts is not None
         counts = receipt.counts.view(-1, self.batch_size) if self.batch_size else receipt.counts
-        counts = counts[list(self.stage.mean_slots)].clamp(min=1)
+        counts = counts.index_select(0, self.stage.mean_index).clamp(min=1)
         return counts.to(self.stage.dtype).reciprocal_().unsqueeze(2)
 
     def scale_means(self, values_BD: Tensor) -> None:

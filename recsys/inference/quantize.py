@@ -57,6 +57,7 @@ class QuantizedBags(nn.Module):
             )
             for (pooling, tables), of_group in zip(groups, slots, strict=True)
         )
+        self._tables_of_lookups = [tables for _, tables in groups]
         self.group_features = [[features.index(f) for _, f in of_group] for of_group in slots]
         # the lookups' columns, as (table, feature)
         found = [(t, features.index(f)) for of_group in slots for t, f in of_group]
@@ -70,6 +71,16 @@ class QuantizedBags(nn.Module):
         ]
         self.feature_names = list(features)
         self.num_rows = least_rows
+
+    @torch.jit.unused
+    def table_rows(self) -> list[Tensor]:
+        """Returns each table's quantized rows, as live views."""
+        found = {
+            table: cast(QuantizedLookup, lookup).table_rows(i)
+            for lookup, tables in zip(self.lookups, self._tables_of_lookups, strict=True)
+            for i, table in enumerate(tables)
+        }
+        return [found[table] for table in sorted(found)]
 
     def forward(
         self,
@@ -180,7 +191,7 @@ class QuantEmbeddingBagCollection(nn.Module):
         super().__init__()
         self._configs = list(tables)
         self._is_weighted = is_weighted
-        self._rows, self._bits = list(rows), list(bits)
+        self._bits = list(bits)
         if devices is not None:
             rows = [r.to(device) for r, (_, device) in zip(rows, devices, strict=True)]
         shards = [0] * len(rows) if devices is None else [shard for shard, _ in devices]
@@ -255,7 +266,7 @@ class QuantEmbeddingBagCollection(nn.Module):
     ) -> QuantEmbeddingBagCollection:
         """Returns the same collection with each table in the given shard, on its device."""
         return QuantEmbeddingBagCollection(
-            self._configs, self._is_weighted, self._rows, self._bits, devices
+            self._configs, self._is_weighted, self.bags.table_rows(), self._bits, devices
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -268,7 +279,7 @@ class QuantEmbeddingBagCollection(nn.Module):
 
     def table_bytes(self) -> list[int]:
         """Returns the size of each table in bytes."""
-        return [rows.numel() for rows in self._rows]
+        return [rows.numel() for rows in self.bags.table_rows()]
 
 
 def _bits_of(dtype: torch.dtype) -> int:

@@ -186,6 +186,14 @@ class QuantizedLookup(nn.Module):
         return pooled
 
     @torch.jit.unused
+    def table_rows(self, table: int) -> Tensor:
+        """Returns a table's rows as :func:`quantize_rows` gave them: a live view."""
+        size, start = self._row_bytes[table], self._starts[table]
+        storage = cast(Tensor, self.weights)
+        rows = storage[start : start + size * self._num_rows[table]].view(-1, size)
+        return rows[:, : _HEADER_BYTES + self._dims[table] * self._bits[table] // 8]
+
+    @torch.jit.unused
     def _look_up_in_torch(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         num_features = len(self._feature_table_map)
         num_bags = (offsets.numel() - 1) // num_features
@@ -193,12 +201,8 @@ class QuantizedLookup(nn.Module):
         for feature, table in enumerate(self._feature_table_map):
             bags = offsets[feature * num_bags : (feature + 1) * num_bags + 1].long()
             ids = slice(int(bags[0]), int(bags[-1]))
-            size = self._row_bytes[table]
-            start = self._starts[table]
-            storage = cast(Tensor, self.weights)
-            rows = storage[start : start + size * self._num_rows[table]].view(-1, size)
-            used = _HEADER_BYTES + self._dims[table] * self._bits[table] // 8
-            values = dequantize_rows(rows[indices[ids].long(), :used], self._bits[table])
+            rows = self.table_rows(table)[indices[ids].long()]
+            values = dequantize_rows(rows, self._bits[table])
             if weights is not None:
                 values = values * weights[ids].unsqueeze(1)
             lengths = bags.diff()

@@ -34,3 +34,19 @@ def test_bad_plans_are_refused() -> None:
         shard_quant_model(model, 1, "cpu", ShardingPlan())
     with pytest.raises(ValueError, match="Call quantize_embeddings first"):
         shard_quant_model(torch.nn.Linear(1, 1), 1, "cpu")
+
+
+def test_sharding_takes_the_rows_that_were_loaded() -> None:
+    model, other = _model(), _model()
+    state = {
+        name: value.flip(0) if name.endswith("lookups.0.weights") else value
+        for name, value in model.state_dict().items()
+    }
+    other.load_state_dict(state)
+    sharded, _ = shard_quant_model(other, 2, "cpu")
+    loaded = other.sparse_arch.embedding_bag_collection.bags.table_rows()
+    moved = sharded.sparse_arch.embedding_bag_collection.bags.table_rows()
+    original = model.sparse_arch.embedding_bag_collection.bags.table_rows()
+    assert not torch.equal(loaded[0], original[0])
+    for one, another in zip(moved, loaded, strict=True):
+        assert torch.equal(one, another)
