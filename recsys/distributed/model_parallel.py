@@ -169,7 +169,9 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         self._env = env or ShardingEnv.default()
         self.device = canonical_device(device or default_device(self._env))
-        self._sharders = {s.module_type: s for s in (sharders or get_default_sharders())}
+        self._sharders = {
+            s.module_type: s for s in (get_default_sharders() if sharders is None else sharders)
+        }
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         if plan is None:
             topology = Topology(world_size=self._env.world_size, compute_device=self.device.type)

@@ -40,7 +40,8 @@ class AttachedOptimizer:
 
     Attributes:
         param_groups: One group with the settings. Changing its `lr` takes effect at the next
-            forward; torch's learning rate schedulers change it in the same way.
+            forward of an unsharded collection; for a sharded one change the groups of its
+            `fused_optimizer`.
     """
 
     def __init__(
