@@ -11,7 +11,6 @@ benchmarks` runs all plans and batch sizes on 1 and 2 ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -267,8 +266,6 @@ def measure(contenders: dict[str, Callable[[], Any]], rounds: int, repeats: int)
 def run_case(plan: str, batch_size: int, rounds: int, repeats: int) -> dict[str, Any]:
     world = dist.get_world_size()
     has_peer = plan != "row_wise" or world == 1
-    with contextlib.suppress(ImportError):
-        import torchrec  # noqa: F401
     peer_kjt = None
     models: dict[str, nn.Module] = {}
     if has_peer:

@@ -82,12 +82,11 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         self._configs = configs
         self._plan = plan
         self._env = env
-        self._fused_params = dict(fused_params or {})
         self._is_weighted = module.is_weighted()
         self._device = canonical_device(device or default_device(env))
         self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
         weights = table_weights(module)
-        self._build([_TableOptions(weights[c.name], self._fused_params) for c in configs])
+        self._build([_TableOptions(weights[c.name], fused_params or {}) for c in configs])
         load_tables(self._tables(), module, env)
 
     def _build(self, options: Sequence[_TableOptions]) -> None:
@@ -216,7 +215,6 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         other._configs = copy.deepcopy(self._configs)
         other._plan = copy.deepcopy(self._plan)
         other._env = self._env
-        other._fused_params = self._fused_params
         other._is_weighted = self._is_weighted
         other._bounds_check_mode = self._bounds_check_mode
         other._device = canonical_device(device)

@@ -115,9 +115,6 @@ class InputDist:
         env: the ranks.
         device: where batches and tables are.
         mode: what to do with an id outside its table.
-
-    Example:
-        >>> # ids = InputDist(layout, ["a"], False, env, device).start(kjt).send().wait()
     """
 
     def __init__(
