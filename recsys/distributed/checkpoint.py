@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,6 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.table_shards import TableShards
+from recsys.distributed.types import ShardingEnv
 from recsys.optim.keyed import KeyedOptimizer
 
 
@@ -37,7 +39,10 @@ def save_checkpoint(
     optimizer: KeyedOptimizer | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves a model, sharded or not, with its optimizer. Every rank must call it.
+    """Saves a model, sharded or not, with its optimizer.
+
+    Every rank that the model is sharded over must call it, and no other: a model on a part of the
+    ranks is saved by that part. A model that is not sharded is taken for one of all ranks.
 
     Args:
         path: a folder, which is created.
@@ -49,8 +54,9 @@ def save_checkpoint(
     state = _state_of(model, optimizer)
     state["extra"] = pickle.dumps(dict(extra or {}))  # one leaf: nothing in it is renamed
     writer = FileSystemWriter(str(path), overwrite=True)
+    group = _env_of(model).process_group
     with _without_expected_warnings():
-        save(state, storage_writer=writer, no_dist=not _is_distributed())
+        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def load_checkpoint(
@@ -62,7 +68,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Loads what :func:`save_checkpoint` saved, in place, under any plan and on any ranks.
 
-    Every rank must call it.
+    Every rank that the model is sharded over must call it, as for :func:`save_checkpoint`.
 
     Args:
         path: the folder.
@@ -109,9 +115,16 @@ def load_checkpoint(
             f"no place for: {unread[:10]}. Pass allow_partial=True to leave them out."
         )
     planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
+    group = _env_of(model).process_group
     try:
         with _without_expected_warnings():
-            load(state, storage_reader=reader, planner=planner, no_dist=not _is_distributed())
+            load(
+                state,
+                storage_reader=reader,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         reasons = "; ".join(
             f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
@@ -126,6 +139,14 @@ def load_checkpoint(
         optimizer.load_state_dict(state["optimizer"])
     extra: dict[str, Any] = pickle.loads(state["extra"])
     return extra
+
+
+def _env_of(model: nn.Module) -> ShardingEnv:
+    """Returns the ranks that share the model: those it is sharded over, else all there are."""
+    for module in model.modules():
+        if isinstance(module, DistributedModelParallel | TableShards):
+            return module.env
+    return ShardingEnv.default()
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -148,10 +169,6 @@ def _without_expected_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", ".*torch.distributed is disabled, unavailable or unini")
         warnings.filterwarnings("ignore", "Detected an existing checkpoint in .*, overwriting")
         yield
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 class _CompleteLoadPlanner(DefaultLoadPlanner):

@@ -167,20 +167,20 @@ class DistributedModelParallel(nn.Module):
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
-        self._env = env or ShardingEnv.default()
-        self.device = canonical_device(device or default_device(self._env))
+        self.env = env or ShardingEnv.default()
+        self.device = canonical_device(device or default_device(self.env))
         self._sharders = {
             s.module_type: s for s in (get_default_sharders() if sharders is None else sharders)
         }
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         if plan is None:
-            topology = Topology(world_size=self._env.world_size, compute_device=self.device.type)
+            topology = Topology(world_size=self.env.world_size, compute_device=self.device.type)
             planner = planner or EmbeddingShardingPlanner(topology=topology)
             sharder_list = list(self._sharders.values())
-            if self._env.world_size == 1:  # also one rank of a larger job by itself
+            if self.env.world_size == 1:  # also one rank of a larger job by itself
                 plan = planner.plan(module, sharder_list)
             else:
-                plan = planner.collective_plan(module, sharder_list, self._env.process_group)
+                plan = planner.collective_plan(module, sharder_list, self.env.process_group)
         self._plan = plan
         self._check_plan_paths(module)
         self._dmp_wrapped: nn.Module = self._shard(module, "", {})
@@ -221,7 +221,7 @@ class DistributedModelParallel(nn.Module):
         sharder = self._sharders.get(type(module))
         result = module
         if sharder is not None and module_plan is not None:
-            result = sharder.shard(module, module_plan, self._env, self.device)
+            result = sharder.shard(module, module_plan, self.env, self.device)
         else:
             for name, child in list(module._modules.items()):
                 if child is not None:
@@ -262,7 +262,7 @@ class DistributedModelParallel(nn.Module):
 
     def init_data_parallel(self) -> None:
         """Wraps the dense parts for data-parallel training; does nothing the second time."""
-        self._wrapper.wrap(self, self._env, self.device)
+        self._wrapper.wrap(self, self.env, self.device)
 
     # -- use ---------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class DistributedModelParallel(nn.Module):
         """
         copied = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(copied)
-        copied._env, copied._plan = self._env, self._plan
+        copied.env, copied._plan = self.env, self._plan
         copied._sharders, copied._wrapper = self._sharders, self._wrapper
         copied.device = canonical_device(device)
         memo: dict[int, Any] = {

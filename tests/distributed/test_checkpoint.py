@@ -14,7 +14,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.optim import Adam, RowWiseAdagrad
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from tests.distributed.cases import CPU, Case, shard, train
+from tests.distributed.cases import CPU, Case, EachType, shard, train
 from tests.ranks import RankPool
 
 
@@ -182,3 +182,48 @@ def test_values_without_a_place_are_an_error_unless_allowed(tmp_path: Path) -> N
         load_checkpoint(tmp_path / "c", one)
     load_checkpoint(tmp_path / "c", one, allow_partial=True)
     torch.testing.assert_close(one["a"].weight, both["a"].weight)
+
+
+def _save_and_load_in_a_part_of_the_ranks(path: str) -> dict | None:
+    """Ranks 1 and 2 have a model; rank 0 does something else and takes no part."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    env = ShardingEnv.from_process_group(group)
+    case = EachType(1, 2, optimizer=RowWiseAdagrad)
+    models = [
+        DistributedModelParallel(case.model(), env=env, device=CPU, plan=case.plan())
+        for _ in range(2)
+    ]
+    optimizers = [_optimizer(model) for model in models]
+    train(case, models[0], range(2), rank=env.rank)
+    save_checkpoint(path, models[0], optimizers[0], {"epoch": 1})
+    assert load_checkpoint(path, models[1], optimizers[1]) == {"epoch": 1}
+    expected, received = (_everything(*pair) for pair in zip(models, optimizers, strict=True))
+    assert received.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(received[name], value, rtol=0, atol=0, msg=name)
+    return received
+
+
+def test_a_model_on_a_part_of_the_ranks_is_saved_by_them_alone(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "c")
+    idle, saved, _ = ranks(3, _save_and_load_in_a_part_of_the_ranks, path, timeout=20.0)
+    assert idle is None
+    whole = _single(EachType(1, 1, optimizer=RowWiseAdagrad))
+    load_checkpoint(path, whole)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(_whole(value), saved[name], rtol=0, atol=0, msg=name)
+
+
+def _save_alone(path: str) -> None:
+    if dist.get_rank() == 1:
+        model = _single(Case(1, 1))
+        save_checkpoint(path, model, model.fused_optimizer)
+        load_checkpoint(path, model, model.fused_optimizer)
+
+
+def test_one_rank_of_a_job_saves_its_own_model(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, _save_alone, str(tmp_path / "c"), timeout=20.0)
