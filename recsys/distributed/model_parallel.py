@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast, final
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from recsys.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
@@ -17,17 +18,22 @@ from recsys.distributed.embeddingbag import (
     default_device,
 )
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
-from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from recsys.distributed.types import (
+    LazyAwaitable,
+    ModuleSharder,
+    ShardedModule,
+    ShardingEnv,
+    ShardingPlan,
+)
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-# torch 2.13 renamed `broadcast_buffers` and warns of the old name. Buffers of a model are alike on
-# all ranks from the start, and a broadcast in every forward would cost a collective.
-_NO_BUFFER_SYNC: dict[str, Any] = {
+# torch 2.13 renamed `broadcast_buffers` and warns of the old name
+_BROADCAST_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}
+    else "broadcast_buffers"
+)
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
@@ -62,6 +68,9 @@ class DefaultDataParallelWrapper:
         bucket_cap_mb: size of a gradient bucket in MB.
         static_graph: whether every step uses the same parameters.
         find_unused_parameters: whether some steps leave dense parameters unused.
+        broadcast_buffers: whether rank 0's buffers replace the others' before every forward pass,
+            which costs a collective. If None, where a batch or instance norm changes them; else
+            buffers are taken to stay as they are.
     """
 
     def __init__(
@@ -69,10 +78,13 @@ class DefaultDataParallelWrapper:
         bucket_cap_mb: int = 25,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
+        *,
+        broadcast_buffers: bool | None = None,
     ) -> None:
         self._bucket_cap_mb = bucket_cap_mb
         self._static_graph = static_graph
         self._find_unused_parameters = find_unused_parameters
+        self._broadcast_buffers = broadcast_buffers
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wraps the inner module in place, if there are several ranks and dense parameters."""
@@ -99,17 +111,25 @@ class DefaultDataParallelWrapper:
                 "apply_optimizer_in_backward the tables only, and step the others' optimizer."
             )
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
+        broadcasts = self._broadcast_buffers
+        if broadcasts is None:
+            broadcasts = any(_has_running_statistics(child) for child in module.modules())
+        settings: dict[str, Any] = {_BROADCAST_BUFFERS: broadcasts}
         dmp._dmp_wrapped = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device],
             process_group=env.process_group,
             gradient_as_bucket_view=True,
-            **_NO_BUFFER_SYNC,
+            **settings,
             bucket_cap_mb=self._bucket_cap_mb,
             static_graph=self._static_graph,
             find_unused_parameters=self._find_unused_parameters,
         )
         dmp._dmp_wrapped.training = module.training
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
 def _names_below(path: str, module: nn.Module) -> Iterator[str]:
@@ -264,6 +284,14 @@ class DistributedModelParallel(nn.Module):
         """Wraps the dense parts for data-parallel training; does nothing the second time."""
         self._wrapper.wrap(self, self.env, self.device)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
+        """Lets the sharded modules refuse a move before a dense one has made it."""
+        for child in self.module.modules():
+            if isinstance(child, ShardedModule):
+                child._apply(fn)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     # -- use ---------------------------------------------------------------------------------------
 
     @property
@@ -273,7 +301,12 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._dmp_wrapped(*args, **kwargs)
+        wrapped = self._dmp_wrapped
+        if isinstance(wrapped, DistributedDataParallel) and (
+            wrapped.find_unused_parameters or wrapped.static_graph
+        ):
+            return _call_showing_tensors(wrapped, args, kwargs)
+        return wrapped(*args, **kwargs)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -394,3 +427,25 @@ class DistributedModelParallel(nn.Module):
 def _owns_meta(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(tensor.is_meta for tensor in own)
+
+
+def _call_showing_tensors(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> Any:
+    """Calls a module that looks for tensors in its output, to follow their graph.
+
+    It would find none in a pending output or a :class:`~recsys.sparse.KeyedTensor`, and so take
+    every parameter for unused. Hence pending outputs are awaited.
+    """
+    structures: list[pytree.TreeSpec] = []
+
+    def flatten(module: nn.Module, args: Any, output: Any) -> list[Any]:
+        arrived = pytree.tree_map_only(LazyAwaitable, lambda lazy: lazy.wait(), output)
+        leaves, structure = pytree.tree_flatten(arrived)
+        structures.append(structure)
+        return leaves
+
+    hook = ddp.module.register_forward_hook(flatten)
+    try:
+        leaves = ddp(*args, **kwargs)
+    finally:
+        hook.remove()
+    return pytree.tree_unflatten(leaves, structures.pop())

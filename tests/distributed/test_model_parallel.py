@@ -22,7 +22,7 @@ from recsys.distributed.model_parallel import (
     get_unwrapped_module,
 )
 from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from recsys.distributed.types import ShardingEnv, ShardingPlan
+from recsys.distributed.types import LazyAwaitable, ShardingEnv, ShardingPlan
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -30,7 +30,17 @@ from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from recsys.optim.optimizers import in_backward_optimizer_filter
-from tests.distributed.cases import CPU, Case, EachType, Model, concat_batches, shard, train
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+from tests.distributed.cases import (
+    CPU,
+    FEATURES,
+    Case,
+    EachType,
+    Model,
+    concat_batches,
+    shard,
+    train,
+)
 from tests.ranks import RankPool
 
 META = torch.device("meta")
@@ -282,6 +292,90 @@ def test_settings_reach_data_parallel(ranks: RankPool) -> None:
     ranks(2, _leave_unused)
 
 
+class _Unusual(_Unused):
+    """A model whose output is no tensor."""
+
+    def __init__(self, output: str, *args: Any) -> None:
+        super().__init__(*args)
+        self.output = output
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        pooled = self.ebc(features).values()
+
+        def finish() -> KeyedTensor:
+            return KeyedTensor(["x"], [3], self.over(pooled))
+
+        if self.output == "keyed":
+            return finish()
+        return LazyAwaitable(finish) if self.output == "pending" else {"a": LazyAwaitable(finish)}
+
+
+def _gradients_of(output: str, setting: str) -> list[bool]:
+    case, equal = case_of(2), []
+    model = DistributedModelParallel(
+        _Unusual(output, case.configs(), False),
+        device=CPU,
+        plan=case.plan(),
+        data_parallel_wrapper=DefaultDataParallelWrapper(**{setting: True}),
+    )
+    weight = model.module.over.weight
+    for step in range(1, 4):
+        weight.grad = None
+        keyed = model(case.batches(step)[dist.get_rank()])
+        keyed = keyed["a"] if output == "in_dict" else keyed
+        assert isinstance(keyed, KeyedTensor)
+        keyed["x"].sum().backward()
+        grads = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(grads, weight.grad)
+        assert grads[0].abs().sum() > 0
+        equal.append(torch.equal(*grads))
+    return equal
+
+
+@pytest.mark.parametrize("output", ["keyed", "pending", "in_dict"])
+@pytest.mark.parametrize("setting", ["find_unused_parameters", "static_graph"])
+def test_parameters_are_found_behind_any_output(ranks: RankPool, output: str, setting: str) -> None:
+    assert ranks(2, _gradients_of, output, setting, timeout=20.0) == [[True] * 3] * 2
+
+
+class _Normalized(Model):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(self.over.in_features)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        pooled = self.norm(self.ebc(features).values())
+        return pooled, self.over(pooled)
+
+
+def _running_means(broadcast_buffers: bool | None) -> Tensor:
+    case, rank = case_of(2), dist.get_rank()
+    model = DistributedModelParallel(
+        _Normalized(case.configs(), False),
+        device=CPU,
+        plan=case.plan(),
+        data_parallel_wrapper=DefaultDataParallelWrapper(broadcast_buffers=broadcast_buffers),
+    )
+    for _ in range(2):
+        ids = torch.arange(rank, rank + 8) % 12
+        batch = KeyedJaggedTensor(FEATURES, ids, lengths=torch.ones(8, dtype=torch.int64))
+        model(batch)[1].sum().backward()
+    model.eval()
+    model(batch)
+    return model.module.norm.running_mean.clone()
+
+
+@pytest.mark.parametrize(
+    ("broadcast_buffers", "same"), [(None, True), (True, True), (False, False)]
+)
+def test_running_statistics_are_those_of_rank_0(
+    ranks: RankPool, broadcast_buffers: bool | None, same: bool
+) -> None:
+    means = ranks(2, _running_means, broadcast_buffers, timeout=20.0)
+    assert means[0].abs().sum() > 0
+    assert torch.equal(*means) is same
+
+
 def _update_dense_in_backward() -> str:
     case = case_of(2)
     model = case.model()
@@ -428,6 +522,26 @@ def _train_copy(how: str) -> None:
 @pytest.mark.parametrize("how", ["copy", "deepcopy"])
 def test_a_copy_is_equal_and_independent(ranks: RankPool, how: str) -> None:
     ranks(2, _train_copy, how)
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("move", ["half", "double", "bfloat16", "to_meta"])
+def test_a_refused_move_changes_nothing(move: str) -> None:
+    case = case_of(1)
+    dense_first = nn.Sequential(nn.Linear(2, 2), case.model())
+    model = DistributedModelParallel(
+        dense_first,
+        env=ShardingEnv.from_local(),
+        device=CPU,
+        plan=ShardingPlan({"1.ebc": case.plan().plan["ebc"]}),
+    )
+    with pytest.raises(ValueError, match="A sharded collection stays on its device and keeps its"):
+        model.to(META) if move == "to_meta" else getattr(model, move)()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.device for p in model.parameters()} == {CPU}
+    model.to(torch.float32)  # what changes nothing is allowed
 
 
 # -- evaluation and training -----------------------------------------------------------------------
