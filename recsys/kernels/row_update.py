@@ -92,7 +92,12 @@ def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def row_statistic(spec: OptimizerSpec, grads: Tensor, weight_rows: Tensor | None = None) -> Tensor:
+def row_statistic(
+    spec: OptimizerSpec,
+    grads: Tensor,
+    weight: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
     """The per-row sum over the given columns of what a row-wise optimizer averages.
 
     Owners of different columns of one row add these up and divide by the whole width: that is
@@ -101,7 +106,8 @@ def row_statistic(spec: OptimizerSpec, grads: Tensor, weight_rows: Tensor | None
     Args:
         spec: A row-wise optimizer.
         grads: [K, D_local] row gradients.
-        weight_rows: [K, D_local] the same rows of the table; needed only with L2 weight decay.
+        weight: [R, D_local] the table, and
+        rows: [K] the rows that the gradients are for; both are read only with L2 weight decay.
 
     Returns:
         [K] fp32.
@@ -122,9 +128,12 @@ def row_statistic(spec: OptimizerSpec, grads: Tensor, weight_rows: Tensor | None
         )
     grads = grads.float()
     if spec.weight_decay and spec.weight_decay_mode is WeightDecayMode.L2:
-        if weight_rows is None:
-            raise ValueError("row_statistic needs weight_rows when weight_decay_mode is L2.")
-        grads = grads.add(weight_rows.float(), alpha=spec.weight_decay)
+        if weight is None or rows is None:
+            raise ValueError(
+                "row_statistic needs weight and rows when weight_decay_mode is L2; received None. "
+                "Pass the table and the rows of the gradients."
+            )
+        grads = grads.add(weight.index_select(0, rows).float(), alpha=spec.weight_decay)
     norm_K: Tensor = torch.linalg.vector_norm(grads, dim=1)
     return norm_K.square_()
 

@@ -6,7 +6,7 @@ Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,12 @@ from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choos
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmModule
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import RowGradients, TorchKernel, merge_row_gradients
+from recsys.kernels.tbe_torch import (
+    RowGradients,
+    RowStatistics,
+    TorchKernel,
+    merge_row_gradients,
+)
 from recsys.kernels.types import (
     EmbeddingLocation,
     OptimizerSpec,
@@ -28,6 +33,9 @@ from recsys.kernels.types import (
 )
 
 __all__ = ["TableBatchedEmbedding", "check_ids"]
+
+_Batch: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""What one backward pass brings: gradient of the output, indices, offsets, per-sample weights."""
 
 
 @final
@@ -154,7 +162,10 @@ class TableBatchedEmbedding:
         self._learning_rate = 0.0 if optimizer is None else optimizer.learning_rate
         # Makes outputs require grad although no input does.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        # DEFERRED mode: what backward left, as it came (one pass only) or reduced to rows
+        self._held: _Batch | None = None
         self._pending: list[RowGradients] | None = None
+        self._statistics: list[RowStatistics] = []
 
     def _check(self, settings: LookupSettings, weights: Tensor | None) -> None:
         if settings.update_mode is not UpdateMode.GRADIENT and settings.optimizer is None:
@@ -294,6 +305,7 @@ class TableBatchedEmbedding:
     @property
     def row_gradients(self) -> list[tuple[Tensor, Tensor] | None]:
         """Per table (rows [K] ascending, grads [K, D] fp32); None before the first backward."""
+        self._reduce()
         if self._pending is None:
             return [None] * len(self.layout.tables)
         return list(self._by_table(self._pending))
@@ -305,10 +317,18 @@ class TableBatchedEmbedding:
             ValueError: The optimizer has no such statistic.
         """
         assert self.optimizer is not None
+        if self._held is not None and self._kernel.takes_row_moments:
+            self._statistics = self._kernel.row_statistics(*self._held)
+        else:
+            self._reduce()
+            self._statistics = [
+                (rows, row_statistic(self.optimizer, grads, group.matrix(self.storage), rows))
+                for group, (rows, grads) in zip(
+                    self.layout.groups, self._pending or (), strict=False
+                )
+            ]
         found = [torch.empty(0, device=self.layout.device)] * len(self.layout.tables)
-        for group, (rows, grads) in zip(self.layout.groups, self._pending or (), strict=False):
-            weight_rows = group.matrix(self.storage).index_select(0, rows)
-            statistic = row_statistic(self.optimizer, grads, weight_rows)
+        for group, (rows, statistic) in zip(self.layout.groups, self._statistics, strict=False):
             sizes = torch.searchsorted(rows, group.row_starts).diff().tolist()
             for table, part in zip(group.tables, statistic.split(sizes), strict=True):
                 found[table] = part
@@ -321,6 +341,7 @@ class TableBatchedEmbedding:
             summed: [elements of all tables] fp32, laid out as `storage`.
             touched: [rows of all tables] fp32; 1 is added for each row with a gradient.
         """
+        self._reduce()
         for group, (rows, grads) in zip(self.layout.groups, self._pending or (), strict=False):
             group.matrix(summed).index_add_(0, rows, grads)
             group.rows(touched).index_add_(0, rows, torch.ones_like(grads[:, 0]))
@@ -333,7 +354,7 @@ class TableBatchedEmbedding:
             summed: As in `add_dense_gradients`.
             touched: [rows of all tables]; rows with 0 keep weights and optimizer state.
         """
-        self._pending = []
+        self._held, self._pending = None, []
         for group in self.layout.groups:
             rows = group.rows(touched).nonzero().squeeze(1)
             self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
@@ -347,19 +368,41 @@ class TableBatchedEmbedding:
                 columns of a row, for row-wise optimizers on tables split by columns. None:
                 computed here.
         """
-        if self._pending is None:
-            return
         grouped = None
         if row_moments is not None:
             grouped = [
                 torch.cat([row_moments[t] for t in group.tables]) for group in self.layout.groups
             ]
-        self._kernel.apply(self._pending, self._learning_rate, grouped)
-        self._pending = None
+            if self._held is not None and self._statistics:
+                self._kernel.update_by_moments(
+                    self._held, self._statistics, grouped, self._learning_rate
+                )
+                self.zero_grad()
+                return
+        self._reduce()
+        if self._pending is not None:
+            self._kernel.apply(self._pending, self._learning_rate, grouped)
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         """DEFERRED mode: forget the row gradients."""
-        self._pending = None
+        self._held = self._pending = None
+        self._statistics = []
+
+    def _reduce(self) -> None:
+        """Adds what is held to the row gradients."""
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        self._collect(self._kernel.row_gradients(*held))
+
+    def _collect(self, fresh: list[RowGradients]) -> None:
+        if self._pending is not None:
+            fresh = [
+                merge_row_gradients(old, new, group.num_rows)
+                for group, old, new in zip(self.layout.groups, self._pending, fresh, strict=True)
+            ]
+        self._pending = fresh
 
     def flush(self) -> None:
         """Write cached rows back to `weights` (MANAGED_CACHING); nothing to do elsewhere."""
@@ -382,20 +425,19 @@ class TableBatchedEmbedding:
         trained: Sequence[bool],
     ) -> None:
         kernel = self._kernel
-        if self.update_mode is UpdateMode.FUSED and all(trained):
-            kernel.update(grad, indices, offsets, weights, self._learning_rate)
+        if all(trained):
+            if self.update_mode is UpdateMode.FUSED:
+                kernel.update(grad, indices, offsets, weights, self._learning_rate)
+            else:
+                self._reduce()
+                self._held = (grad, indices, offsets, weights)
             return
-        fresh = kernel.row_gradients(grad, indices, offsets, weights)
-        if not all(trained):
-            fresh = kernel.drop_frozen(fresh, trained)
+        fresh = kernel.drop_frozen(kernel.row_gradients(grad, indices, offsets, weights), trained)
         if self.update_mode is UpdateMode.FUSED:
             kernel.apply(fresh, self._learning_rate)
-        elif self._pending is None:
-            self._pending = fresh
         else:
-            self._pending = [
-                merge_row_gradients(old, new) for old, new in zip(self._pending, fresh, strict=True)
-            ]
+            self._reduce()
+            self._collect(fresh)
 
     def _parameter_gradients(
         self,

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from recsys.kernels.ops import USE_FBGEMM
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import TorchKernel, inverse_bag_length, row_ids_of
+from recsys.kernels.tbe_torch import (
+    RowStatistics,
+    TorchKernel,
+    distinct_rows,
+    inverse_bag_length,
+    row_ids_of,
+    sum_bags,
+)
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,
@@ -248,6 +255,54 @@ class FbgemmCpuKernel(TorchKernel):
             *common, *state, geometry.row_state_offsets, self._learning_rate, spec.eps
         )
 
+    @property
+    def takes_row_moments(self) -> bool:
+        """Whether the fused update can be told the row moments: row-wise Adagrad, no decay."""
+        spec = self.optimizer
+        return (
+            spec is not None
+            and spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+            and not spec.weight_decay
+        )
+
+    def row_statistics(
+        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> list[RowStatistics]:
+        """The statistics of each dim group, with no row gradients but of ids that repeat."""
+        rows, empty = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        result = [(rows, empty)] * len(self.layout.groups)
+        number = {group.dim: i for i, group in enumerate(self.layout.groups)}
+        inputs = self._group_inputs(indices, offsets, weights) if indices.numel() else []
+        for group, part in inputs:
+            result[number[group.dim]] = _statistics_by_row(
+                part.row_ids, group.num_rows, *self._gradient_of_ids(grad, group, part)
+            )
+        return result
+
+    def update_by_moments(
+        self,
+        batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        statistics: list[RowStatistics],
+        row_moments: list[Tensor],
+        learning_rate: float,
+    ) -> None:
+        """`update` of a batch with the given row moments [K] of each dim group.
+
+        The kernel adds the moment of the columns it sees, so the state is lowered by that much
+        before; after, it is set to what it must be, to the bit.
+        """
+        final = []
+        for group, (rows, statistic), moment in zip(
+            self.layout.groups, statistics, row_moments, strict=True
+        ):
+            state = group.rows(self.states["sum"])
+            wanted = state.index_select(0, rows).add_(moment)
+            state.index_copy_(0, rows, wanted.sub(statistic, alpha=1.0 / group.dim))
+            final.append((state, rows, wanted))
+        self.update(*batch, learning_rate)
+        for state, rows, wanted in final:
+            state.index_copy_(0, rows, wanted)
+
     def _as_sum(
         self, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> tuple[_Geometry, Tensor, Tensor, Tensor | None]:
@@ -263,6 +318,35 @@ class FbgemmCpuKernel(TorchKernel):
             inverse = inverse_bag_length(offsets, indices.numel())
             weights = inverse if weights is None else weights * inverse
         return self._geometry, indices, offsets, weights
+
+
+def _statistics_by_row(
+    row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
+) -> RowStatistics:
+    """|sum of scale[i] * gradients[source[i]] over the i of a row|^2 of each distinct row id."""
+    rows, counts, order = distinct_rows(row_ids, num_rows)
+    starts = counts.cumsum(0).sub_(counts)
+    first = order.index_select(0, starts)
+    norms = torch.linalg.vector_norm(gradients, dim=1).index_select(
+        0, source.index_select(0, first)
+    )
+    if scale is not None:
+        norms *= scale.index_select(0, first)
+    repeated = (counts > 1).nonzero().squeeze(1)
+    if repeated.numel():
+        lengths = counts.index_select(0, repeated)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        shift = starts.index_select(0, repeated) - offsets[:-1]
+        ids = torch.arange(int(offsets[-1])).add_(shift.repeat_interleave(lengths))
+        ids = order.index_select(0, ids)
+        sums = sum_bags(
+            gradients,
+            source.index_select(0, ids),
+            offsets,
+            None if scale is None else scale.index_select(0, ids),
+        )
+        norms.index_copy_(0, repeated, torch.linalg.vector_norm(sums, dim=1))
+    return rows, norms.square_()
 
 
 _SUM, _MEAN = 0, 1

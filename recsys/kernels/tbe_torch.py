@@ -23,14 +23,20 @@ from recsys.kernels.types import OptimizerSpec, PoolingMode
 
 __all__ = [
     "RowGradients",
+    "RowStatistics",
     "TorchKernel",
+    "distinct_rows",
     "inverse_bag_length",
     "merge_row_gradients",
     "row_ids_of",
+    "sum_bags",
 ]
 
 RowGradients: TypeAlias = tuple[Tensor, Tensor]
 """(rows [K] int64 without duplicates, ascending; gradients [K, D] fp32)."""
+
+RowStatistics: TypeAlias = tuple[Tensor, Tensor]
+"""(rows [K] as in `RowGradients`; sum over the columns of the squared gradient [K] fp32)."""
 
 
 @final
@@ -88,7 +94,7 @@ class TorchKernel:
             return indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
         pieces: list[Tensor | None] = [None] * layout.num_features
         for group, part in self._group_inputs(indices, offsets, weights):
-            pooled = _sum_bags(group.matrix(self.storage), part.row_ids, part.offsets, part.weights)
+            pooled = sum_bags(group.matrix(self.storage), part.row_ids, part.offsets, part.weights)
             if self.pooling is PoolingMode.MEAN:
                 pooled = pooled / part.offsets.diff().clamp_(min=1).unsqueeze(1)
             pooled_FBD = pooled.to(self.output_dtype).view(-1, num_bags, group.dim)
@@ -104,9 +110,9 @@ class TorchKernel:
         if not indices.numel():
             return out
         for group, part in self._group_inputs(indices, offsets, None):
-            bag_of_id, scale = self._bags(part)
+            gradients, source, scale = self._gradient_of_ids(grad, group, part)
             rows = group.matrix(self.storage).index_select(0, part.row_ids).float()
-            values = (rows * self._bag_gradients(grad, group).index_select(0, bag_of_id)).sum(1)
+            values = (rows * gradients.index_select(0, source)).sum(1)
             if scale is not None:
                 values *= scale
             if part.positions is None:
@@ -122,9 +128,9 @@ class TorchKernel:
         inputs = self._group_inputs(indices, offsets, weights) if indices.numel() else []
         number = {group.dim: i for i, group in enumerate(self.layout.groups)}
         for group, part in inputs:
-            bag_of_id, scale = self._bags(part)
-            gradients = self._bag_gradients(grad, group)
-            result[number[group.dim]] = _sum_by_row(part.row_ids, gradients, bag_of_id, scale)
+            result[number[group.dim]] = _sum_by_row(
+                part.row_ids, group.num_rows, *self._gradient_of_ids(grad, group, part)
+            )
         device = self.storage.device
         return [
             (torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, g.dim, device=device))
@@ -176,6 +182,27 @@ class TorchKernel:
                 self._step_of_rows(group, rows),
                 row_moment=None if row_moments is None else row_moments[i],
             )
+
+    @property
+    def takes_row_moments(self) -> bool:
+        """Whether `row_statistics` and `update_by_moments` exist, which need no row gradients."""
+        return False
+
+    def row_statistics(
+        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> list[RowStatistics]:
+        """The statistics of each dim group."""
+        raise NotImplementedError
+
+    def update_by_moments(
+        self,
+        batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        statistics: list[RowStatistics],
+        row_moments: list[Tensor],
+        learning_rate: float,
+    ) -> None:
+        """`update` of a batch with the given row moments [K] of each dim group."""
+        raise NotImplementedError
 
     def drop_frozen(
         self, row_gradients: list[RowGradients], trained: Sequence[bool]
@@ -234,39 +261,44 @@ class TorchKernel:
             result.append((group, _GroupInput(positions, row_ids, group_offsets, part_weights)))
         return result
 
-    def _bags(self, part: _GroupInput) -> tuple[Tensor, Tensor | None]:
-        """The bag of each id (a row of `_bag_gradients`), and its factor in the bag."""
+    def _gradient_of_ids(
+        self, grad: Tensor, group: DimGroup, part: _GroupInput
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where the gradient of each id stands.
+
+        Returns:
+            [M, D] fp32 gradients of bags; [N] the row of them that is each id's; and [N] its factor
+            in the bag, None for 1.
+        """
         num_ids = part.row_ids.numel()
+        device = part.row_ids.device
         if self.pooling is PoolingMode.NONE:
-            return torch.arange(num_ids, device=part.row_ids.device), part.weights
-        lengths = part.offsets.diff()
-        bag_of_id = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
-            lengths, output_size=num_ids
+            return grad.float(), torch.arange(num_ids, device=device), part.weights
+        num_bags, num_features = grad.shape[0], len(group.features)
+        if num_features < self.layout.num_features:
+            pieces = torch.split(grad, list(self.layout.feature_dims), dim=1)
+            grad = torch.cat([pieces[f] for f in group.features], dim=1)
+        # bag (f, b) of the input is row b * F + f of the gradients
+        bags = torch.arange(num_bags * num_features, device=device)
+        source = (
+            bags.view(num_bags, num_features)
+            .t()
+            .reshape(-1)
+            .repeat_interleave(part.offsets.diff(), output_size=num_ids)
         )
         scale = part.weights
         if self.pooling is PoolingMode.MEAN:
             inverse = inverse_bag_length(part.offsets, num_ids)
             scale = inverse if scale is None else scale * inverse
-        return bag_of_id, scale
-
-    def _bag_gradients(self, grad: Tensor, group: DimGroup) -> Tensor:
-        """The gradient of each bag of the group: [F_group * B, D] fp32."""
-        if self.pooling is PoolingMode.NONE:
-            return grad.float().contiguous()
-        num_bags = grad.shape[0]
-        if len(group.features) == self.layout.num_features:
-            grad_BFD = grad.view(num_bags, -1, group.dim)
-        else:
-            pieces = torch.split(grad, list(self.layout.feature_dims), dim=1)
-            grad_BFD = torch.stack([pieces[f] for f in group.features], dim=1)
-        return grad_BFD.transpose(0, 1).reshape(-1, group.dim).float()
+        return grad.reshape(-1, group.dim).float(), source, scale
 
 
-def merge_row_gradients(first: RowGradients, second: RowGradients) -> RowGradients:
+def merge_row_gradients(first: RowGradients, second: RowGradients, num_rows: int) -> RowGradients:
     """Add two sets of row gradients into one without duplicates."""
     rows = torch.cat([first[0], second[0]])
     grads = torch.cat([first[1], second[1]])
-    return _sum_by_row(rows, grads, torch.arange(rows.numel(), device=rows.device), None)
+    source = torch.arange(rows.numel(), device=rows.device)
+    return _sum_by_row(rows, num_rows, grads, source, None)
 
 
 def row_ids_of(group: DimGroup, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -288,7 +320,16 @@ def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:
     return lengths.float().reciprocal_().repeat_interleave(lengths, output_size=num_ids)
 
 
-def _sum_bags(matrix: Tensor, row_ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+def distinct_rows(row_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [K] ascending, how often each occurs [K], and where they stood [N], ties in order."""
+    if num_rows < 2**31:
+        row_ids = row_ids.int()  # sorts in half the time
+    sorted_ids, order = torch.sort(row_ids, stable=True)
+    rows, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
+    return rows.long(), counts, order
+
+
+def sum_bags(matrix: Tensor, row_ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     """Sum of the (weighted) rows of each bag, in fp32: [bags, D]."""
     if row_ids.numel() == 0:
         return matrix.new_zeros(offsets.numel() - 1, matrix.shape[1], dtype=torch.float32)
@@ -307,11 +348,10 @@ def _sum_bags(matrix: Tensor, row_ids: Tensor, offsets: Tensor, weights: Tensor 
 
 
 def _sum_by_row(
-    row_ids: Tensor, gradients: Tensor, source: Tensor, scale: Tensor | None
+    row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
 ) -> RowGradients:
     """Sum `scale[i] * gradients[source[i]]` over the i of each distinct row id."""
-    sorted_ids, order = torch.sort(row_ids, stable=True)
-    rows, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
+    rows, counts, order = distinct_rows(row_ids, num_rows)
     segments = functional.pad(counts.cumsum(0), (1, 0))
     ordered_scale = None if scale is None else scale.index_select(0, order)
-    return rows, _sum_bags(gradients, source.index_select(0, order), segments, ordered_scale)
+    return rows, sum_bags(gradients, source.index_select(0, order), segments, ordered_scale)

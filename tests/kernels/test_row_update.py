@@ -174,7 +174,7 @@ def test_column_shards_with_row_moments_equal_the_whole(
     rows = torch.arange(ROWS)
     for grad in gradients():
         parts = [grad[:, :1], grad[:, 1:]]
-        total = sum(row_statistic(spec, g, h) for g, h in zip(parts, halves, strict=True))
+        total = sum(row_statistic(spec, g, h, rows) for g, h in zip(parts, halves, strict=True))
         for half, state, part in zip(halves, states, parts, strict=True):
             update_rows(spec, half, state, rows, part, LR, row_moment=total / DIM)
     torch.testing.assert_close(torch.cat(halves, 1), whole, rtol=1e-5, atol=1e-6)
@@ -214,5 +214,5 @@ def test_misplaced_row_moment_raises() -> None:
     with pytest.raises(ValueError, match=r"received LAMB\. Do not split"):
         row_statistic(spec, gradients()[0])
     decayed = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, weight_decay=0.1)
-    with pytest.raises(ValueError, match="needs weight_rows"):
+    with pytest.raises(ValueError, match="needs weight and rows"):
         row_statistic(decayed, gradients()[0])

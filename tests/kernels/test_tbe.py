@@ -301,6 +301,33 @@ def test_step_takes_row_moments_of_the_whole_row() -> None:
         torch.testing.assert_close(a, b)
 
 
+@needs_fbgemm
+@few
+@given(case=cases(neighbours=True))
+def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case) -> None:
+    """The shortcut that needs no row gradients, beside the road through them."""
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    fused, reduced = (case.build(spec, UpdateMode.DEFERRED, "fbgemm") for _ in range(2))
+    for step in range(3):
+        indices, offsets, weights = case.batch(step)
+        statistics = []
+        for tbe in (fused, reduced):
+            out = tbe.forward(indices, offsets, weights)
+            out.backward(output_gradient(case, step, out.shape))
+            if tbe is reduced:
+                assert tbe.row_gradients
+            statistics.append(tbe.row_statistics())
+        for a, b in zip(*statistics, strict=True):
+            torch.testing.assert_close(a, b)
+        # twice what the columns here have: as if another rank had as much
+        for tbe in (fused, reduced):
+            tbe.step([2 * s / d.dim for s, d in zip(statistics[1], tbe.layout.tables, strict=True)])
+    for a, b in zip(fused.weights, reduced.weights, strict=True):
+        torch.testing.assert_close(a, b)
+    for mine, theirs in zip(fused.states, reduced.states, strict=True):
+        torch.testing.assert_close(mine["sum"], theirs["sum"])
+
+
 @pytest.mark.parametrize("algorithm", [EmbOptimType.SGD, EmbOptimType.ADAM])
 def test_learning_rate_takes_effect_at_the_next_update(algorithm: EmbOptimType) -> None:
     tbe = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
