@@ -158,7 +158,8 @@ class DistributedModelParallel(nn.Module):
         planner: makes the plan if none is given; one for these ranks, with no constraints, if None.
 
     Raises:
-        ValueError: if the plan does not fit the model or the ranks.
+        ValueError: if the plan does not fit the model or the ranks, or the process group cannot
+            exchange tensors of the device.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -189,6 +190,8 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         self.env = env or ShardingEnv.default()
         self.device = canonical_device(device or default_device(self.env))
+        self._obstacle = _why_no_exchange(self.env, self.device)
+        self._check_exchange()
         self._sharders = {
             s.module_type: s for s in (get_default_sharders() if sharders is None else sharders)
         }
@@ -282,6 +285,7 @@ class DistributedModelParallel(nn.Module):
 
     def init_data_parallel(self) -> None:
         """Wraps the dense parts for data-parallel training; does nothing the second time."""
+        self._check_exchange()
         self._wrapper.wrap(self, self.env, self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
@@ -301,12 +305,17 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
+        self._check_exchange()
         wrapped = self._dmp_wrapped
         if isinstance(wrapped, DistributedDataParallel) and (
             wrapped.find_unused_parameters or wrapped.static_graph
         ):
             return _call_showing_tensors(wrapped, args, kwargs)
         return wrapped(*args, **kwargs)
+
+    def _check_exchange(self) -> None:
+        if self._obstacle:
+            raise ValueError(self._obstacle)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -321,16 +330,19 @@ class DistributedModelParallel(nn.Module):
     def copy(self, device: torch.device) -> DistributedModelParallel:
         """Returns a copy on another device: same plan, weights and optimizer state.
 
-        The copy is not wrapped for data-parallel training; call :meth:`init_data_parallel`.
+        The copy is not wrapped for data-parallel training; call :meth:`init_data_parallel`. Where
+        the process group cannot exchange tensors of that device (NCCL and the CPU), the copy can be
+        saved and loaded but not called.
 
         Args:
-            device: where the copy goes, such as ``torch.device("cpu")`` for a snapshot to evaluate.
+            device: where the copy goes, such as ``torch.device("cpu")`` for a snapshot.
         """
         copied = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(copied)
         copied.env, copied._plan = self.env, self._plan
         copied._sharders, copied._wrapper = self._sharders, self._wrapper
         copied.device = canonical_device(device)
+        copied._obstacle = _why_no_exchange(copied.env, copied.device)
         memo: dict[int, Any] = {
             id(child): cast(Any, child).copy(copied.device)
             for child in self.module.modules()
@@ -422,6 +434,20 @@ class DistributedModelParallel(nn.Module):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields this rank's buffers under the unsharded model's names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+def _why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
+    """Returns why the ranks cannot exchange tensors of a device; empty if they can."""
+    if env.world_size == 1:
+        return ""
+    config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
+    if any(part.startswith(f"{device.type}:") for part in config.split(",")):
+        return ""
+    return (
+        f"The ranks' process group must exchange tensors of the model's device; received a model "
+        f"on {device} and the backends {config}. Keep the model on a device that they serve, or "
+        "initialise torch.distributed with a backend for each, such as 'cpu:gloo,cuda:nccl'."
+    )
 
 
 def _owns_meta(module: nn.Module) -> bool:

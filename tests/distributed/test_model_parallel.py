@@ -524,6 +524,34 @@ def test_a_copy_is_equal_and_independent(ranks: RankPool, how: str) -> None:
     ranks(2, _train_copy, how)
 
 
+def _copy_out_of_reach() -> list[str]:
+    case, messages = case_of(2), []
+    model = shard(case)
+    # as torch says of a group that serves GPUs only
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        copied = model.copy(CPU)
+        assert is_same(everything(copied), everything(model))
+        for attempt in (
+            lambda: copied(case.batches(1)[dist.get_rank()]),
+            copied.init_data_parallel,
+            lambda: DistributedModelParallel(case.model(), device=CPU, plan=case.plan()),
+        ):
+            with pytest.raises(ValueError, match="must exchange tensors of the") as raised:
+                attempt()
+            messages.append(str(raised.value))
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        logits_of(case, model.copy(CPU))
+    return messages
+
+
+def test_a_copy_that_the_group_does_not_reach_cannot_be_called(ranks: RankPool) -> None:
+    for messages in ranks(2, _copy_out_of_reach):
+        assert len(set(messages)) == 1
+        assert "received a model on cpu and the backends cuda:nccl. Keep" in messages[0]
+        assert "such as 'cpu:gloo,cuda:nccl'." in messages[0]
+
+
 # -- moves -----------------------------------------------------------------------------------------
 
 
