@@ -106,13 +106,15 @@ class QuantizedBags(nn.Module):
             IndexError: if an id lies outside its table.
         """
         lengths_KB = lengths.view(num_keys, lengths.numel() // num_keys)
+        ids_per_key = self._check_ids(values, lengths_KB, positions)
         outputs: list[Tensor] = []
         for i, lookup in enumerate(self.lookups):
-            features = self.group_features[i]
-            order = torch.tensor([positions[f] for f in features], dtype=torch.int32)
-            order = order.to(values.device)
-            lengths_FB, ids, id_weights = _permute(order, lengths_KB, values, weights)
-            self._check_ids(ids, lengths_FB, features)
+            keys = [positions[f] for f in self.group_features[i]]
+            lengths_FB, ids, id_weights = lengths_KB, values, weights
+            if keys != list(range(num_keys)):
+                total = sum([ids_per_key[key] for key in keys])
+                order = _to_device(keys, values.device)
+                lengths_FB, ids, id_weights = _permute(order, lengths_KB, values, weights, total)
             offsets = _cumsum(lengths_FB.flatten())
             device = lookup.weights.device
             if id_weights is not None:
@@ -125,18 +127,29 @@ class QuantizedBags(nn.Module):
         columns = pooled.split(self.widths, dim=1)
         return torch.cat([columns[i] for i in self.order], dim=1)
 
-    def _check_ids(self, ids: Tensor, lengths_FB: Tensor, features: list[int]) -> None:
-        rows = [self.num_rows[f] for f in features]
-        rows_F = torch.tensor(rows, dtype=torch.int64).to(ids.device)
-        rows_N = torch.repeat_interleave(rows_F, lengths_FB.sum(1), output_size=ids.numel())
-        bad = (ids < 0) | (ids >= rows_N)
-        if bool(bad.any()):
-            where = int(bad.nonzero()[0].item())
-            feature = int(torch.searchsorted(lengths_FB.sum(1).cumsum(0), where, right=True))
+    def _check_ids(self, values: Tensor, lengths_KB: Tensor, positions: list[int]) -> list[int]:
+        """Returns the number of ids of each key.
+
+        This is the one wait for the device in a lookup: an answer is only given when its own ids
+        are known to be good, and the same read brings the sizes that the permutes need.
+        """
+        rows = [-1] * lengths_KB.size(0)  # of the tables that a key is looked up in; -1: in none
+        for feature, key in enumerate(positions):
+            rows[key] = self.num_rows[feature]
+        ids_per_key = lengths_KB.sum(1)
+        rows_N = torch.repeat_interleave(
+            _to_device(rows, values.device), ids_per_key, output_size=values.numel()
+        )
+        bad_N = (rows_N >= 0) & ((values < 0) | (values >= rows_N))
+        found: list[int] = torch.cat([ids_per_key, bad_N.sum().view(1)]).tolist()
+        if found[-1] > 0:
+            where = int(bad_N.nonzero()[0].item())
+            key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
             raise IndexError(
-                f"Feature {self.feature_names[features[feature]]} has the id {int(ids[where])}, "
-                f"outside its table with {rows[feature]} rows."
+                f"Feature {self.feature_names[positions.index(key)]} has the id "
+                f"{int(values[where])}, outside its table with {rows[key]} rows."
             )
+        return found[:-1]
 
 
 def _group_tables(
@@ -150,12 +163,21 @@ def _group_tables(
     return [(pooling, tables) for (_, pooling), tables in groups.items()]
 
 
+def _to_device(values: list[int], device: torch.device) -> Tensor:
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":  # from pinned memory the copy does not wait for the device
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def _permute(
-    order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None
+    order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None, total: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return torch.ops.fbgemm.permute_2D_sparse_data(order, lengths_KB, values, weights)  # type: ignore[no-any-return]
-    return ops.permute_2d(order, lengths_KB, values, weights)
+        return torch.ops.fbgemm.permute_2D_sparse_data(  # type: ignore[no-any-return]
+            order.int(), lengths_KB, values, weights, total
+        )
+    return ops.permute_2d(order, lengths_KB, values, weights, total)
 
 
 def _cumsum(lengths: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ Shape names: ``R`` rows, ``D`` columns, ``N`` ids, ``F`` features, ``B`` bags pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from recsys.kernels.types import PoolingMode
 
 _HEADER_BYTES = 4  # scale and bias
 _SPARSE_TYPES = {8: 2, 4: 3}  # FBGEMM's numbers for INT8 and INT4
+_ROW_ALIGNMENT = {"cuda": 16}  # FBGEMM's CUDA kernels load that many bytes at a time
 _ALIGNMENT = 128  # of a table's first byte, for vector loads on a GPU
 
 
@@ -107,46 +109,54 @@ class QuantizedLookup(nn.Module):
                 f"QuantizedLookup pools by SUM or MEAN and needs a table; received {pooling} and "
                 f"{len(tables)} tables."
             )
-        # FBGEMM's CUDA kernels read rows that begin at a multiple of 16 bytes
-        alignment = 1 if tables[0].device.type == "cpu" else 16
         dims = [
             (rows.shape[1] - _HEADER_BYTES) * 8 // b for rows, b in zip(tables, bits, strict=True)
         ]
-        tables = [functional.pad(rows, (0, -rows.shape[1] % alignment)) for rows in tables]
-        self.row_alignment = alignment
-        starts, end = [], 0
-        for rows in tables:
-            starts.append(end)
-            end += -(-rows.numel() // _ALIGNMENT) * _ALIGNMENT
-        storage = torch.zeros(end, dtype=torch.uint8, device=tables[0].device)
-        for start, rows in zip(starts, tables, strict=True):
-            storage[start : start + rows.numel()] = rows.reshape(-1)
-        feature_dims = [dims[t] for t in feature_table_map]
-        self.device = storage.device
-        self._row_bytes = [rows.shape[1] for rows in tables]
-        self._num_rows = [rows.shape[0] for rows in tables]
         self._dims = dims
         self._bits = list(bits)
-        self._starts = starts
         self._feature_table_map = list(feature_table_map)
         self.pools_mean = pooling is PoolingMode.MEAN
-        self.total_dim = sum(feature_dims)
+        self.total_dim = sum(dims[t] for t in feature_table_map)
         self.max_int8_dim = max([d for d, b in zip(dims, bits, strict=True) if b == 8], default=0)
         self.max_int4_dim = max([d for d, b in zip(dims, bits, strict=True) if b == 4], default=0)
         self.use_fbgemm = ops.HAS_FBGEMM
-        self.register_buffer("weights", storage)
-        self._register_index("table_starts", [starts[t] for t in feature_table_map], torch.int64)
-        self._register_index(
-            "table_types", [_SPARSE_TYPES[bits[t]] for t in feature_table_map], torch.uint8
-        )
-        edges = [sum(feature_dims[:i]) for i in range(len(feature_dims) + 1)]
-        self._register_index("dim_offsets", edges, torch.int32)
-        placement = 3 if storage.device.type == "cpu" else 0  # FBGEMM's HOST and DEVICE
-        self._register_index("placements", [placement] * len(feature_dims), torch.int32)
-        self.register_buffer("empty", torch.empty(0, dtype=torch.uint8, device=storage.device))
+        self._lay_out(tables)
 
-    def _register_index(self, name: str, values: list[int], dtype: torch.dtype) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=dtype, device=self.device))
+    def _lay_out(self, tables: Sequence[Tensor]) -> None:
+        """Stores the rows, and what says where they are, as their device's kernels read them."""
+        device = tables[0].device
+        self.device_type = device.type
+        self.row_alignment = _ROW_ALIGNMENT.get(device.type, 1)
+        tables = [functional.pad(rows, (0, -rows.shape[1] % self.row_alignment)) for rows in tables]
+        self._starts, end = [], 0
+        for rows in tables:
+            self._starts.append(end)
+            end += -(-rows.numel() // _ALIGNMENT) * _ALIGNMENT
+        storage = torch.zeros(end, dtype=torch.uint8, device=device)
+        for start, rows in zip(self._starts, tables, strict=True):
+            storage[start : start + rows.numel()] = rows.reshape(-1)
+        self.register_buffer("weights", storage)
+        self._row_bytes = [rows.shape[1] for rows in tables]
+        self._num_rows = [rows.shape[0] for rows in tables]
+
+        def register(name: str, values: list[int], dtype: torch.dtype) -> None:
+            self.register_buffer(name, torch.tensor(values, dtype=dtype, device=device), False)
+
+        features = self._feature_table_map
+        register("table_starts", [self._starts[t] for t in features], torch.int64)
+        register("table_types", [_SPARSE_TYPES[self._bits[t]] for t in features], torch.uint8)
+        edges = accumulate((self._dims[t] for t in features), initial=0)
+        register("dim_offsets", list(edges), torch.int32)
+        placement = 0 if device.type == "cuda" else 3  # FBGEMM's DEVICE and HOST
+        register("placements", [placement] * len(features), torch.int32)
+        register("empty", [], torch.uint8)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLookup:
+        """Serves `to`, `cuda`, `to_empty`: another kind of device means another layout."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if cast(Tensor, self.weights).device.type != self.device_type:
+            self._lay_out([self.table_rows(table) for table in range(len(self._dims))])
+        return self
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Looks up bags.
@@ -161,6 +171,11 @@ class QuantizedLookup(nn.Module):
         """
         if not torch.jit.is_scripting() and not self.use_fbgemm:  # type: ignore[attr-defined]
             return self._look_up_in_torch(indices, offsets, weights)
+        if self.weights.device.type != self.device_type:  # torch.jit.load(..., map_location)
+            raise RuntimeError(
+                f"This program was exported for {self.device_type}; its tables are on "
+                f"{self.weights.device}. Move the quantized model there, then export it."
+            )
         pooled: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             self.weights,
             self.empty,
@@ -195,18 +210,22 @@ class QuantizedLookup(nn.Module):
 
     @torch.jit.unused
     def _look_up_in_torch(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        num_features = len(self._feature_table_map)
-        num_bags = (offsets.numel() - 1) // num_features
+        num_bags = (offsets.numel() - 1) // len(self._feature_table_map)
+        if num_bags == 0:
+            return torch.empty(0, self.total_dim, device=offsets.device)
+        # rows of different widths: each feature's ids by themselves, so the host reads their counts
+        lengths_FB = offsets.diff().view(-1, num_bags)
+        ids_per_feature = lengths_FB.sum(1).tolist()
+        of_feature = indices.long().split(ids_per_feature)
+        weight_of = [None] * len(of_feature) if weights is None else weights.split(ids_per_feature)
         pieces = []
-        for feature, table in enumerate(self._feature_table_map):
-            bags = offsets[feature * num_bags : (feature + 1) * num_bags + 1].long()
-            ids = slice(int(bags[0]), int(bags[-1]))
-            rows = self.table_rows(table)[indices[ids].long()]
-            values = dequantize_rows(rows, self._bits[table])
-            if weights is not None:
-                values = values * weights[ids].unsqueeze(1)
-            lengths = bags.diff()
-            bag_of = torch.repeat_interleave(lengths)
+        for table, ids, weight, lengths in zip(
+            self._feature_table_map, of_feature, weight_of, lengths_FB, strict=True
+        ):
+            values = dequantize_rows(self.table_rows(table)[ids], self._bits[table])
+            if weight is not None:
+                values = values * weight.unsqueeze(1)
+            bag_of = torch.repeat_interleave(lengths, output_size=len(ids))
             pooled = values.new_zeros(num_bags, values.shape[1]).index_add_(0, bag_of, values)
             if self.pools_mean:
                 pooled /= lengths.clamp(min=1).unsqueeze(1)

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -94,3 +99,44 @@ def test_unknown_dtype_and_table_are_refused() -> None:
         QuantEmbeddingBagCollection.from_float(_collection(), torch.int8, {"d": torch.int8})
     with pytest.raises(ValueError, match="has no EmbeddingBagCollection to quantize"):
         quantize_embeddings(nn.Linear(1, 1))
+
+
+def _saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def _by_state_dict(module: nn.Module) -> nn.Module:
+    other = copy.deepcopy(module)
+    for value in other.state_dict().values():
+        value.zero_()
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+def _through_meta(module: nn.Module) -> nn.Module:
+    state = module.state_dict()
+    other = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda module: pickle.loads(pickle.dumps(module)),
+        _saved_and_loaded,
+        _by_state_dict,
+        _through_meta,
+        lambda module: copy.deepcopy(module).half().double(),
+        lambda module: copy.deepcopy(module).share_memory(),
+    ],
+)
+def test_copies_look_up_the_same(copied: Callable[[nn.Module], nn.Module]) -> None:
+    module = quantize_embeddings(_collection(), per_table_weight_dtype={"b": torch.quint4x2})
+    found = copied(module)(_batch()).values()
+    torch.testing.assert_close(found, module(_batch()).values(), rtol=0, atol=0)

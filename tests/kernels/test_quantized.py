@@ -53,3 +53,42 @@ def test_fbgemm_and_torch_agree(
     monkeypatch.setattr(quantized.ops, "HAS_FBGEMM", False)
     reference = QuantizedLookup(tables, bits, [0, 1, 1], pooling)
     torch.testing.assert_close(received, reference(indices, offsets, weights))
+
+
+def _lookup() -> QuantizedLookup:
+    generator = torch.Generator().manual_seed(0)
+    tables = [
+        quantize_rows(torch.randn(10, dim, generator=generator), bits)
+        for dim, bits in ((6, 8), (16, 4))
+    ]
+    return QuantizedLookup(tables, [8, 4], [0, 1], PoolingMode.SUM)
+
+
+def test_a_move_to_another_kind_of_device_lays_the_rows_out_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lookup = _lookup()
+    batch = (torch.tensor([1, 9, 3]), torch.tensor([0, 2, 3]), None)
+    expected, rows = lookup(*batch), [lookup.table_rows(t).clone() for t in range(2)]
+    # no GPU here: this CPU is what the tables move to, and a CUDA layout is read on the CPU
+    monkeypatch.setitem(quantized._ROW_ALIGNMENT, "cpu", 16)
+    lookup.device_type = "elsewhere"
+    lookup.to("cpu")
+    assert lookup.device_type == "cpu"
+    assert lookup.row_alignment == 16
+    assert lookup.weights.numel() == 2 * 256  # 10 rows of 16 bytes, to the next 128
+    torch.testing.assert_close(lookup(*batch), expected, rtol=0, atol=0)
+    for table in range(2):
+        assert torch.equal(lookup.table_rows(table), rows[table])
+
+
+def test_only_the_rows_are_in_the_state_dict() -> None:
+    # the rest depends on the device, and on nothing that was learned
+    assert list(_lookup().state_dict()) == ["weights"]
+
+
+def test_a_scripted_lookup_refuses_another_kind_of_device() -> None:
+    lookup = _lookup()
+    lookup.device_type = "cuda"
+    with pytest.raises(torch.jit.Error, match="exported for cuda; its tables are on cpu"):
+        torch.jit.script(lookup)(torch.tensor([1, 9]), torch.tensor([0, 1, 2]), None)
