@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -49,18 +48,11 @@ class Data:
         data = self.movielens
         if data is None:
             return {}
-        train, test = data.rows("train"), data.rows(part)
-        labels = torch.from_numpy(data.label_N[test])
-        base = float(data.label_N[train].mean())
-        films = data.sparse["item_id"]
-        film_N = films.values_V[films.start_N]
-        num_films = films.num_embeddings
-        likes = np.bincount(film_N[train], weights=data.label_N[train], minlength=num_films)
-        counts = np.bincount(film_N[train], minlength=num_films)
-        popularity = torch.from_numpy((likes + 10 * base) / (counts + 10))[film_N[test]]
+        labels = torch.from_numpy(data.label_N[data.rows(part)])
+        base = float(data.label_N[data.rows("train")].mean())
         return {
-            "base rate": _score(torch.full((len(test),), base), labels),
-            "film popularity": _score(popularity, labels),
+            "base rate": _score(torch.full((len(labels),), base), labels),
+            "film popularity": _score(torch.from_numpy(data.popularity(part)), labels),
         }
 
 

@@ -118,6 +118,28 @@ class MovieLens:
             raise ValueError(f"part must be one of {', '.join(PARTS)}; received {part!r}.")
         return np.flatnonzero(self.part_N == PARTS.index(part))
 
+    def popularity(self, part: Part) -> NDArray[np.float64]:
+        """Score ratings by their film alone: the share of likes it got in training.
+
+        What a model has to beat. Films of few ratings are drawn to the base rate.
+
+        Args:
+            part: ``"train"``, ``"validation"`` or ``"test"``.
+
+        Returns:
+            ``[N]`` probabilities, in the order of ``rows(part)``.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+        film = self.sparse["item_id"]
+        film_N, train = film.values_V[film.start_N], self.rows("train")
+        liked_N = self.label_N[train]
+        likes = np.bincount(film_N[train], weights=liked_N, minlength=film.num_embeddings)
+        ratings = np.bincount(film_N[train], minlength=film.num_embeddings)
+        share: NDArray[np.float64] = (likes + 10.0 * liked_N.mean()) / (ratings + 10.0)
+        return share[film_N[self.rows(part)]]
+
     def batch(self, rows_B: NDArray[np.int64]) -> Batch:
         """Collect some ratings.
 

@@ -111,3 +111,12 @@ def test_bad_arguments(data, tmp_path):
     with pytest.raises(ValueError, match="history must be at least 1"):
         load_movielens(tmp_path, history=0)
     assert PARTS == ("train", "validation", "test")
+
+
+def test_popularity_equals_a_loop(data):
+    train = data.rows("train")
+    base = data.label_N[train].mean()
+    for row, found in zip(data.rows("test"), data.popularity("test"), strict=True):
+        of_film = train[FILES.item_N[train] == FILES.item_N[row]]
+        likes = data.label_N[of_film].sum()
+        assert found == pytest.approx((likes + 10 * base) / (len(of_film) + 10))
