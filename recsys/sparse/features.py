@@ -1,5 +1,7 @@
 """Views of the features of one jagged buffer."""
 
+from functools import cached_property
+
 from torch import Tensor
 
 
@@ -10,8 +12,6 @@ class FeatureViews:
     more than the lookup they feed: one `split_with_sizes` costs a third of that.
     """
 
-    __slots__ = ("_lengths", "_sizes", "_strides", "_values", "_weights")
-
     def __init__(
         self,
         values: Tensor,
@@ -20,28 +20,23 @@ class FeatureViews:
         sizes: list[int],
         strides: list[int],
     ) -> None:
-        self._values: Tensor | tuple[Tensor, ...] = values
-        self._weights: Tensor | tuple[Tensor, ...] | None = weights
-        self._lengths: Tensor | tuple[Tensor, ...] = lengths
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
         self._sizes = sizes
         self._strides = strides
 
-    def values(self, index: int) -> Tensor:
-        """Return the values of one feature."""
-        if isinstance(self._values, Tensor):
-            self._values = self._values.split_with_sizes(self._sizes)
-        return self._values[index]
+    @cached_property
+    def values(self) -> tuple[Tensor, ...]:
+        """The values of each feature."""
+        return self._values.split_with_sizes(self._sizes)
 
-    def weights(self, index: int) -> Tensor | None:
-        """Return the weights of one feature."""
-        if self._weights is None:
-            return None
-        if isinstance(self._weights, Tensor):
-            self._weights = self._weights.split_with_sizes(self._sizes)
-        return self._weights[index]
+    @cached_property
+    def weights(self) -> tuple[Tensor, ...] | None:
+        """The weights of each feature, or None if there are none."""
+        return None if self._weights is None else self._weights.split_with_sizes(self._sizes)
 
-    def lengths(self, index: int) -> Tensor:
-        """Return the lengths of one feature."""
-        if isinstance(self._lengths, Tensor):
-            self._lengths = self._lengths.split_with_sizes(self._strides)
-        return self._lengths[index]
+    @cached_property
+    def lengths(self) -> tuple[Tensor, ...]:
+        """The lengths of each feature."""
+        return self._lengths.split_with_sizes(self._strides)

@@ -4,22 +4,14 @@ Legend: `M` bags (lists), `N` values of all bags together.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import validate
+from recsys.sparse.features import FeatureViews
 from recsys.sparse.text import format_jagged
-
-
-class JaggedSource(Protocol):
-    """Where a JaggedTensor that is one feature of a larger buffer finds its parts when asked."""
-
-    def values(self, index: int) -> Tensor: ...  # noqa: D102
-    def weights(self, index: int) -> Tensor | None: ...  # noqa: D102
-    def lengths(self, index: int) -> Tensor: ...  # noqa: D102
 
 
 class JaggedTensor:
@@ -50,7 +42,7 @@ class JaggedTensor:
     _weights: Tensor | None
     _lengths: Tensor | None
     _offsets: Tensor | None
-    _source: JaggedSource | None
+    _source: FeatureViews | None
     _index: int
 
     def __init__(
@@ -106,7 +98,7 @@ class JaggedTensor:
         return jt
 
     @staticmethod
-    def from_source(source: JaggedSource, index: int) -> "JaggedTensor":
+    def from_source(source: FeatureViews, index: int) -> "JaggedTensor":
         """Build a view whose parts are looked up in `source` when first asked for.
 
         Args:
@@ -117,7 +109,6 @@ class JaggedTensor:
             The jagged tensor.
 
         Example:
-            >>> from recsys.sparse.features import FeatureViews
             >>> one = torch.ones(1, dtype=torch.int64)
             >>> views = FeatureViews(one, None, one, sizes=[1], strides=[1])
             >>> JaggedTensor.from_source(views, 0).to_dense()
@@ -263,7 +254,7 @@ class JaggedTensor:
         """Return the values of all bags end to end, `[N, ...]`."""
         if self._values is None:
             assert self._source is not None
-            self._values = self._source.values(self._index)
+            self._values = self._source.values[self._index]
         return self._values
 
     def weights(self) -> Tensor:
@@ -280,7 +271,8 @@ class JaggedTensor:
     def weights_or_none(self) -> Tensor | None:
         """Return the weights, `[N, ...]`, or None if there are none."""
         if self._weights is None and self._source is not None:
-            self._weights = self._source.weights(self._index)
+            weights = self._source.weights
+            self._weights = None if weights is None else weights[self._index]
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -294,7 +286,7 @@ class JaggedTensor:
     def lengths_or_none(self) -> Tensor | None:
         """Return the lengths if they are at hand, without deriving them."""
         if self._lengths is None and self._source is not None:
-            self._lengths = self._source.lengths(self._index)
+            self._lengths = self._source.lengths[self._index]
         return self._lengths
 
     def offsets(self) -> Tensor:

@@ -63,6 +63,7 @@ class KeyedTensor:
                 "KeyedTensor.length_per_key must have one width per key; received "
                 f"{len(length_per_key)} widths for {len(keys)} keys."
             )
+        keys = list(keys)
         validate.check_unique("KeyedTensor", keys)
         if not -values.dim() <= key_dim < values.dim():
             raise ValueError(
@@ -75,7 +76,7 @@ class KeyedTensor:
                 f"{key_dim}; received widths that add up to {sum(length_per_key)} for values of "
                 f"shape {tuple(values.shape)}."
             )
-        self._keys = list(keys)
+        self._keys = keys
         self._length_per_key = list(length_per_key)
         self._values = values
         self._key_dim = key_dim

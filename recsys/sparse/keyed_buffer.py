@@ -69,6 +69,7 @@ class KeyedBuffer:
         inverse_indices: InverseIndices | None = None,
     ) -> None:
         validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
+        keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)
         if lengths is not None and lengths.dim() != 1:
             if lengths.dim() != 2 or lengths.shape[0] != len(keys):
@@ -100,13 +101,14 @@ class KeyedBuffer:
             self._stride = inverse_indices[1].shape[1]
         if offset_per_key is not None and length_per_key is None:
             length_per_key = [b - a for a, b in itertools.pairwise(offset_per_key)]
-        for name, per_key in (("length_per_key", length_per_key), ("index_per_key", index_per_key)):
-            if per_key is not None and len(per_key) != len(keys):
-                raise ValueError(
-                    f"KeyedJaggedTensor.{name} must have one entry per key; received "
-                    f"{len(per_key)} for {len(keys)} keys."
-                )
-        self._keys = list(keys)
+        if length_per_key is not None:
+            validate.check_length_per_key(keys, length_per_key, values)
+        if index_per_key is not None and len(index_per_key) != len(keys):
+            raise ValueError(
+                "KeyedJaggedTensor.index_per_key must have one entry per key; received "
+                f"{len(index_per_key)} for {len(keys)} keys."
+            )
+        self._keys = keys
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -117,8 +119,6 @@ class KeyedBuffer:
         self._length_per_key = length_per_key
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
-        if length_per_key is not None:
-            validate.check_length_per_key(keys, length_per_key, values)
         if validate.is_debug():
             self.validate()
 

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from recsys.sparse import JaggedTensor, KeyedJaggedTensor, is_debug, set_debug
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, is_debug, set_debug, validate
 
 IDS = torch.arange(3)
 ONE_EACH = torch.tensor([1, 2])
@@ -98,6 +99,38 @@ def test_keys():
         KeyedJaggedTensor(["a", "b", "a"], IDS, lengths=torch.ones(3).long())
 
 
+def test_keys_are_checked_again_when_they_change():
+    keys, lengths = ["a", "b", "c"], torch.ones(3).long()
+    kjt = KeyedJaggedTensor(keys, IDS, lengths=lengths)
+    KeyedJaggedTensor(keys, IDS, lengths=lengths)
+    keys[2] = "a"
+    with pytest.raises(ValueError, match=r"received more than once: \['a'\]"):
+        KeyedJaggedTensor(keys, IDS, lengths=lengths)
+    assert kjt.keys() == ["a", "b", "c"]
+    kjt.keys()[1] = "a"
+    with pytest.raises(ValueError, match=r"received more than once: \['a'\]"):
+        KeyedJaggedTensor(kjt.keys(), IDS, lengths=lengths)
+
+
+def test_many_key_lists_take_bounded_memory():
+    for i in range(200):
+        validate.check_unique("Test", [f"{i}", "x"])
+    assert len(validate._unique_by_first) <= validate._MAX_UNIQUE
+
+
+def test_compiled_callers_do_not_depend_on_keys_seen_before():
+    graphs = CompileCounter()
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def double(values, lengths):
+        return KeyedJaggedTensor(["a", "b"], values, lengths=lengths).values() * 2
+
+    for other in ("x", "y"):
+        KeyedJaggedTensor(["a", other], IDS, lengths=ONE_EACH)
+        assert double(IDS, ONE_EACH).tolist() == [0, 2, 4]
+    assert graphs.frame_count == 1
+
+
 def test_numbers_per_key():
     with pytest.raises(ValueError, match="3 lengths for 2 keys"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.ones(3).long())
@@ -113,6 +146,8 @@ def test_numbers_per_key():
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[3])
     with pytest.raises(ValueError, match="add up to 2 for 3 values"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[1, 1])
+    with pytest.raises(ValueError, match="index_per_key must have one entry per key; received 1"):
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, index_per_key={"a": 0})
 
 
 def test_length_sums_when_features_are_told_apart():
