@@ -79,6 +79,7 @@ def parameter_sharding(
     *,
     device_type: str = "cpu",
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+    local_size: int | None = None,
 ) -> ParameterSharding:
     """Places one table.
 
@@ -89,6 +90,7 @@ def parameter_sharding(
         ranks: the owners, in order of their part; all ranks for a data-parallel table.
         device_type: "cpu" or "cuda", for the placements.
         compute_kernel: where the table lives.
+        local_size: ranks per node, which number their GPUs from 0; all on one node if None.
 
     Raises:
         ValueError: if the strategy cannot be executed.
@@ -102,7 +104,16 @@ def parameter_sharding(
     if sharding_type is not ShardingType.DATA_PARALLEL:
         rects = _strategy(sharding_type)(num_rows, dim, ranks)
         ranks = [rect.rank for rect in rects]
-        spec = EnumerableShardingSpec([shard_metadata(rect, device_type) for rect in rects])
+        local_size = local_size or max(ranks) + 1
+        shards = [
+            ShardMetadata(
+                shard_offsets=[rect.row_start, rect.col_start],
+                shard_sizes=[rect.num_rows, rect.num_cols],
+                placement=placement(device_type, rect.rank, local_size),
+            )
+            for rect in rects
+        ]
+        spec = EnumerableShardingSpec(shards)
     return ParameterSharding(sharding_type.value, compute_kernel.value, list(ranks), spec)
 
 
@@ -115,14 +126,20 @@ def _strategy(sharding_type: ShardingType) -> Callable[[int, int, Sequence[int]]
     return STRATEGIES[sharding_type]
 
 
-def shard_metadata(rect: Rect, device_type: str) -> ShardMetadata:
-    """Returns a rectangle as a plan writes it."""
-    device = f"cuda:{rect.rank}" if device_type == "cuda" else device_type
-    return ShardMetadata(
-        shard_offsets=[rect.row_start, rect.col_start],
-        shard_sizes=[rect.num_rows, rect.num_cols],
-        placement=f"rank:{rect.rank}/{device}",
-    )
+def placement(compute_device: str, rank: int, local_size: int) -> str:
+    """Returns where a rank keeps its shards, as a plan writes it.
+
+    Args:
+        compute_device: "cpu" or "cuda".
+        rank: among all ranks.
+        local_size: ranks per node; every node numbers its GPUs from 0.
+
+    Example:
+        >>> placement("cuda", rank=5, local_size=4)
+        'rank:5/cuda:1'
+    """
+    device = f"cuda:{rank % local_size}" if compute_device == "cuda" else compute_device
+    return f"rank:{rank}/{device}"
 
 
 def rects_of(

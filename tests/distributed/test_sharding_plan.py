@@ -9,6 +9,7 @@ from recsys.distributed.sharding_plan import (
     STRATEGIES,
     check_plan_covers,
     parameter_sharding,
+    placement,
     rects_of,
     split_evenly,
 )
@@ -92,6 +93,17 @@ def test_placements_name_the_device() -> None:
     assert on_cpu.sharding_spec.shards[0].placement == "rank:1/cpu"
     assert on_gpu.sharding_spec.shards[0].placement == "rank:1/cuda:1"
     assert on_gpu.compute_kernel == "fused_uvm"
+
+
+def test_gpus_are_numbered_by_node() -> None:
+    assert placement("cuda", 5, 4) == "rank:5/cuda:1"
+    assert placement("cpu", 5, 4) == "rank:5/cpu"
+    spec = parameter_sharding(
+        RW, 4, 4, [0, 1, 2, 3], device_type="cuda", local_size=2
+    ).sharding_spec
+    assert spec is not None
+    assert [s.placement for s in spec.shards] == [f"rank:{r}/cuda:{r % 2}" for r in range(4)]
+    assert [s.rank for s in spec.shards] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("sharding_type", "ranks"), [(TW, [1]), (CW, [1, 0]), (RW, [0, 1])])

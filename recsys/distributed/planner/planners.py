@@ -190,6 +190,7 @@ class EmbeddingShardingPlanner:
                     option.ranks,
                     device_type=self._topology.compute_device,
                     compute_kernel=EmbeddingComputeKernel(kernels[0]),
+                    local_size=self._topology.local_size,
                 )
             )
         return plan

@@ -8,6 +8,8 @@ from typing import final
 
 import torch
 
+from recsys.distributed.node import get_local_size
+
 _GIB = 1 << 30
 _CUDA_DEFAULT_BYTES = 32 * _GIB  # where no GPU is at hand to ask
 
@@ -24,7 +26,8 @@ class Topology:
             none) by default, 0 for "cpu".
         ddr_cap: bytes of host memory per rank; this host's memory divided by ``local_world_size``
             by default.
-        local_world_size: ranks per node; all by default.
+        local_world_size: ranks per node; by default what torchrun says
+            (:func:`~recsys.distributed.node.get_local_size`), else all.
         hbm_mem_bw: device memory bandwidth in bytes per millisecond.
         ddr_mem_bw: host memory bandwidth in bytes per millisecond.
         intra_host_bw: bandwidth between ranks of a node in bytes per millisecond.
@@ -70,10 +73,20 @@ class Topology:
                     torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
                 )
             return _CUDA_DEFAULT_BYTES
+        return self.host_cap
+
+    @property
+    def host_cap(self) -> int:
+        """Bytes of host memory per rank."""
         if self.ddr_cap is not None:
             return self.ddr_cap
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return host_bytes // (self.local_world_size or self.world_size)
+        return host_bytes // self.local_size
+
+    @property
+    def local_size(self) -> int:
+        """Ranks per node."""
+        return self.local_world_size or get_local_size(self.world_size)
 
     @property
     def memory_bw(self) -> float:
@@ -83,7 +96,6 @@ class Topology:
     @property
     def exchange_bw(self) -> float:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
-        several_nodes = (self.local_world_size or self.world_size) < self.world_size
-        if several_nodes:
+        if self.local_size < self.world_size:  # several nodes
             return self.inter_host_bw
         return self.intra_host_bw if self.compute_device == "cuda" else self.ddr_mem_bw / 4

@@ -257,6 +257,27 @@ class TestChoice:
         assert spec is not None
         assert {s.placement for s in spec.shards} <= {"rank:0/cuda:0", "rank:1/cuda:1"}
 
+    @pytest.mark.parametrize("said_by", ["topology", "torchrun"])
+    def test_placements_count_the_gpus_of_a_node(
+        self, monkeypatch: pytest.MonkeyPatch, said_by: str
+    ) -> None:
+        nodes = {"local_world_size": 2}
+        if said_by == "torchrun":
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+            nodes = {}
+        topology = Topology(4, "cuda", hbm_cap=MIB, **nodes)
+        planner = EmbeddingShardingPlanner(
+            topology, batch_size=1, constraints={"a": only("row_wise")}
+        )
+        spec = planner.plan(collection({"a": (8, 4)}), SHARDERS).plan[""]["a"].sharding_spec
+        assert spec is not None
+        assert [s.placement for s in spec.shards] == [
+            "rank:0/cuda:0",
+            "rank:1/cuda:1",
+            "rank:2/cuda:0",
+            "rank:3/cuda:1",
+        ]
+
     def test_modules_are_named_by_their_path(self) -> None:
         model = nn.ModuleDict({"x": collection({"a": (10, 4)}), "y": collection({"a": (20, 4)})})
         plan = plan_of(model, a=only("row_wise"))
