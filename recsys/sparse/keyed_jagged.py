@@ -255,7 +255,7 @@ class KeyedJaggedTensor(KeyedExchange):
         # A part without keys has nothing to add, whatever its stride and dtypes.
         kjt_list = [kjt for kjt in kjt_list if kjt._keys] or kjt_list[:1]
         _check_mergeable("KeyedJaggedTensor.concat", kjt_list)
-        keys = [key for kjt in kjt_list for key in kjt._keys]
+        keys = _chain(kjt._keys for kjt in kjt_list)
         validate.check_unique("KeyedJaggedTensor.concat", keys)
         is_variable = any(kjt.variable_stride_per_key() for kjt in kjt_list)
         strides = {kjt._stride for kjt in kjt_list}
@@ -494,4 +494,7 @@ def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseInd
 
 
 def _chain(lists: "Iterable[list[_T]]") -> "list[_T]":
-    return list(itertools.chain.from_iterable(lists))
+    chained: list[_T] = []
+    for part in lists:
+        chained += part
+    return chained

@@ -16,9 +16,9 @@ from torch import Tensor
 
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
 _debug = os.environ.get("RECSYS_DEBUG", "0") not in {"", "0"}
-_MAX_UNIQUE = 64
-_unique_by_first: dict[str, list[str]] = {}
-"""Lists of keys found unique, by first key: copies, so that nobody else changes them."""
+_MAX_UNIQUE_LISTS = 64
+_unique_lists: dict[tuple[int, str], list[str]] = {}
+"""Lists of keys found unique, by size and first key: copies, so that nobody else changes them."""
 
 
 def set_debug(enabled: bool) -> None:
@@ -191,18 +191,20 @@ def check_unique(owner: str, keys: list[str]) -> None:
     Raises:
         ValueError: naming the repeated keys.
     """
+    if not keys:
+        return
     # Batches have the keys of the batch before: comparing a thousand takes 1 us, hashing them 13.
     # A compiled caller does not look: it would be compiled anew whenever other keys came by.
-    known = {} if torch.compiler.is_compiling() else _unique_by_first
-    if keys and known.get(keys[0]) == keys:
+    known = {} if torch.compiler.is_compiling() else _unique_lists
+    slot = len(keys), keys[0]
+    if known.get(slot) == keys:
         return
     if len(set(keys)) != len(keys):
         repeated = [key for key, count in Counter(keys).items() if count > 1]
         raise ValueError(f"{owner}.keys must be unique; received more than once: {repeated}.")
-    if keys:
-        if len(known) >= _MAX_UNIQUE:
-            known.clear()
-        known[keys[0]] = list(keys)
+    if len(known) >= _MAX_UNIQUE_LISTS:
+        known.clear()
+    known[slot] = list(keys)
 
 
 def check_stride(keys: Sequence[str], num_bags: int, stride: int | None) -> int:

@@ -115,7 +115,7 @@ def test_keys_are_checked_again_when_they_change():
 def test_many_key_lists_take_bounded_memory():
     for i in range(200):
         validate.check_unique("Test", [f"{i}", "x"])
-    assert len(validate._unique_by_first) <= validate._MAX_UNIQUE
+    assert len(validate._unique_lists) <= validate._MAX_UNIQUE_LISTS
 
 
 def test_compiled_callers_do_not_depend_on_keys_seen_before():
