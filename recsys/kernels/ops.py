@@ -8,7 +8,6 @@ Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segme
 `D` columns, `W` buckets.
 """
 
-import functools
 import os
 import warnings
 from collections.abc import Sequence
@@ -261,33 +260,6 @@ def block_bucketize(
     )
 
 
-def permute_pooled(pooled_BD: Tensor, dims: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Put the column blocks of pooled embeddings in a new order.
-
-    Args:
-        pooled_BD: `[B, sum(dims)]`; differentiable.
-        dims: the width of each block as it lies now.
-        order: `order[i]` is the block that goes to place `i`; every block once.
-
-    Returns:
-        `[B, sum(dims)]`.
-
-    Example:
-        >>> permute_pooled(torch.tensor([[1.0, 2.0, 3.0]]), dims=[1, 2], order=[1, 0])
-        tensor([[2., 3., 1.]])
-    """
-    # The cached index tensors would be baked into a graph, or be fake ones, under tracing.
-    if (
-        _fbgemm_serves(pooled_BD)
-        and type(pooled_BD) is Tensor
-        and pooled_BD.dtype.is_floating_point
-    ):
-        indices = _pooled_permutation(tuple(dims), tuple(order), pooled_BD.device)
-        return torch.ops.fbgemm.permute_pooled_embs_auto_grad(pooled_BD, *indices)  # type: ignore[no-any-return]
-    blocks = pooled_BD.split_with_sizes(list(dims), dim=1)
-    return torch.cat([blocks[i] for i in order], dim=1)
-
-
 def jagged_to_padded_dense(
     values_N: Tensor, offsets_M1: Tensor, max_length: int, padding_value: float = 0.0
 ) -> Tensor:
@@ -364,20 +336,3 @@ def _find_buckets(
     )
     bucket_N = (found_N - 1 - feature_N * num_buckets).clamp(0, num_buckets - 1)
     return bucket_N, starts_FW[feature_N, bucket_N].to(values_N.dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _pooled_permutation(
-    dims: tuple[int, ...], order: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    new_dims = [dims[i] for i in order]
-    offsets, new_offsets = (
-        torch.tensor([0, *widths]).cumsum(0).to(device) for widths in (dims, new_dims)
-    )
-    return (
-        offsets,
-        torch.tensor(order, device=device),
-        new_offsets,
-        torch.tensor(inverse, device=device),
-    )

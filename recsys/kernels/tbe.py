@@ -6,6 +6,7 @@ Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
 from typing import Any, TypeAlias, final
 
 import torch
@@ -65,7 +66,6 @@ class TableBatchedEmbedding:
         weights: Per table a [R, D] view.
         states: Per table its optimizer state by name, live views.
         backend: "fbgemm" or "torch".
-        on_row_gradients: DEFERRED mode: called at the end of every backward of this lookup.
 
     Raises:
         ValueError: Settings contradict each other, or `backend="fbgemm"` cannot serve them.
@@ -108,7 +108,6 @@ class TableBatchedEmbedding:
         self.pooling, self.update_mode = pooling, update_mode
         self.output_dtype, self.optimizer = output_dtype, optimizer
         self.sparse_grad = sparse_grad
-        self.on_row_gradients: Callable[[], None] | None = None
         settings = LookupSettings(
             device=device,
             weights_dtype=weights_dtype,
@@ -328,9 +327,13 @@ class TableBatchedEmbedding:
                 )
             ]
         found = [torch.empty(0, device=self.layout.device)] * len(self.layout.tables)
-        for group, (rows, statistic) in zip(self.layout.groups, self._statistics, strict=False):
-            sizes = torch.searchsorted(rows, group.row_starts).diff().tolist()
-            for table, part in zip(group.tables, statistic.split(sizes), strict=True):
+        if not self._statistics:
+            return found
+        sizes = self._rows_per_table(self._statistics)
+        for group, (_, statistic), of_table in zip(
+            self.layout.groups, self._statistics, sizes, strict=True
+        ):
+            for table, part in zip(group.tables, statistic.split(of_table), strict=True):
                 found[table] = part
         return found
 
@@ -356,6 +359,7 @@ class TableBatchedEmbedding:
         """
         self._held, self._pending = None, []
         for group in self.layout.groups:
+            # waits for the device: to update every row instead would read the whole table
             rows = group.rows(touched).nonzero().squeeze(1)
             self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
         self.step()
@@ -469,14 +473,26 @@ class TableBatchedEmbedding:
     def _by_table(self, row_gradients: list[RowGradients]) -> list[RowGradients]:
         """Row gradients of dim groups -> of tables, rows counted from the start of the table."""
         per_table: dict[int, RowGradients] = {}
-        for group, (rows, grads) in zip(self.layout.groups, row_gradients, strict=True):
-            bounds = torch.searchsorted(rows, group.row_starts).tolist()
-            first_row = 0
-            for i, table in enumerate(group.tables):
-                part = slice(bounds[i], bounds[i + 1])
-                per_table[table] = (rows[part] - first_row, grads[part])
-                first_row += group.table_rows[i]
+        sizes = self._rows_per_table(row_gradients)
+        for group, (rows, grads), of_table in zip(
+            self.layout.groups, row_gradients, sizes, strict=True
+        ):
+            first_rows = accumulate(group.table_rows, initial=0)
+            parts = zip(rows.split(of_table), grads.split(of_table), strict=True)
+            for table, first_row, (rows_K, grads_KD) in zip(
+                group.tables, first_rows, parts, strict=False
+            ):
+                per_table[table] = (rows_K - first_row, grads_KD)
         return [per_table[t] for t in range(len(self.layout.tables))]
+
+    def _rows_per_table(self, found: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
+        """How many of each dim group's rows each table has: one wait for the device, for all."""
+        counts = [
+            torch.searchsorted(rows, group.row_starts).diff()
+            for group, (rows, _) in zip(self.layout.groups, found, strict=True)
+        ]
+        on_host = iter(torch.cat(counts).tolist())
+        return [list(islice(on_host, len(group.tables))) for group in self.layout.groups]
 
 
 @final
@@ -512,6 +528,4 @@ class _Lookup(torch.autograd.Function):
                 gradients = tbe._parameter_gradients(*batch)
             else:
                 tbe._update(*batch)
-                if tbe.update_mode is UpdateMode.DEFERRED and tbe.on_row_gradients is not None:
-                    tbe.on_row_gradients()
         return (None, None, None, weights_grad, *gradients)

@@ -56,6 +56,11 @@ class DimGroup:
         """[tables] int64."""
         return torch.tensor(self.tables, device=self.device)
 
+    @cached_property
+    def feature_numbers(self) -> Tensor:
+        """[len(features)] int64."""
+        return torch.tensor(self.features, device=self.device)
+
     def matrix(self, storage: Tensor) -> Tensor:
         """The group's [num_rows, dim] view of the flat storage."""
         size = self.num_rows * self.dim

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels.ops import permute_1d
 from recsys.kernels.row_update import STATE_KINDS, advance_step, apply_row_update
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import OptimizerSpec, PoolingMode
@@ -213,6 +214,7 @@ class TorchKernel:
             keep_T = torch.tensor([trained[t] for t in group.tables], device=rows.device)
             table_of_row = torch.searchsorted(group.row_starts, rows, right=True).sub_(1)
             keep = keep_T.index_select(0, table_of_row)
+            # waits for the device, as frozen tables among trained ones are rare
             kept.append((rows[keep], grads[keep]))
         return kept
 
@@ -246,16 +248,20 @@ class TorchKernel:
             return [(used[0], _GroupInput(None, row_ids, offsets, weights))]
         num_bags = (offsets.numel() - 1) // layout.num_features
         lengths_FB = offsets.diff().view(layout.num_features, num_bags)
-        group_of_id = layout.group_of_feature.repeat_interleave(
-            lengths_FB.sum(1), output_size=indices.numel()
-        )
+        ids_F = lengths_FB.sum(1)
+        ids_per_group = ids_F.new_zeros(len(layout.groups))
+        # one wait for the device, for all groups
+        totals = ids_per_group.index_add_(0, layout.group_of_feature, ids_F).tolist()
+        place_N = torch.arange(indices.numel(), device=indices.device)
         result = []
         for number, group in enumerate(layout.groups):
             if not group.features:
                 continue
-            positions = (group_of_id == number).nonzero().squeeze(1)
-            is_member = layout.group_of_feature == number
-            group_offsets = functional.pad(lengths_FB[is_member].flatten().cumsum(0), (1, 0))
+            _, positions, _ = permute_1d(
+                group.feature_numbers, ids_F, place_N, None, totals[number]
+            )
+            group_lengths = lengths_FB.index_select(0, group.feature_numbers)
+            group_offsets = functional.pad(group_lengths.flatten().cumsum(0), (1, 0))
             row_ids = row_ids_of(group, indices.index_select(0, positions), group_offsets)
             part_weights = None if weights is None else weights.index_select(0, positions)
             result.append((group, _GroupInput(positions, row_ids, group_offsets, part_weights)))
@@ -325,6 +331,7 @@ def distinct_rows(row_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
     if num_rows < 2**31:
         row_ids = row_ids.int()  # sorts in half the time
     sorted_ids, order = torch.sort(row_ids, stable=True)
+    # Waits for the device: how many rows are distinct sizes all that follows.
     rows, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
     return rows.long(), counts, order
 

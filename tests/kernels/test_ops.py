@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from recsys.kernels import ops
 
@@ -175,28 +174,6 @@ def test_block_bucketize_refuses_empty_blocks():
         ops.block_bucketize(
             torch.tensor([1, 1]), torch.tensor([0, 1]), None, torch.tensor([3, 0]), 2
         )
-
-
-@needs_fbgemm
-@SHARED
-@given(st.data())
-def test_permute_pooled(data):
-    dims = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    order = data.draw(st.permutations(range(len(dims))))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16]))
-    batch = data.draw(st.integers(0, 3))
-    columns = sum(dims)
-
-    def forward_backward() -> tuple[Tensor, Tensor]:
-        pooled = torch.arange(float(batch * columns)).view(batch, columns).to(dtype)
-        pooled.requires_grad_()
-        out = ops.permute_pooled(pooled, dims, order)
-        out.backward(torch.arange(float(out.numel())).view_as(out).to(dtype))
-        return out.detach(), pooled.grad
-
-    out, _ = both(forward_backward)
-    pooled = torch.arange(float(batch * columns)).view(batch, columns).to(dtype)
-    assert torch.equal(out, torch.cat([pooled.split(dims, 1)[i] for i in order], 1))
 
 
 @needs_fbgemm
