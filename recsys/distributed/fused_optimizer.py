@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from recsys.distributed.lookup import Lookups
 from recsys.distributed.table_shards import TableShards
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import EmbOptimType, OptimizerSpec
+from recsys.optim.apply_optimizer_in_backward import attached_optimizer_spec
 from recsys.optim.keyed import KeyedOptimizer
 
 
@@ -55,6 +56,26 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> OptimizerSpe
             f"{sorted(known)}."
         )
     return OptimizerSpec(algorithm=EmbOptimType[name], **params)
+
+
+def optimizer_of_table(
+    weight: nn.Parameter, fused_params: Mapping[str, Any]
+) -> OptimizerSpec | None:
+    """Returns the optimizer that updates a table in backward: its own, else the sharder's.
+
+    Args:
+        weight: of the table.
+        fused_params: of its sharder, for tables that have none of their own; may be empty.
+
+    Returns:
+        None for a frozen table, and for one that any torch optimizer may train.
+    """
+    if not weight.requires_grad:
+        return None
+    attached = attached_optimizer_spec(weight)
+    if attached is not None or not fused_params:
+        return attached
+    return optimizer_from_fused_params(fused_params)
 
 
 @final

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -391,6 +392,9 @@ class ShardedModule(nn.Module, abc.ABC):
 
 class ModuleSharder(abc.ABC, Generic[T]):
     """Makes the sharded counterpart of one module type."""
+
+    fused_params: Mapping[str, Any] = MappingProxyType({})
+    """Optimizer settings for tables that have no optimizer attached."""
 
     @property
     @abc.abstractmethod

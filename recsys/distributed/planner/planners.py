@@ -1,8 +1,9 @@
 """A greedy planner: the largest table first, each where it makes the slowest rank least slow.
 
 Costs are bytes moved divided by bandwidths: rows read in forward, read and written in backward,
-ids and embeddings exchanged, dense gradients of replicas reduced. Memory counts weights,
-optimizer state, gradients of replicas and the buffers of one batch. The estimates order
+ids and embeddings exchanged, dense gradients of replicas reduced. Memory, of device and host each,
+counts weights, the state of the optimizer that a table has when it is planned or else its
+gradient, the sum of a replica's gradients, and the buffers of one batch. The estimates order
 placements; they do not predict milliseconds.
 """
 
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.layout import Rect
+from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
     HeuristicalStorageReservation,
@@ -33,8 +36,6 @@ from recsys.distributed.types import (
     ShardingType,
     format_table,
 )
-from recsys.kernels.row_update import STATE_KINDS, is_row_reducing, row_wise_moment
-from recsys.optim.apply_optimizer_in_backward import attached_optimizer_spec
 
 _DEFAULT_BATCH = 512
 _MIN_PARTITION = 32
@@ -49,32 +50,12 @@ _ORDER = (  # the simplest first: it wins ties
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Table:
-    path: str
-    name: str
-    rows: int
-    dim: int
-    element_bytes: int
-    state_bytes_per_row: tuple[int, int]  # per row, and per element
-    ids_per_sample: float
-    num_features: int
-    constraints: ParameterConstraints
-    sharding_types: tuple[str, ...]  # what the sharder executes
-    may_split_columns: bool
-
-    def bytes_of(self, rows: int, cols: int) -> int:
-        """Returns weights plus optimizer state."""
-        per_row, per_element = self.state_bytes_per_row
-        return rows * (cols * (self.element_bytes + per_element) + per_row)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Option:
     sharding_type: ShardingType
+    kernel: EmbeddingComputeKernel
     ranks: tuple[int, ...]
     cost_by_rank: Mapping[int, float]
-    bytes_by_rank: Mapping[int, int]
+    bytes_by_rank: Mapping[int, Bytes]
 
 
 class EmbeddingShardingPlanner:
@@ -168,20 +149,22 @@ class EmbeddingShardingPlanner:
             )
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
-        room = self._reservation.usable(self._topology.memory_cap, dense_bytes)
+        room = Bytes(
+            self._reservation.usable(self._topology.memory_cap, dense_bytes),
+            self._reservation.usable(self._topology.host_cap, 0),
+        )
         costs = [0.0] * self._topology.world_size
         free = [room] * self._topology.world_size
         chosen: dict[tuple[str, str], _Option] = {}
-        for table in sorted(tables, key=lambda t: (-t.bytes_of(t.rows, t.dim), t.path, t.name)):
+        for table in sorted(tables, key=lambda t: (-sum(t.whole), t.path, t.name)):
             option = self._choose(table, costs, free)
             for rank, cost in option.cost_by_rank.items():
                 costs[rank] += cost
-                free[rank] -= option.bytes_by_rank[rank]
+                free[rank] = free[rank].minus(option.bytes_by_rank[rank])
             chosen[table.path, table.name] = option
         plan = ShardingPlan()
         for table in tables:
             option = chosen[table.path, table.name]
-            kernels = table.constraints.compute_kernels or [EmbeddingComputeKernel.FUSED.value]
             plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = (
                 parameter_sharding(
                     option.sharding_type,
@@ -189,7 +172,7 @@ class EmbeddingShardingPlanner:
                     table.dim,
                     option.ranks,
                     device_type=self._topology.compute_device,
-                    compute_kernel=EmbeddingComputeKernel(kernels[0]),
+                    compute_kernel=option.kernel,
                     local_size=self._topology.local_size,
                 )
             )
@@ -197,7 +180,7 @@ class EmbeddingShardingPlanner:
 
     def _tables(
         self, module: nn.Module, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]
-    ) -> Iterator[_Table]:
+    ) -> Iterator[PlannedTable]:
         for path, child in module.named_modules():
             sharder = sharders.get(type(child))
             if sharder is None:
@@ -213,34 +196,42 @@ class EmbeddingShardingPlanner:
                         f"number for each of "
                         f"its features {features[name]}; received {pooling}."
                     )
-                spec = attached_optimizer_spec(weight)
-                kinds = STATE_KINDS[spec.algorithm].values() if spec else ("element",)
-                yield _Table(
+                yield PlannedTable(
                     path=path,
                     name=name,
                     rows=weight.shape[0],
                     dim=weight.shape[1],
                     element_bytes=weight.element_size(),
-                    state_bytes_per_row=(
-                        4 * sum(kind == "row" for kind in kinds),
-                        4 * sum(kind == "element" for kind in kinds),
-                    ),
+                    optimizer=optimizer_of_table(weight, sharder.fused_params),
+                    trains=weight.requires_grad,
                     ids_per_sample=sum(pooling),
                     num_features=num_features,
                     constraints=constraints,
-                    sharding_types=tuple(sharder.sharding_types(self._topology.compute_device)),
-                    may_split_columns=spec is None
-                    or not is_row_reducing(spec.algorithm)
-                    or row_wise_moment(spec.algorithm),
+                    kernels=self._kernels(sharder, constraints),
                 )
 
-    def _choose(self, table: _Table, costs: Sequence[float], free: Sequence[int]) -> _Option:
+    def _kernels(
+        self, sharder: ModuleSharder[Any], constraints: ParameterConstraints
+    ) -> dict[ShardingType, EmbeddingComputeKernel]:
+        """Returns the sharding types that are allowed and executable, each with its kernel."""
+        device, allowed = self._topology.compute_device, constraints.compute_kernels
+        kernels = {}
+        for name in sharder.sharding_types(device):
+            executable = sharder.compute_kernels(name, device)
+            usable = [k for k in allowed or executable if k in executable]
+            if usable and name in (constraints.sharding_types or [name]):
+                kernels[ShardingType(name)] = EmbeddingComputeKernel(usable[0])
+        return kernels
+
+    def _choose(
+        self, table: PlannedTable, costs: Sequence[float], free: Sequence[Bytes]
+    ) -> _Option:
         """Returns the option that fits and makes the slowest rank least slow."""
         options = list(self._options(table, costs, free))
         fitting = [
             option
             for option in options
-            if all(free[rank] >= size for rank, size in option.bytes_by_rank.items())
+            if all(size.fits(free[rank]) for rank, size in option.bytes_by_rank.items())
         ]
         if not fitting:
             raise PlannerError(self._explain_misfit(table, options, free))
@@ -252,58 +243,65 @@ class EmbeddingShardingPlanner:
         return min(fitting, key=slowest)
 
     def _options(
-        self, table: _Table, costs: Sequence[float], free: Sequence[int]
+        self, table: PlannedTable, costs: Sequence[float], free: Sequence[Bytes]
     ) -> Iterator[_Option]:
         world_size = self._topology.world_size
-        allowed = table.constraints.sharding_types
+        asked = table.constraints.sharding_types is not None
         wanted = [
             t
             for t in _ORDER
-            if (allowed is None or t.value in allowed)
-            and t.value in table.sharding_types
-            and (t is not ShardingType.COLUMN_WISE or table.may_split_columns)
+            if t in table.kernels
+            and (t is not ShardingType.COLUMN_WISE or table.may_split_columns())
         ]
         if not wanted:
+            demands = table.constraints
             raise PlannerError(
-                f"Table {table.name!r} may only be sharded {', '.join(allowed or [])}, which is "
-                f"not supported yet; "
-                f"supported are {', '.join(t.value for t in _ORDER)}."
+                f"Table {table.name!r} may only be sharded "
+                f"{', '.join(demands.sharding_types or [t.value for t in _ORDER])} with compute "
+                f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
+                f"on {self._topology.compute_device} with its optimizer; sharding types are "
+                f"{', '.join(t.value for t in _ORDER)}."
             )
-        by_room = sorted(range(world_size), key=lambda rank: (costs[rank], -free[rank], rank))
+        by_room = sorted(range(world_size), key=lambda rank: (costs[rank], -sum(free[rank]), rank))
         for sharding_type in wanted:
             if sharding_type is ShardingType.DATA_PARALLEL:
                 yield self._replicate(table)
                 continue
             if sharding_type is ShardingType.TABLE_WISE:
-                size = table.bytes_of(table.rows, table.dim)
-                roomy = [rank for rank in by_room if free[rank] >= size] or by_room
+                size = table.whole
+                roomy = [rank for rank in by_room if size.fits(free[rank])] or by_room
                 yield self._split(table, sharding_type, roomy[:1])
             elif sharding_type is ShardingType.ROW_WISE:
-                if world_size > 1 or allowed is not None:
+                if world_size > 1 or asked:
                     yield self._split(table, sharding_type, range(world_size))
             else:
                 least = table.constraints.min_partition or _MIN_PARTITION
                 most = min(world_size, table.dim // least)
                 for parts in range(2, most + 1):
                     yield self._split(table, sharding_type, by_room[:parts])
-                if most < 2 and allowed is not None:
+                if most < 2 and asked:
                     yield self._split(table, sharding_type, by_room[:1])
 
-    def _split(self, table: _Table, sharding_type: ShardingType, ranks: Sequence[int]) -> _Option:
+    def _split(
+        self, table: PlannedTable, sharding_type: ShardingType, ranks: Sequence[int]
+    ) -> _Option:
         rects = STRATEGIES[sharding_type](table.rows, table.dim, ranks)
+        kernel = table.kernels[sharding_type]
         costs: dict[int, float] = {}
-        sizes: dict[int, int] = {}
+        sizes: dict[int, Bytes] = {}
         for rect in rects:
-            costs[rect.rank] = costs.get(rect.rank, 0.0) + self._cost(table, rect)
-            sizes[rect.rank] = sizes.get(rect.rank, 0) + self._bytes(table, rect)
+            size = self._bytes(table, rect, kernel)
+            costs[rect.rank] = costs.get(rect.rank, 0.0) + self._cost(table, rect, kernel)
+            sizes[rect.rank] = sizes.get(rect.rank, Bytes(0)).plus(size)
         return _Option(
             sharding_type=sharding_type,
+            kernel=kernel,
             ranks=tuple(ranks),
             cost_by_rank=costs,
             bytes_by_rank=sizes,
         )
 
-    def _cost(self, table: _Table, rect: Rect) -> float:
+    def _cost(self, table: PlannedTable, rect: Rect, kernel: EmbeddingComputeKernel) -> float:
         """Milliseconds of one rectangle on its owner, by bytes over bandwidth."""
         topology = self._topology
         samples = self._batch_size * topology.world_size
@@ -314,51 +312,61 @@ class EmbeddingShardingPlanner:
         if topology.world_size > 1:
             embeddings = samples * table.num_features * rect.num_cols * _VALUE_BYTES
             exchanged = ids * _ID_BYTES + 2 * embeddings
-        return moved / topology.memory_bw + exchanged / topology.exchange_bw
+        bandwidth = topology.ddr_mem_bw if kernel in UVM_KERNELS else topology.memory_bw
+        return moved / bandwidth + exchanged / topology.exchange_bw
 
-    def _bytes(self, table: _Table, rect: Rect) -> int:
+    def _bytes(self, table: PlannedTable, rect: Rect, kernel: EmbeddingComputeKernel) -> Bytes:
         samples = self._batch_size * self._topology.world_size
         buffers = 2 * samples * table.num_features * rect.num_cols * _VALUE_BYTES
         buffers += int(samples * table.ids_per_sample) * _ID_BYTES
-        return table.bytes_of(rect.num_rows, rect.num_cols) + buffers
+        return table.bytes_of(rect.num_rows, rect.num_cols, kernel).plus(Bytes(buffers))
 
-    def _replicate(self, table: _Table) -> _Option:
+    def _replicate(self, table: PlannedTable) -> _Option:
         topology = self._topology
         ids = self._batch_size * table.ids_per_sample
-        dense = table.rows * table.dim * 4
+        kernel = table.kernels[ShardingType.DATA_PARALLEL]
+        # of each element the sum of gradients, of each row whether it was touched
+        dense = table.rows * (table.dim + 1) * 4 if table.trains else 0
         cost = 3 * ids * table.dim * table.element_bytes / topology.memory_bw
         if topology.world_size > 1:
             cost += 2 * dense / topology.exchange_bw + 3 * dense / topology.memory_bw
-        size = table.bytes_of(table.rows, table.dim) + dense
+        size = table.bytes_of(table.rows, table.dim, kernel).plus(Bytes(dense))
         ranks = range(topology.world_size)
         return _Option(
             sharding_type=ShardingType.DATA_PARALLEL,
+            kernel=kernel,
             ranks=tuple(ranks),
             cost_by_rank=dict.fromkeys(ranks, cost),
             bytes_by_rank=dict.fromkeys(ranks, size),
         )
 
     def _explain_misfit(
-        self, table: _Table, options: Sequence[_Option], free: Sequence[int]
+        self, table: PlannedTable, options: Sequence[_Option], free: Sequence[Bytes]
     ) -> str:
-        rows = [
-            (
-                option.sharding_type.value,
-                str(len(option.ranks)),
-                _mib(max(option.bytes_by_rank.values())),
-                _mib(max(s - free[r] for r, s in option.bytes_by_rank.items())),
-            )
-            for option in options
-        ]
-        tried = format_table(("sharding type", "ranks", "bytes per rank", "over by"), rows)
+        topology = self._topology
+        caps = {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
+        rows, scarce = [], {}
+        for option in options:
+            for pool, memory in enumerate(caps):
+                needed = {rank: size[pool] for rank, size in option.bytes_by_rank.items()}
+                over = max(size - free[rank][pool] for rank, size in needed.items())
+                if over > 0:
+                    kind, ranks = option.sharding_type.value, str(len(option.ranks))
+                    rows.append((kind, ranks, _mib(max(needed.values())), _mib(over), memory))
+                    scarce[memory] = [room[pool] for room in free]
+        tried = format_table(
+            ("sharding type", "ranks", "bytes per rank", "over by", "memory"), rows
+        )
+        rooms = ", and ".join(
+            f"{_mib(caps[memory])}{' of host memory' if memory == 'host' else ''} each, of which "
+            f"{_mib(min(rooms))} to {_mib(max(rooms))} are free for it"
+            for memory, rooms in scarce.items()
+        )
+        state = "its gradient" if table.has_gradient else "optimizer state"
         return (
             f"Table {table.name!r} of module {table.path!r} ({table.rows} x {table.dim}, "
-            f"{_mib(table.bytes_of(table.rows, table.dim))} with optimizer state) does not fit "
-            f"on the "
-            f"{self._topology.world_size} {self._topology.compute_device} ranks of "
-            f"{_mib(self._topology.memory_cap)} "
-            f"each, of which {_mib(min(free))} to {_mib(max(free))} are free for it. "
-            f"Tried:\n{tried}\n"
+            f"{_mib(sum(table.whole))} with {state}) does not fit on the "
+            f"{topology.world_size} {topology.compute_device} ranks of {rooms}. Tried:\n{tried}\n"
             "Allow more sharding types, use more ranks, a smaller data_type, or a smaller "
             "storage reservation."
         )

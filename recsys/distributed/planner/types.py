@@ -20,7 +20,7 @@ class ParameterConstraints:
     Args:
         sharding_types: allowed :class:`~recsys.distributed.types.ShardingType` values; any if None.
         compute_kernels: allowed :class:`~recsys.distributed.types.EmbeddingComputeKernel` values,
-            the first of which is used; "fused" if None.
+            of which the first that the sharding type executes is used; "fused" if None.
         min_partition: the least columns of a column shard (default 32).
         pooling_factors: mean ids per sample, for each feature of the table (default 1).
 

@@ -123,8 +123,14 @@ class TestDemands:
             plan_of(collection({"a": (10, 4)}), b=only("table_wise"))
 
     def test_that_nothing_meets_are_refused(self) -> None:
-        with pytest.raises(PlannerError, match="'a' may only be sharded grid_shard, which is not"):
+        refused = "'a' may only be sharded grid_shard with compute kernel fused, which is not"
+        with pytest.raises(PlannerError, match=refused):
             plan_of(collection({"a": (10, 4)}), a=only("grid_shard"))
+        refused = "with compute kernel fused_uvm, which is not supported on cpu with"
+        with pytest.raises(PlannerError, match=refused):
+            plan_of(
+                collection({"a": (10, 4)}), a=ParameterConstraints(compute_kernels=["fused_uvm"])
+            )
 
     def test_one_pooling_factor_per_feature(self) -> None:
         demand = ParameterConstraints(pooling_factors=[1.0, 2.0])
@@ -162,10 +168,56 @@ class TestMemory:
         plan_of(collection(sizes, torch.optim.Adam), world_size=1, mib=0.5)
 
     def test_the_gradient_of_a_replica_counts(self) -> None:
-        sizes = {"a": (10_000, 4)}
-        plan_of(collection(sizes), mib=0.31, a=only("data_parallel"))
+        sizes = {"a": (10_000, 4)}  # 0.153 MiB each, and 0.038 of flags for its rows
+        plan_of(collection(sizes), mib=0.35, a=only("data_parallel"))
         with pytest.raises(PlannerError, match=r"data_parallel +2 +0\.3 MiB"):
-            plan_of(collection(sizes), mib=0.3, a=only("data_parallel"))
+            plan_of(collection(sizes), mib=0.34, a=only("data_parallel"))
+
+    def test_no_state_is_made_up(self) -> None:
+        sizes = {"a": (10_000, 4)}  # 0.153 MiB
+        frozen = collection(sizes, None).requires_grad_(False)
+        plan_of(frozen, world_size=1, mib=0.16)
+        plan_of(collection(sizes, None), world_size=1, mib=0.31)  # backward fills its `.grad`
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.3 MiB with its gradient\)"):
+            plan_of(collection(sizes, None), world_size=1, mib=0.16)
+
+    def test_state_of_the_sharders_optimizer_counts(self) -> None:
+        sharder = EmbeddingBagCollectionSharder({"optimizer": "ADAM"})
+        planner = EmbeddingShardingPlanner(
+            Topology(1, "cpu", ddr_cap=int(0.4 * MIB)),
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+        )
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.5 MiB with optimizer state"):
+            planner.plan(collection({"a": (10_000, 4)}, None), [sharder])
+
+    @pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+    def test_tables_in_host_memory_count_there(self, kernel: str) -> None:
+        def plan(hbm: float, ddr: float) -> str:
+            return (
+                EmbeddingShardingPlanner(
+                    Topology(2, "cuda", hbm_cap=int(hbm * MIB), ddr_cap=int(ddr * MIB)),
+                    batch_size=1,
+                    storage_reservation=FixedPercentageStorageReservation(0.0),
+                    constraints={"a": only("table_wise", compute_kernels=[kernel])},
+                )
+                .plan(collection({"a": (10_000, 64)}, RowWiseAdagrad), SHARDERS)  # 2.44 MiB
+                .plan[""]["a"]
+                .compute_kernel
+            )
+
+        # on the device: one state per row, 0.04 MiB; with a cache a fifth of the rows, 0.56 MiB
+        least = 0.05 if kernel == "fused_uvm" else 0.61
+        assert plan(hbm=least, ddr=2.5) == kernel
+        with pytest.raises(PlannerError, match=r"(?s)of 2\.4 MiB of host memory each, .* host"):
+            plan(hbm=least, ddr=2.4)
+        with pytest.raises(PlannerError, match=r"table_wise +1 .* cuda\n"):
+            plan(hbm=least - 0.03, ddr=2.5)
+
+    def test_each_sharding_type_takes_a_kernel_it_executes(self) -> None:
+        demand = only("data_parallel", compute_kernels=["fused_uvm", "fused"])
+        planner = EmbeddingShardingPlanner(Topology(2, "cuda"), constraints={"a": demand})
+        plan = planner.plan(collection({"a": (10, 4)}), SHARDERS).plan[""]["a"]
+        assert (plan.sharding_type, plan.compute_kernel) == ("data_parallel", "fused")
 
     def test_buffers_of_a_batch_count(self) -> None:
         sizes, whole = {"a": (100, 64)}, only("table_wise")  # buffers: 516 bytes a sample
@@ -189,7 +241,7 @@ class TestMemory:
             "Table 'a' of module 'ebc' (100000 x 64, 24.4 MiB with optimizer state) does not fit "
             "on the 3 cpu ranks of 1.0 MiB each"
         )
-        assert "\nrow_wise       3      8.1 MiB         7.1 MiB\n" in message
+        assert "\nrow_wise       3      8.1 MiB         7.1 MiB   cpu\n" in message
         for tried in ("table_wise", "column_wise", "data_parallel"):
             assert f"\n{tried}" in message
         assert message.endswith("or a smaller storage reservation.")

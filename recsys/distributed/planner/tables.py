@@ -1,0 +1,106 @@
+"""A table as the planner sees it, and the memory that a part of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+from recsys.kernels.row_update import STATE_KINDS, is_row_reducing, row_wise_moment
+from recsys.kernels.types import OptimizerSpec
+
+UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
+"""The kernels of tables in host memory that a GPU reads."""
+
+_CACHED_SHARE = 0.2  # of the rows: FBGEMM's cache, and what it keeps for each slot and each row
+_CACHE_SLOT_BYTES, _CACHE_ROW_BYTES = 16, 4
+
+
+@final
+class Bytes(NamedTuple):
+    """Memory of one rank. Where ranks compute on the CPU, all of it counts as the device's."""
+
+    device: int
+    host: int = 0
+
+    def plus(self, other: Bytes) -> Bytes:
+        """Returns the sum of both."""
+        return Bytes(self.device + other.device, self.host + other.host)
+
+    def minus(self, other: Bytes) -> Bytes:
+        """Returns what is left without the other."""
+        return Bytes(self.device - other.device, self.host - other.host)
+
+    def fits(self, room: Bytes) -> bool:
+        """Returns whether there is room for it."""
+        return self.device <= room.device and self.host <= room.host
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTable:
+    """A table that is to be placed.
+
+    Attributes:
+        path: of its module.
+        name: of the table.
+        rows: of the table.
+        dim: columns of the table.
+        element_bytes: of one weight.
+        optimizer: what updates it in backward, if it is known.
+        trains: whether its weights require gradients.
+        ids_per_sample: over all its features.
+        num_features: that read it.
+        constraints: the user's demands.
+        kernels: the sharding types that may be chosen, each with its kernel.
+    """
+
+    path: str
+    name: str
+    rows: int
+    dim: int
+    element_bytes: int
+    optimizer: OptimizerSpec | None
+    trains: bool
+    ids_per_sample: float
+    num_features: int
+    constraints: ParameterConstraints
+    kernels: Mapping[ShardingType, EmbeddingComputeKernel]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward leaves a gradient of the table's size."""
+        return self.trains and self.optimizer is None
+
+    def bytes_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Bytes:
+        """Returns weights, and optimizer state or the gradient of a table without optimizer."""
+        kinds = list(STATE_KINDS[self.optimizer.algorithm].values()) if self.optimizer else []
+        weights = rows * cols * self.element_bytes
+        by_element = 4 * rows * cols * kinds.count("element")
+        by_row = 4 * rows * kinds.count("row")
+        if self.has_gradient:
+            by_element = weights
+        if kernel not in UVM_KERNELS:
+            return Bytes(weights + by_element + by_row)
+        cache = 0
+        if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
+            slot = cols * self.element_bytes + _CACHE_SLOT_BYTES
+            cache = int(_CACHED_SHARE * rows * slot) + rows * _CACHE_ROW_BYTES
+        return Bytes(cache + by_row, weights + by_element)  # FBGEMM keeps row states on the device
+
+    @property
+    def whole(self) -> Bytes:
+        """The whole table on one rank."""
+        kernel = next(iter(self.kernels.values()), EmbeddingComputeKernel.FUSED)
+        return self.bytes_of(self.rows, self.dim, kernel)
+
+    def may_split_columns(self) -> bool:
+        """Returns whether the optimizer can do without whole rows."""
+        if self.optimizer is None or not is_row_reducing(self.optimizer.algorithm):
+            return True
+        managed = (
+            self.kernels[ShardingType.COLUMN_WISE] in UVM_KERNELS
+        )  # its lookups only fuse updates
+        return row_wise_moment(self.optimizer.algorithm) and not managed

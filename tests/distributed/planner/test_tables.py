@@ -1,0 +1,82 @@
+"""The memory that a table takes, on the device and on the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from recsys.distributed.planner.tables import Bytes, PlannedTable
+from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+from recsys.kernels.types import EmbOptimType, OptimizerSpec
+
+FUSED = EmbeddingComputeKernel.FUSED
+UVM = EmbeddingComputeKernel.FUSED_UVM
+CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING
+
+
+def table(
+    algorithm: EmbOptimType | None,
+    kernel: EmbeddingComputeKernel = FUSED,
+    *,
+    trains: bool = True,
+    element_bytes: int = 4,
+) -> PlannedTable:
+    return PlannedTable(
+        path="",
+        name="t",
+        rows=100,
+        dim=8,
+        element_bytes=element_bytes,
+        optimizer=None if algorithm is None else OptimizerSpec(algorithm=algorithm),
+        trains=trains,
+        ids_per_sample=1.0,
+        num_features=1,
+        constraints=ParameterConstraints(),
+        kernels={ShardingType.COLUMN_WISE: kernel},
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "state"),
+    [
+        (EmbOptimType.EXACT_SGD, 0),
+        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, 400),
+        (EmbOptimType.EXACT_ADAGRAD, 3200),
+        (EmbOptimType.ADAM, 6400),
+        (EmbOptimType.PARTIAL_ROWWISE_ADAM, 3600),
+    ],
+)
+def test_weights_and_the_state_of_their_optimizer(algorithm: EmbOptimType, state: int) -> None:
+    assert table(algorithm).whole == Bytes(3200 + state)
+    assert table(algorithm, element_bytes=2).whole == Bytes(1600 + state)
+
+
+def test_without_an_optimizer_there_is_a_gradient_if_it_trains() -> None:
+    assert table(None).whole == Bytes(6400)
+    assert table(None, element_bytes=2).whole == Bytes(3200)
+    assert table(None, trains=False).whole == Bytes(3200)
+
+
+def test_managed_memory_is_the_hosts_but_for_row_states_and_the_cache() -> None:
+    assert table(EmbOptimType.EXACT_SGD, UVM).whole == Bytes(0, 3200)
+    assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).whole == Bytes(400, 3200)
+    assert table(EmbOptimType.PARTIAL_ROWWISE_ADAM, UVM).whole == Bytes(400, 6400)
+    cache = 20 * (8 * 4 + 16) + 100 * 4
+    assert table(EmbOptimType.EXACT_SGD, CACHED).whole == Bytes(cache, 3200)
+
+
+def test_columns_are_split_only_where_the_optimizer_can_do_without_whole_rows() -> None:
+    assert table(None).may_split_columns()
+    assert table(EmbOptimType.ADAM, UVM).may_split_columns()
+    assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD).may_split_columns()
+    assert not table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).may_split_columns()
+    assert not table(EmbOptimType.LAMB).may_split_columns()
+
+
+def test_bytes_fit_where_both_memories_have_room() -> None:
+    room = Bytes(10, 5)
+    assert Bytes(10, 5).fits(room)
+    assert not Bytes(11, 0).fits(room)
+    assert not Bytes(0, 6).fits(room)
+    assert room.minus(Bytes(4, 5)) == Bytes(6, 0)
+    assert room.plus(Bytes(1, 1)) == Bytes(11, 6)
