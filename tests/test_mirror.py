@@ -36,6 +36,7 @@ TESTED_THROUGH = {
     "kernels/tbe_layout.py": "kernels/test_tbe.py",
     "kernels/tbe_torch.py": "kernels/test_tbe.py",
     "metrics/checks.py": "metrics/test_auc.py",
+    "metrics/sums.py": "metrics/test_sync.py",
     "modules/activation.py": "modules/test_mlp.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",

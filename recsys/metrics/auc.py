@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from recsys.metrics.checks import check_predictions
+from recsys.metrics.sums import Sums
 
 
 def auc(
@@ -132,11 +133,13 @@ class AUC:
 
 
 @final
-class BinnedAUC:
+class BinnedAUC(Sums):
     """Area under the ROC curve of probabilities, in memory that does not grow.
 
     Predictions that share a bin count as ties. The error is at most half the chance that a positive
     and a negative share one.
+
+    The state is ``[2, K]``: the weight of negatives and of positives in each bin.
 
     Args:
         num_bins: equal bins from 0 to 1.
@@ -155,7 +158,7 @@ class BinnedAUC:
     def __init__(self, num_bins: int = 10_000, device: torch.device | None = None) -> None:
         if num_bins < 2:
             raise ValueError(f"num_bins must be at least 2; received {num_bins}.")
-        self._weight_2K = torch.zeros(2, num_bins, dtype=torch.float64, device=device)
+        super().__init__(2, num_bins, device=device)
 
     def update(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
@@ -171,44 +174,10 @@ class BinnedAUC:
             ValueError: the inputs differ in size or device.
         """
         scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
-        num_bins = self._weight_2K.size(1)
+        num_bins = self._sums.size(1)
         bin_N = (scores_N * num_bins).long().clamp(0, num_bins - 1)
-        self._weight_2K[1].index_add_(0, bin_N, labels_N * weights_N)
-        self._weight_2K[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
-
-    def state(self) -> torch.Tensor:
-        """Give everything seen so far; states of several ranks may be summed.
-
-        Returns:
-            ``[2, K]`` float64: the weight of negatives and of positives in each bin.
-        """
-        return self._weight_2K
-
-    def merge(self, other: "BinnedAUC") -> None:
-        """Add what another accumulator has seen.
-
-        Args:
-            other: has as many bins; is left as it was.
-
-        Raises:
-            ValueError: it has another number of bins.
-        """
-        mine, theirs = self._weight_2K.size(1), other._weight_2K.size(1)
-        if mine != theirs:
-            raise ValueError(
-                f"merged accumulators must have equally many bins; received {mine} and {theirs}."
-            )
-        self._weight_2K += other._weight_2K
-
-    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
-        """Add what all ranks have seen; every rank must call it, and then holds the same state.
-
-        Args:
-            group: the ranks; ``None`` for all.
-        """
-        import torch.distributed as dist
-
-        dist.all_reduce(self._weight_2K, group=group)
+        self._sums[1].index_add_(0, bin_N, labels_N * weights_N)
+        self._sums[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
 
     def compute(self) -> torch.Tensor:
         """Compute the area over everything seen.
@@ -216,4 +185,4 @@ class BinnedAUC:
         Returns:
             Scalar float64; NaN if only one class was seen.
         """
-        return _area(self._weight_2K[1], self._weight_2K[0])
+        return _area(self._sums[1], self._sums[0])

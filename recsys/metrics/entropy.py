@@ -10,6 +10,7 @@ from typing import final
 import torch
 
 from recsys.metrics.checks import check_predictions
+from recsys.metrics.sums import Sums
 
 EPSILON = 1e-12
 """Predictions are kept this far from 0 and 1, so that one sure mistake does not cost infinity."""
@@ -66,8 +67,10 @@ def normalized_entropy(
 
 
 @final
-class NormalizedEntropy:
-    """Log loss, base rate and normalized entropy over many batches and ranks: three sums.
+class NormalizedEntropy(Sums):
+    """Log loss, base rate and normalized entropy over many batches and ranks.
+
+    The state is ``[3]``: summed loss, positive weight, weight.
 
     Args:
         device: where the sums are kept: that of the predictions.
@@ -80,7 +83,7 @@ class NormalizedEntropy:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        super().__init__(3, device=device)
 
     def update(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
@@ -100,32 +103,6 @@ class NormalizedEntropy:
         self._sums += torch.stack(
             [(loss_N * weights_N).sum(), (labels_N * weights_N).sum(), weights_N.sum()]
         )
-
-    def state(self) -> torch.Tensor:
-        """Give everything seen so far; states of several ranks may be summed.
-
-        Returns:
-            ``[3]`` float64: summed loss, positive weight, weight.
-        """
-        return self._sums
-
-    def merge(self, other: "NormalizedEntropy") -> None:
-        """Add what another accumulator has seen.
-
-        Args:
-            other: is left as it was.
-        """
-        self._sums += other._sums
-
-    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
-        """Add what all ranks have seen; every rank must call it, and then holds the same state.
-
-        Args:
-            group: the ranks; ``None`` for all.
-        """
-        import torch.distributed as dist
-
-        dist.all_reduce(self._sums, group=group)
 
     def log_loss(self) -> torch.Tensor:
         """Compute the mean loss.
