@@ -400,8 +400,8 @@ class DistributedModelParallel(nn.Module):
         result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return result
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False
     ) -> Any:
         """Copies a state in, from the same plan or from the unsharded model.
 

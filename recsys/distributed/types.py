@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, unique
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, final
@@ -133,6 +133,7 @@ class ParameterSharding:
     compute_kernel: str
     ranks: list[int] | None = None
     sharding_spec: EnumerableShardingSpec | None = None
+    _: KW_ONLY
     bounds_check_mode: BoundsCheckMode | None = None
     output_dtype: torch.dtype | None = None
 

@@ -314,6 +314,7 @@ def quantize_embeddings(
     module: nn.Module,
     dtype: torch.dtype = torch.int8,
     inplace: bool = False,
+    *,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
     """Replaces every embedding collection of a model by its quantized counterpart.

@@ -21,6 +21,7 @@ def shard_quant_model(
     model: nn.Module,
     world_size: int = 1,
     compute_device: str = "cuda",
+    *,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
     """Spreads the tables of a quantized model over the devices of one process.

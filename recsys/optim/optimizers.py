@@ -141,7 +141,12 @@ class RowWiseAdagrad(_RowOptimizer):
     algorithm = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 
     def __init__(
-        self, params: Parameters, lr: float = 0.01, eps: float = 1e-10, weight_decay: float = 0.0
+        self,
+        params: Parameters,
+        lr: float = 0.01,
+        *,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 

@@ -64,6 +64,7 @@ class KeyedBuffer:
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         stride_per_key: list[int] | None = None,
         length_per_key: list[int] | None = None,
+        *,
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
         inverse_indices: InverseIndices | None = None,

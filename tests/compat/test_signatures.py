@@ -1,4 +1,4 @@
-"""Argument names of the shared classes are TorchRec's, except those listed as not ours."""
+"""Argument names and order are TorchRec's, but for the arguments listed as not ours."""
 
 from __future__ import annotations
 
@@ -12,20 +12,6 @@ from typing import NamedTuple
 import pytest
 
 from recsys.compat.table import HOMES
-
-# Where TorchRec has an argument in the middle that we do not take, the later ones move up. Scripts
-# pass these by keyword.
-ORDER_DIFFERS = {
-    "DistributedModelParallel",
-    "DistributedModelParallel.load_state_dict",
-    "EmbeddingShardingPlanner",
-    "KeyedJaggedTensor",
-    "ParameterSharding",
-    "RowWiseAdagrad",
-    "Topology",
-    "quantize_embeddings",
-    "shard_quant_model",
-}
 
 
 class Fact(NamedTuple):
@@ -92,8 +78,8 @@ def test_arguments(fact: Fact) -> None:
     assert set(fact.shared) <= set(names)
     assert not set(names) & set(fact.not_ours), "now ours: remove the minus in signatures.txt"
     positional = [p.name for p in ours if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    same_order = all(a == b for a, b in zip(positional, fact.all, strict=False))
-    assert same_order or fact.name in ORDER_DIFFERS, (positional, fact.all)
+    # what follows an argument that we do not take is keyword-only
+    assert all(a == b for a, b in zip(positional, fact.all, strict=False)), (positional, fact.all)
 
 
 def test_facts_cover_the_classes_that_users_build() -> None:

@@ -29,9 +29,9 @@ def test_bad_plans_are_refused() -> None:
     model = _model()
     _, plan = shard_quant_model(model, 2, "cpu")
     with pytest.raises(ValueError, match=r"on device 1; there are 1 devices"):
-        shard_quant_model(model, 1, "cpu", plan)
+        shard_quant_model(model, 1, "cpu", sharding_plan=plan)
     with pytest.raises(ValueError, match="has None for table 'a' of module"):
-        shard_quant_model(model, 1, "cpu", ShardingPlan())
+        shard_quant_model(model, 1, "cpu", sharding_plan=ShardingPlan())
     with pytest.raises(ValueError, match="Call quantize_embeddings first"):
         shard_quant_model(torch.nn.Linear(1, 1), 1, "cpu")
 

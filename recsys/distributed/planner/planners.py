@@ -86,6 +86,7 @@ class EmbeddingShardingPlanner:
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
+        *,
         storage_reservation: StorageReservation | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
     ) -> None:

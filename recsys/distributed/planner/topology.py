@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import final
 
 import torch
@@ -45,6 +45,7 @@ class Topology:
     compute_device: str
     hbm_cap: int | None = None
     ddr_cap: int | None = None
+    _: KW_ONLY
     local_world_size: int | None = None
     hbm_mem_bw: float = 2.0e9
     ddr_mem_bw: float = 1.0e7
