@@ -119,6 +119,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.distributed.model_parallel",
         "get_default_sharders",
     ),
+    ("torchrec.distributed.sharding_plan", "recsys.distributed.sharding_plan", "placement"),
+    ("torchrec.distributed.comm", "recsys.distributed.node", "get_local_rank, get_local_size"),
     # distributed.planner
     (
         "torchrec.distributed.planner",
