@@ -104,8 +104,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
                 [strides_per_key[p] for p in positions],
             )
             names = [name for t in group.tables for name in self._names_by_table[t]]
-            for i, name in enumerate(names):
-                found[name] = JaggedTensor.from_source(views, i)
+            found |= JaggedTensor.from_views(names, views)
         if len(groups) == 1:
             return found
         return {name: found[name] for names in self._names_by_table for name in names}

@@ -327,7 +327,7 @@ class KeyedJaggedTensor(KeyedExchange):
             self.length_per_key(),
             self.stride_per_key(),
         )
-        return {key: JaggedTensor.from_source(views, i) for i, key in enumerate(self._keys)}
+        return JaggedTensor.from_views(self._keys, views)
 
     def split(self, segments: list[int]) -> "list[KeyedJaggedTensor]":
         """Cut into runs of consecutive features; waits for a GPU the first time.
