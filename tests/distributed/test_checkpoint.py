@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.optim import Adam, RowWiseAdagrad
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from tests.distributed.cases import CPU, Case, EachType, shard, train
+from tests.distributed.cases import CPU, Case, EachType, concat_batches, shard, train
 from tests.ranks import RankPool
 
 
@@ -227,3 +228,103 @@ def _save_alone(path: str) -> None:
 
 def test_one_rank_of_a_job_saves_its_own_model(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, _save_alone, str(tmp_path / "c"), timeout=20.0)
+
+
+# -- tables that a torch optimizer trains ----------------------------------------------------------
+
+
+def _adam(model: nn.Module) -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper(
+        dict(model.named_parameters()), lambda params: torch.optim.Adam(params, lr=0.1)
+    )
+
+
+def _train_by_adam(case: Case, path: str) -> None:
+    model = shard(case)
+    optimizer = _adam(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(case.batches(step)[dist.get_rank()])[1].pow(2).sum().backward()
+        optimizer.step()
+    save_checkpoint(path, model, optimizer)
+
+
+def _load_and_save_again(case: Case, path: str) -> None:
+    model = shard(case, case.plan(seed=1))
+    optimizer = _adam(model)
+    load_checkpoint(path, model, optimizer)
+    save_checkpoint(path + "2", model, optimizer)
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 2), (1, 4)])
+def test_torch_optimizers_of_tables_load_under_any_plan(
+    ranks: RankPool, tmp_path: Path, saved_on: int, loaded_on: int
+) -> None:
+    seed, path = 10 * saved_on + loaded_on, str(tmp_path / "c")
+    case = Case(seed, saved_on, optimizer=None)
+    ranks(saved_on, _train_by_adam, case, path, timeout=20.0)
+    ranks(
+        loaded_on, _load_and_save_again, Case(seed, loaded_on, optimizer=None), path, timeout=20.0
+    )
+    states = []
+    for folder in (path, path + "2"):
+        model = case.model()
+        optimizer = _adam(model)
+        load_checkpoint(folder, model, optimizer)
+        states.append({**model.state_dict(), **optimizer.state_dict()["state"]})
+    expected = case.model()
+    adam = _adam(expected)
+    for step in range(3):
+        adam.zero_grad()
+        loss = expected(concat_batches(case.batches(step)))[1].pow(2).sum() / saved_on
+        loss.backward()
+        adam.step()
+    states.append({**expected.state_dict(), **adam.state_dict()["state"]})
+    first, second, unsharded = states
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    torch.testing.assert_close(first, unsharded, rtol=1e-4, atol=1e-4)
+
+
+class _OddState(torch.optim.SGD):
+    """Keeps what cannot be placed: one value per column."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["columns"] = param.detach().sum(0)
+
+
+def _save_odd_state(path: str) -> str:
+    case = EachType(1, 2, optimizer=None)
+    model = shard(case)
+    params = dict(model.named_parameters())
+    optimizer = KeyedOptimizerWrapper(params, lambda params: _OddState(params, lr=0.1))
+    if dist.get_rank() == 1:
+        optimizer.step()
+    with pytest.raises(CheckpointError) as raised:
+        save_checkpoint(path, model, optimizer)
+    return str(raised.value)
+
+
+def test_state_that_cannot_be_placed_is_refused_on_every_rank(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    one, other = ranks(2, _save_odd_state, str(tmp_path / "c"), timeout=20.0)
+    assert one == other
+    assert one.startswith("On rank 1: State 'columns' of 'ebc.embedding_bags.")
+
+
+def _load_what_one_rank_lacks(path: str) -> str:
+    case = EachType(1, 2, optimizer=None)
+    model = shard(case)
+    save_checkpoint(path, model)
+    if dist.get_rank() == 1:
+        model.module.extra = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint(path, model)
+    return str(raised.value)
+
+
+def test_errors_of_one_rank_are_raised_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks(2, _load_what_one_rank_lacks, str(tmp_path / "c"), timeout=20.0)
+    assert one == other
+    assert re.match(r"On rank 1: The checkpoint .* lacks 2 of the values to load: .*extra", one)
