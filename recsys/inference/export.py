@@ -5,15 +5,18 @@ C++. It is made by torch.fx: the model runs once on symbolic inputs, which sees 
 containers, so that only tensor operations are left; TorchScript compiles those.
 """
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from recsys.inference.quantize import QuantizedBags
-from recsys.sparse import KeyedJaggedTensor
+from recsys.inference.quantize import QuantEmbeddingBagCollection, QuantizedBags
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class _Tracer(fx.Tracer):
@@ -38,8 +41,13 @@ class _PlainInputs(nn.Module):
         features = KeyedJaggedTensor.from_parts(
             self._names, values, weights, lengths, stride=lengths.numel() // len(self._names)
         )
-        output: Tensor = self.model(dense, features)
-        return output
+        output: object = self.model(dense, features)
+        if isinstance(output, KeyedTensor | KeyedJaggedTensor | JaggedTensor):
+            raise TypeError(
+                f"An exported model must return tensors; {type(self.model).__name__} returned a "
+                f"{type(output).__name__}. Return its values()."
+            )
+        return cast(Tensor, output)
 
 
 class _PlainWeightedInputs(_PlainInputs):
@@ -65,12 +73,69 @@ def trace_model(
         A module of ``(dense [B, ...], values [N], lengths [K * B], weights [N] if weighted)``.
 
     Raises:
-        ValueError: if the model is in training mode.
+        TypeError: if the model takes or returns something else, or ``feature_names`` is one name.
+        ValueError: if the model is in training mode or has tables that are not quantized, a feature
+            is missing or named twice, or the weights are not what the model reads.
     """
     if model.training:
         raise ValueError("trace_model needs a model in evaluation mode; call model.eval() first.")
+    _check_model(model)
+    _check_names(model, feature_names)
     root = (_PlainWeightedInputs if is_weighted else _PlainInputs)(model, feature_names)
-    return fx.GraphModule(root, _Tracer().trace(root))
+    try:
+        graph = _Tracer().trace(root)
+    except fx.proxy.TraceError as error:
+        error.add_note(
+            "Models are exported by torch.fx: forward must not branch on the values of tensors. "
+            "torch.where chooses between them."
+        )
+        raise
+    if is_weighted and not next(n for n in graph.nodes if n.target == "weights").users:
+        raise ValueError(
+            f"is_weighted=True, but nothing in {type(model).__name__} reads weights. Leave it "
+            "False, or build the collections with is_weighted=True."
+        )
+    return fx.GraphModule(root, graph)
+
+
+def _check_model(model: nn.Module) -> None:
+    try:
+        inspect.signature(model.forward).bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"An exported model is called as model(dense, features); received "
+            f"{type(model).__name__}, whose forward takes {inspect.signature(model.forward)}. "
+            "Export the model inside a training wrapper, or wrap it in a module that is called so."
+        ) from error
+    for path, child in model.named_modules():
+        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
+            raise ValueError(
+                f"An exported model has quantized tables only; received the "
+                f"{type(child).__name__} {path!r}. quantize_embeddings quantizes "
+                "EmbeddingBagCollections."
+            )
+
+
+def _check_names(model: nn.Module, feature_names: Sequence[str]) -> None:
+    if isinstance(feature_names, str):
+        raise TypeError(
+            f"feature_names must be a sequence of names; received {feature_names!r}. "
+            f"Write [{feature_names!r}]."
+        )
+    names = list(feature_names)
+    read = {
+        name
+        for child in model.modules()
+        if isinstance(child, QuantEmbeddingBagCollection)
+        for config in child.embedding_bag_configs()
+        for name in config.feature_names
+    }
+    missing = sorted(read.difference(names))
+    if missing or len(set(names)) < len(names) or not names:
+        raise ValueError(
+            f"feature_names must name each feature of the batches once; received {names}, without "
+            f"{missing}, which the tables read."
+        )
 
 
 def export_torchscript(

@@ -104,9 +104,21 @@ class QuantizedBags(nn.Module):
 
         Raises:
             IndexError: if an id lies outside its table.
+            TypeError: if the ids are not integers.
+            ValueError: if the lengths do not fit the ids or the features.
         """
+        if values.is_floating_point():
+            raise TypeError("ids must be integers; received floats. Convert with values.long().")
+        if lengths.numel() % num_keys != 0:
+            raise ValueError(
+                f"lengths must have one value per feature and sample, {num_keys} features; "
+                f"received {lengths.numel()} values."
+            )
         lengths_KB = lengths.view(num_keys, lengths.numel() // num_keys)
-        ids_per_key = self._check_ids(values, lengths_KB, positions)
+        ids_per_key = _read_sizes(values, lengths_KB)
+        self._check_ids(values, lengths_KB.sum(1), positions)
+        if weights is not None:
+            weights = weights.float()
         outputs: list[Tensor] = []
         for i, lookup in enumerate(self.lookups):
             keys = [positions[f] for f in self.group_features[i]]
@@ -127,29 +139,35 @@ class QuantizedBags(nn.Module):
         columns = pooled.split(self.widths, dim=1)
         return torch.cat([columns[i] for i in self.order], dim=1)
 
-    def _check_ids(self, values: Tensor, lengths_KB: Tensor, positions: list[int]) -> list[int]:
-        """Returns the number of ids of each key.
-
-        This is the one wait for the device in a lookup: an answer is only given when its own ids
-        are known to be good, and the same read brings the sizes that the permutes need.
-        """
-        rows = [-1] * lengths_KB.size(0)  # of the tables that a key is looked up in; -1: in none
+    def _check_ids(self, values: Tensor, ids_per_key: Tensor, positions: list[int]) -> None:
+        """Waits for the device: an answer is only given when its own ids are known to be good."""
+        rows = [-1] * ids_per_key.numel()  # of the tables that a key is looked up in; -1: in none
         for feature, key in enumerate(positions):
             rows[key] = self.num_rows[feature]
-        ids_per_key = lengths_KB.sum(1)
         rows_N = torch.repeat_interleave(
             _to_device(rows, values.device), ids_per_key, output_size=values.numel()
         )
         bad_N = (rows_N >= 0) & ((values < 0) | (values >= rows_N))
-        found: list[int] = torch.cat([ids_per_key, bad_N.sum().view(1)]).tolist()
-        if found[-1] > 0:
+        if bool(bad_N.any()):
             where = int(bad_N.nonzero()[0].item())
             key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
             raise IndexError(
                 f"Feature {self.feature_names[positions.index(key)]} has the id "
                 f"{int(values[where])}, outside its table with {rows[key]} rows."
             )
-        return found[:-1]
+
+
+def _read_sizes(values: Tensor, lengths_KB: Tensor) -> list[int]:
+    """Returns the number of ids of each key, as sizes for all that follows: one wait."""
+    num_negative = (lengths_KB < 0).sum().view(1)
+    found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
+    sizes = found[:-1]
+    if found[-1] > 0 or sum(sizes) != values.numel():
+        raise ValueError(
+            f"lengths must not be negative and must add up to the number of ids, {values.numel()}; "
+            f"received {found[-1]} negative ones and a sum of {sum(sizes)}."
+        )
+    return sizes
 
 
 def _group_tables(
@@ -237,7 +255,8 @@ class QuantEmbeddingBagCollection(nn.Module):
             per_table_weight_dtype: other dtypes by table name.
 
         Raises:
-            ValueError: if a dtype is neither, or a name is not a table's.
+            ValueError: if a dtype is neither, a name is not a table's, or a table cannot be
+                quantized.
         """
         configs = module.embedding_bag_configs()
         chosen = dict(per_table_weight_dtype or {})
@@ -248,11 +267,14 @@ class QuantEmbeddingBagCollection(nn.Module):
                 f"its tables are {[config.name for config in configs]}."
             )
         bits = [_bits_of(chosen.get(config.name, dtype)) for config in configs]
-        rows = [
-            quantize_rows(cast(Tensor, module.embedding_bags[config.name].weight), b)
-            for config, b in zip(configs, bits, strict=True)
-        ]
-        return cls(configs, module.is_weighted(), rows, bits)
+        rows = []
+        for config, b in zip(configs, bits, strict=True):
+            try:
+                weight = cast(Tensor, module.embedding_bags[config.name].weight)
+                rows.append(quantize_rows(weight, b))
+            except ValueError as error:
+                raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
+        return cls(configs, module.is_weighted(), rows, bits).eval()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks up a batch.
@@ -266,6 +288,7 @@ class QuantEmbeddingBagCollection(nn.Module):
         Raises:
             IndexError: if an id lies outside its table.
             KeyError: if the batch lacks a feature.
+            ValueError: if the features carry weights and the batch has none.
         """
         keys = features.keys()
         missing = [name for name in self._features if name not in keys]
@@ -274,6 +297,12 @@ class QuantEmbeddingBagCollection(nn.Module):
                 f"The batch lacks the features {missing}, which the tables read; received {keys}."
             )
         weights = features.weights_or_none() if self._is_weighted else None
+        if self._is_weighted and weights is None:
+            raise ValueError(
+                "The collection was built with is_weighted=True and needs one weight per id; "
+                "received a batch without weights. Pass weights= to the KeyedJaggedTensor, and "
+                "is_weighted=True to an export."
+            )
         values = self.bags(
             features.values(),
             features.lengths(),
@@ -305,8 +334,10 @@ class QuantEmbeddingBagCollection(nn.Module):
 
 
 def _bits_of(dtype: torch.dtype) -> int:
-    if dtype not in _BITS:
-        raise ValueError(f"Tables are quantized to torch.int8 or torch.quint4x2; received {dtype}.")
+    if not isinstance(dtype, torch.dtype) or dtype not in _BITS:
+        raise ValueError(
+            f"Tables are quantized to torch.int8 or torch.quint4x2; received {dtype!r}."
+        )
     return _BITS[dtype]
 
 
@@ -317,7 +348,9 @@ def quantize_embeddings(
     *,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Replaces every embedding collection of a model by its quantized counterpart.
+    """Replaces every EmbeddingBagCollection of a model by its quantized counterpart.
+
+    An EmbeddingCollection, which does not pool, stays as it is.
 
     Args:
         module: a trained model, unsharded.
@@ -346,8 +379,9 @@ def quantize_embeddings(
     ]
     if not found:
         raise ValueError(
-            f"{type(module).__name__} has no EmbeddingBagCollection to quantize. A sharded model "
-            "is quantized after loading its checkpoint into the unsharded one."
+            f"{type(module).__name__} has no EmbeddingBagCollection to quantize (once quantized it "
+            "has none). A sharded model is quantized after loading its checkpoint into the "
+            "unsharded one."
         )
     quantized = {
         id(child): QuantEmbeddingBagCollection.from_float(child, dtype, per_table_weight_dtype)

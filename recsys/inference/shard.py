@@ -40,8 +40,8 @@ def shard_quant_model(
         The sharded model and its plan.
 
     Raises:
-        ValueError: if the model has no quantized collection, a plan misses a table, is not
-            table-wise, or uses a device that does not exist.
+        ValueError: if the model has no quantized collection, a device does not exist, or a plan
+            misses a table, is not table-wise, or uses another device.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -62,6 +62,15 @@ def shard_quant_model(
         raise ValueError(
             f"{type(model).__name__} has no quantized collection to shard. Call "
             "quantize_embeddings first."
+        )
+    if compute_device not in ("cuda", "cpu"):
+        raise ValueError(f"compute_device must be 'cuda' or 'cpu'; received {compute_device!r}.")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1; received {world_size}.")
+    if compute_device == "cuda" and world_size > torch.cuda.device_count():
+        raise ValueError(
+            f"world_size must not exceed the CUDA devices, {torch.cuda.device_count()} here; "
+            f"received {world_size}. With compute_device='cpu' all shards lie in host memory."
         )
     plan = sharding_plan or _spread(found, world_size, compute_device)
     sharded: dict[int, nn.Module] = {}

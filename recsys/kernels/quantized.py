@@ -38,8 +38,8 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
         ``[R, 4 + D * bits / 8]`` uint8.
 
     Raises:
-        ValueError: if ``bits`` is neither, ``D`` does not fill whole bytes, or a weight is not
-            finite.
+        ValueError: if ``bits`` is neither, ``D`` does not fill whole bytes, or a weight has no
+            value, is not finite or is too large.
 
     Example:
         >>> rows = quantize_rows(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), bits=8)
@@ -52,6 +52,11 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
         raise ValueError(
             f"Rows of {bits} bits need an even number of columns; received {weight_RD.shape[1]}."
         )
+    if weight_RD.is_meta:
+        raise ValueError(
+            "quantize_rows needs weights that have values; received a tensor on the meta device. "
+            "Load the checkpoint into a model on the CPU first."
+        )
     weight = weight_RD.detach().float()
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("quantize_rows needs finite weights; received NaN or infinity.")
@@ -59,6 +64,11 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
     low, high = torch.aminmax(weight, dim=1, keepdim=True)
     bias = low.half()
     scale = ((high - bias.float()) / levels).half()
+    if not bool((torch.isfinite(bias) & torch.isfinite(scale)).all()):
+        raise ValueError(
+            "quantize_rows keeps each row's least value and step in fp16, which ends at 65504; "
+            f"received values from {float(low.min()):.6g} to {float(high.max()):.6g}."
+        )
     # a row of equal values, or so close that fp16 has no scale for them, is all bias
     step = torch.where(scale > 0, scale.float(), 1.0)
     values = ((weight - bias.float()) / step).round_().clamp_(0, levels).to(torch.uint8)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, fx, nn
 
 from recsys.inference import export_torchscript, quantize_embeddings, trace_model
-from recsys.modules.dlrm import DLRM
+from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -89,3 +90,52 @@ def test_exported_model_refuses_a_bad_id(tmp_path: Path) -> None:
 def test_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         trace_model(_model().train(), ["x", "y", "z"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["x", "y"], r"received \['x', 'y'\], without \['z'\], which the tables read"),
+        (["x", "x", "y", "z"], "must name each feature of the batches once"),
+        ([], "must name each feature of the batches once"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trace_model(_model(), names)
+    with pytest.raises(TypeError, match=r"received 'x'. Write \['x'\]"):
+        trace_model(_model(), "x")
+
+
+def test_weights_must_be_what_the_model_reads() -> None:
+    with pytest.raises(ValueError, match="nothing in DLRM reads weights"):
+        trace_model(_model(), ["x", "y", "z"], is_weighted=True)
+    with pytest.raises(ValueError, match="is_weighted=True to an export"):
+        trace_model(_model(is_weighted=True), ["x", "y", "z"])
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.tables = _model().sparse_arch.embedding_bag_collection
+        self.branches = branches
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> object:
+        pooled = self.tables(features)
+        if self.branches and pooled.values().sum() > 0:
+            return dense
+        return pooled
+
+
+def test_models_that_cannot_be_exported_say_why() -> None:
+    names = ["x", "y", "z"]
+    with pytest.raises(TypeError, match=r"called as model\(dense, features\); received DLRMTrain"):
+        trace_model(DLRMTrain(_model()).eval(), names)
+    table = EmbeddingBagConfig(50, 8, "a", feature_names=["x"])
+    with pytest.raises(ValueError, match="the EmbeddingBagCollection 'sparse_arch"):
+        trace_model(DLRM(EmbeddingBagCollection(tables=[table]), 5, [16, 8], [16, 1]).eval(), names)
+    with pytest.raises(TypeError, match=r"returned a KeyedTensor. Return its values\(\)"):
+        trace_model(_Wrapped(branches=False).eval(), names)
+    with pytest.raises(fx.proxy.TraceError) as caught:
+        trace_model(_Wrapped(branches=True).eval(), names)
+    assert "torch.where chooses" in caught.value.__notes__[0]

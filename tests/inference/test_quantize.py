@@ -97,6 +97,8 @@ def test_unknown_dtype_and_table_are_refused() -> None:
         quantize_embeddings(_collection(), torch.float16)
     with pytest.raises(ValueError, match=r"names \['d'\], which are not tables"):
         QuantEmbeddingBagCollection.from_float(_collection(), torch.int8, {"d": torch.int8})
+    with pytest.raises(ValueError, match=r"torch\.quint4x2; received 'int8'"):
+        quantize_embeddings(_collection(), "int8")
     with pytest.raises(ValueError, match="has no EmbeddingBagCollection to quantize"):
         quantize_embeddings(nn.Linear(1, 1))
 
@@ -140,3 +142,46 @@ def test_copies_look_up_the_same(copied: Callable[[nn.Module], nn.Module]) -> No
     module = quantize_embeddings(_collection(), per_table_weight_dtype={"b": torch.quint4x2})
     found = copied(module)(_batch()).values()
     torch.testing.assert_close(found, module(_batch()).values(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "Table 'b' cannot be quantized.*finite weights"),
+        (1e6, "Table 'b' cannot be quantized.*fp16, which ends at 65504; received .* to 1e\\+06"),
+    ],
+)
+def test_table_that_cannot_be_quantized_is_named(value: float, message: str) -> None:
+    collection = _collection()
+    nn.init.constant_(collection.embedding_bags["b"].weight, value)
+    with pytest.raises(ValueError, match=message):
+        quantize_embeddings(collection)
+
+
+def test_tables_without_values_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Table 'a'.*received a tensor on the meta device"):
+        quantize_embeddings(_collection().to("meta"))
+
+
+def test_weights_ids_and_lengths_are_checked() -> None:
+    lengths = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="needs one weight per id; received a batch without"):
+        quantize_embeddings(_collection(is_weighted=True))(_batch())
+    with pytest.raises(TypeError, match="ids must be integers; received floats"):
+        quantize_embeddings(_collection())(
+            KeyedJaggedTensor(["x", "y", "z"], torch.rand(3), lengths=lengths)
+        )
+    bags = quantize_embeddings(_collection()).bags
+    for wrong in ([1, 1, 2], [1, 1, 0], [-1, 3, 1]):
+        with pytest.raises(ValueError, match="add up to the number of ids, 3; received"):
+            bags(torch.ones(3, dtype=torch.int64), torch.tensor(wrong), None, [0, 1, 2], 3)
+    with pytest.raises(ValueError, match="per feature and sample, 3 features; received 4 values"):
+        bags(torch.ones(3, dtype=torch.int64), torch.ones(4), None, [0, 1, 2], 3)
+
+
+def test_weights_may_be_of_any_precision() -> None:
+    module, batch = quantize_embeddings(_collection(is_weighted=True)), _batch(is_weighted=True)
+    double = KeyedJaggedTensor(
+        batch.keys(), batch.values(), batch.weights().double(), batch.lengths()
+    )
+    torch.testing.assert_close(module(double).values(), module(batch).values(), rtol=0, atol=0)

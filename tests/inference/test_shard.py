@@ -36,6 +36,15 @@ def test_bad_plans_are_refused() -> None:
         shard_quant_model(torch.nn.Linear(1, 1), 1, "cpu")
 
 
+def test_devices_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'cuda' or 'cpu'; received 'gpu'"):
+        shard_quant_model(_model(), 1, "gpu")
+    with pytest.raises(ValueError, match="at least 1; received 0"):
+        shard_quant_model(_model(), 0, "cpu")
+    with pytest.raises(ValueError, match=r"must not exceed the CUDA devices, \d+ here"):
+        shard_quant_model(_model(), 99)
+
+
 def test_sharding_takes_the_rows_that_were_loaded() -> None:
     model, other = _model(), _model()
     state = {
