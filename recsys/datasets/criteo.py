@@ -126,6 +126,8 @@ def _numbers(
 
 
 def _blame_line(lines: Sequence[bytes], path: str, first_line: int) -> NoReturn:
+    if lines[0].startswith(b"\x1f\x8b"):
+        raise ValueError(f"{path} is gzipped: its name must end in .gz. Rename it.")
     for number, line in enumerate(lines, first_line):
         num_fields = line.count(b"\t") + 1
         if num_fields != _NUM_FIELDS or not line.endswith(b"\n"):
@@ -155,7 +157,9 @@ class CriteoDataset(IterableDataset[Batch]):
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a number is out of its range; while iterating, a line is damaged or cut off.
+        TypeError: the paths are one path, or the numbers of rows no whole ones.
+        ValueError: a number is out of its range; while iterating, a file is empty, or a line is
+            damaged or cut off.
 
     Example:
         >>> CriteoDataset([], batch_size=2, num_embeddings_per_feature=1000).keys[:2]
@@ -173,7 +177,12 @@ class CriteoDataset(IterableDataset[Batch]):
         super().__init__()
         check_rank(rank, world_size, batch_size)
         rows = num_embeddings_per_feature
-        rows = [rows] * CAT_FEATURE_COUNT if isinstance(rows, int) else list(rows)
+        if isinstance(rows, float) or isinstance(paths, str | Path):
+            raise TypeError(
+                "CriteoDataset needs a list of paths and whole numbers of rows; received paths "
+                f"{paths!r} and num_embeddings_per_feature {rows!r}."
+            )
+        rows = [int(rows)] * CAT_FEATURE_COUNT if isinstance(rows, int | np.integer) else list(rows)
         if len(rows) != CAT_FEATURE_COUNT or min(rows) < 2:
             raise ValueError(
                 f"num_embeddings_per_feature must be {CAT_FEATURE_COUNT} numbers of at least 2; "
@@ -182,7 +191,10 @@ class CriteoDataset(IterableDataset[Batch]):
         self.paths = [Path(path) for path in paths]
         for path in self.paths:
             if not path.is_file():
-                raise FileNotFoundError(f"{path} must be a file of Criteo click logs; none found.")
+                found = "a folder" if path.is_dir() else "nothing"
+                raise FileNotFoundError(
+                    f"{path} must be a file of Criteo click logs; received {found}."
+                )
         self.keys = DEFAULT_CAT_NAMES
         self._num_embeddings_K = np.array(rows)
         self._step_size = batch_size * world_size
@@ -228,6 +240,8 @@ def _read_steps(path: Path, num_lines: int) -> Iterator[tuple[int, list[bytes]]]
                     f"{error}. The file is cut off or damaged: download it again."
                 ) from error
             if not lines:
+                if first_line == 1:
+                    raise ValueError(f"{path} must hold samples; it is empty. Download it again.")
                 return
             yield first_line, lines
             first_line += len(lines)

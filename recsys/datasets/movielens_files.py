@@ -133,7 +133,7 @@ def _integer(path: Path, line: int, name: str, text: str) -> int:
 _RATING = np.dtype([("user", "i8"), ("item", "i8"), ("rating", "f4"), ("timestamp", "i8")])
 
 
-def _read_ratings(path: Path, separator: str, header: bool) -> NDArray[np.void]:
+def _read_ratings(path: Path, separator: str, header: str | None) -> NDArray[np.void]:
     """Parse the ratings in C, straight from the file; on failure find the line to blame."""
     size_bytes = path.stat().st_size
     if not size_bytes:
@@ -141,6 +141,12 @@ def _read_ratings(path: Path, separator: str, header: bool) -> NDArray[np.void]:
     with open(path, "rb") as file:
         file.seek(size_bytes - 1)
         whole = file.read() == b"\n"
+    if header is not None:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            first = lines.readline()
+        if first.strip() != header:
+            _bad_line(path, 1, f"the header {header!r}", first)
+    skipped = 0 if header is None else 1
     try:
         with open(path, encoding="utf-8") as lines:
             ratings: NDArray[np.void] = np.loadtxt(
@@ -148,27 +154,27 @@ def _read_ratings(path: Path, separator: str, header: bool) -> NDArray[np.void]:
                 (line.replace("::", "\t") for line in lines) if separator == "::" else lines,
                 _RATING,
                 delimiter="\t" if separator == "::" else separator,
-                skiprows=int(header),
+                skiprows=skipped,
                 comments=None,
                 ndmin=1,
             )
     except ValueError as error:
-        _blame_rating(path, separator, header, str(error))
+        _blame_rating(path, separator, skipped, str(error))
     if not whole or not ratings.size:
-        line = len(ratings) + header
+        line = len(ratings) + skipped
         _bad_line(path, line, "a whole rating ended by a newline", str(ratings[-1:]))
     outside = np.flatnonzero(~((ratings["rating"] >= 0) & (ratings["rating"] <= 5)))
     if outside.size:
-        line = int(outside[0]) + 1 + header
+        line = int(outside[0]) + 1 + skipped
         _bad_line(path, line, "a rating from 0 to 5", str(ratings["rating"][outside[0]]))
     return ratings
 
 
-def _blame_rating(path: Path, separator: str, header: bool, error: str) -> NoReturn:
+def _blame_rating(path: Path, separator: str, skipped: int, error: str) -> NoReturn:
     kinds: tuple[Callable[[str], object], ...] = (int, int, float, int)
     with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            if header and number == 1:
+            if number <= skipped:
                 continue
             try:
                 for kind, field in zip(kinds, line.split(separator), strict=True):
@@ -213,7 +219,7 @@ def _read_100k(ratings: Path, users_path: Path | None, items_path: Path) -> Movi
         year = int(f[2][-4:]) if f[2][-4:].isdigit() else 0
         flagged = [name for name, flag in zip(GENRES_100K, f[5:], strict=True) if flag == "1"]
         items[_integer(items_path, line, "item", f[0])] = Item(year, _genres(flagged))
-    return _files(_read_ratings(ratings, "\t", header=False), users, items)
+    return _files(_read_ratings(ratings, "\t", header=None), users, items)
 
 
 def _read_1m(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
@@ -225,7 +231,7 @@ def _read_1m(ratings: Path, users_path: Path | None, items_path: Path) -> MovieL
     items = {}
     for line, f in _rows(items_path, "::", "item title genres", "latin-1", False):
         items[_integer(items_path, line, "item", f[0])] = _titled_item(f[1], f[2])
-    return _files(_read_ratings(ratings, "::", header=False), users, items)
+    return _files(_read_ratings(ratings, "::", header=None), users, items)
 
 
 def _read_csv(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
@@ -233,7 +239,8 @@ def _read_csv(ratings: Path, users_path: Path | None, items_path: Path) -> Movie
     items = {}
     for line, f in _rows(items_path, ",", "movieId title genres", "utf-8", True):
         items[_integer(items_path, line, "movieId", f[0])] = _titled_item(f[1], f[2])
-    return _files(_read_ratings(ratings, ",", header=True), {}, items)
+    header = "userId,movieId,rating,timestamp"
+    return _files(_read_ratings(ratings, ",", header), {}, items)
 
 
 def _read_recbole(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
@@ -246,7 +253,8 @@ def _read_recbole(ratings: Path, users_path: Path | None, items_path: Path) -> M
     for line, f in _rows(items_path, "\t", "item title year genres", "utf-8", True):
         year = int(f[2]) if f[2].isdigit() else 0
         items[_integer(items_path, line, "item", f[0])] = Item(year, _genres(f[3].split(" ")))
-    return _files(_read_ratings(ratings, "\t", header=True), users, items)
+    header = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
+    return _files(_read_ratings(ratings, "\t", header), users, items)
 
 
 _LAYOUTS: dict[str, tuple[Callable[[Path, Path | None, Path], MovieLensFiles], str | None, str]] = {

@@ -71,6 +71,13 @@ class RandomRecDataset(IterableDataset[Batch]):
         min_ids_per_features: list[int] | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(keys, str) or not keys:  # type: ignore[unreachable]
+            raise ValueError(f"keys must be a list of feature names; received {keys!r}.")
+        if batch_size < 0 or num_dense < 0 or (num_batches is not None and num_batches < 0):
+            raise ValueError(
+                "batch_size, num_dense and num_batches must not be negative; received "
+                f"{batch_size}, {num_dense} and {num_batches}."
+            )
         counts_given = ids_per_feature is not None or ids_per_features is not None
         self.keys = keys
         self.batch_size = batch_size

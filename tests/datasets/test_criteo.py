@@ -1,6 +1,7 @@
 import gzip
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,7 +91,23 @@ def test_cut_off_gzip_is_named(tmp_path):
 def test_bad_arguments(tmp_path):
     with pytest.raises(FileNotFoundError, match="no_such_day must be a file"):
         CriteoDataset([tmp_path / "no_such_day"], 2, 100)
+    with pytest.raises(FileNotFoundError, match="click logs; received a folder"):
+        CriteoDataset([tmp_path], 2, 100)
+    with pytest.raises(TypeError, match=r"a list of paths .* received paths 'day_0'"):
+        CriteoDataset("day_0", 2, 100)
+    with pytest.raises(TypeError, match=r"whole numbers of rows; .*per_feature 100000\.0"):
+        CriteoDataset([], 2, 1e5)
     with pytest.raises(ValueError, match="26 numbers of at least 2"):
         CriteoDataset([], 2, [100] * 25)
     with pytest.raises(ValueError, match="rank must be in"):
         CriteoDataset([], 2, 100, rank=2, world_size=2)
+
+
+def test_empty_and_misnamed_files_are_refused(tmp_path):
+    empty, misnamed = tmp_path / "day_0", tmp_path / "day_1"
+    empty.touch()
+    misnamed.write_bytes(gzip.compress(line().encode()))
+    with pytest.raises(ValueError, match="day_0 must hold samples; it is empty"):
+        list(CriteoDataset([empty], 2, np.int64(100)))
+    with pytest.raises(ValueError, match=r"day_1 is gzipped: its name must end in .gz"):
+        list(CriteoDataset([misnamed], 2, 100))

@@ -57,6 +57,7 @@ def test_layouts_read_alike(tmp_path, layout):
     assert files.users == ({} if layout == "25m" else USERS)
 
 
+CSV = "userId,movieId,rating,timestamp\n"
 RATINGS = {"100k": "u.data", "1m": "ratings.dat", "25m": "ratings.csv", "recbole": "ml-100k.inter"}
 
 
@@ -78,7 +79,19 @@ def test_cut_off_ratings_are_named(tmp_path, layout, name, cut):
         ("100k", "u.data", "1\t10\t3\t8\n\n1\t10\t3\n", "u.data, line 2: must be the four numbers"),
         ("100k", "u.data", "1\t10\t9\t8\n", "u.data, line 1: must be a rating from 0 to 5"),
         ("100k", "u.data", "", "u.data, line 1: must be a rating"),
-        ("25m", "ratings.csv", "h\n1,10,3.0\n", "ratings.csv, line 2: must be the four numbers"),
+        ("25m", "ratings.csv", CSV + "1,10,3.0\n", "ratings.csv, line 2: must be the four numbers"),
+        (
+            "25m",
+            "ratings.csv",
+            "1,10,3.0,8\n",
+            "line 1: must be the header 'userId,movieId",
+        ),
+        (
+            "25m",
+            "ratings.csv",
+            "movieId,userId,rating,timestamp\n10,1,3.0,8\n",
+            "line 1: must be the header .*; received 'movieId,userId",
+        ),
         ("100k", "u.user", "1|24|M|x|1\n2|5", "u.user, line 2: must be a whole line"),
         ("100k", "u.user", "1|24|M|x|1\n2|53\n", "u.user, line 2: must be the 5 fields"),
         ("100k", "u.user", "1|x|M|x|1\n", "u.user, line 1: must be a line with an integer age"),

@@ -69,6 +69,21 @@ def test_bad_arguments(arguments, message):
         RandomRecDataset(["a", "b"], 4, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("keys", "arguments", "message"),
+    [
+        ([], {}, r"list of feature names; received \[\]"),
+        ("ab", {}, r"list of feature names; received 'ab'"),
+        (["a"], dict(batch_size=-1), r"must not be negative; received -1, 50 and None"),
+        (["a"], dict(num_dense=-1), r"must not be negative; received 4, -1 and None"),
+        (["a"], dict(num_batches=-1), r"must not be negative; received 4, 50 and -1"),
+    ],
+)
+def test_bad_shapes(keys, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RandomRecDataset(keys, **{"batch_size": 4, **arguments})
+
+
 def test_pin_and_move():
     (batch,) = RandomRecDataset(["a"], 4, num_batches=1, manual_seed=0)
     assert content(batch.to(torch.device("cpu"))) == content(batch)
