@@ -108,6 +108,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection",
     ),
     (
+        "torchrec.distributed.embedding",
+        "recsys.distributed.embedding",
+        "EmbeddingCollectionSharder, ShardedEmbeddingCollection",
+    ),
+    (
         "torchrec.distributed.model_parallel",
         "recsys.distributed.model_parallel",
         "DataParallelWrapper, DefaultDataParallelWrapper, DistributedModelParallel, "

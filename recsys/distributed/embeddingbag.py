@@ -2,142 +2,63 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 
-from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_from_fused_params
-from recsys.distributed.input_dist import HeaderExchange, InputDist, LocalIds
-from recsys.distributed.layout import PlacedTable, build_layout
-from recsys.distributed.lookup import BackwardFinisher, GroupSettings, Lookups
+from recsys.distributed.input_dist import InputDist, LocalIds
 from recsys.distributed.output_dist import OutputDist
-from recsys.distributed.sharding_plan import check_plan_covers, rects_of
-from recsys.distributed.table_shards import TableShards, load_tables, table_weights
+from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.types import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     ModuleSharder,
     ParameterSharding,
-    ShardedModule,
     ShardingEnv,
 )
-from recsys.kernels.row_update import is_row_reducing, row_wise_moment
-from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, OptimizerSpec, PoolingMode
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from recsys.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    get_embedding_names_by_table,
-)
-from recsys.optim.apply_optimizer_in_backward import (
-    attached_optimizer,
-    attached_optimizer_spec,
-    mark_in_backward,
-)
+from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_inputs import expand_bags
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
-
-_LOCATIONS = {
-    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
-    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
-}
 
 
 @final
-class ShardedEmbeddingBagCollection(ShardedModule):
+class ShardedEmbeddingBagCollection(ShardedCollection):
     """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` placed on many ranks.
 
     Its output, gradients, weights and state dict are those of the unsharded collection, whatever
-    the plan. Every rank calls it with its own batch, also when that batch is empty.
-
-    Args:
-        module: the collection to place. Its weights are kept, rank 0's where ranks differ; tables
-            on the ``meta`` device are allocated and initialised shard by shard.
-        table_name_to_parameter_sharding: the plan: one entry per table.
-        env: the ranks.
-        fused_params: optimizer settings for the tables that have no optimizer attached, such as
-            ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
-        device: where the tables go.
-
-    Raises:
-        ValueError: if the plan misses a table, names an unknown one, does not cover a table
-            exactly once, uses a rank that does not exist, or splits the columns of a table whose
-            optimizer needs whole rows.
+    the plan. Every rank calls it with its own batch, also when that batch is empty. Arguments and
+    errors are those of :class:`~recsys.distributed.sharded_collection.ShardedCollection`.
     """
 
-    def __init__(
-        self,
-        module: EmbeddingBagCollection,
-        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: Mapping[str, Any] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        configs = module.embedding_bag_configs()
-        plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
-        check_plan_covers(type(module).__name__, plan, [config.name for config in configs])
-        self._configs = configs
-        self._plan = plan
-        self._env = env
-        self._is_weighted = module.is_weighted()
-        self._device = canonical_device(device or default_device(env))
-        self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
-        weights = table_weights(module)
-        self._build([_TableOptions(weights[c.name], fused_params or {}) for c in configs])
-        load_tables(self._tables(), module, env)
+    tables_name: ClassVar[str] = "embedding_bags"
 
-    def _build(self, options: Sequence[_TableOptions]) -> None:
-        env, device = self._env, self._device
-        self._options = list(options)
-        features = list(dict.fromkeys(f for c in self._configs for f in c.feature_names))
-        placed = [
-            _place(config, self._plan[config.name], option, features, env.world_size)
-            for config, option in zip(self._configs, options, strict=True)
-        ]
-        self._layout = layout = build_layout(placed, len(features), env.world_size)
-        self._input_dist = InputDist(
-            layout, features, self._is_weighted, env, device, self._bounds_check_mode
+    def _adopt(self, module: Any) -> None:
+        self._is_weighted: bool = module.is_weighted()
+
+    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
+        return InputDist(
+            self._layout,
+            features,
+            self._is_weighted,
+            self._env,
+            self._device,
+            self._bounds_check_mode,
         )
-        self._lookups = Lookups(layout.groups[env.rank], layout.tables, device)
-        self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
-        self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
+
+    def _new_output_dist(self) -> OutputDist:
+        layout = self._layout
         mean_slots = tuple(
             place
             for place, slot in enumerate(layout.split_slots)
-            if self._configs[layout.slots[slot].table].pooling is PoolingType.MEAN
+            if self._poolings[layout.slots[slot].table] is PoolingMode.MEAN
         )
-        self._output_dist = OutputDist(
-            layout, mean_slots, env, device, torch.float32, self._finisher.schedule
-        )
-        self._trains = any(option.requires_grad for option in options)
-        self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
         self._dims = [slot.dim for slot in layout.slots]
-        self.embedding_bags = nn.ModuleDict()
-        shards: list[list[Any]] = [[] for _ in placed]
-        for shard in (*self._lookups.shards(), *self._replicas.shards()):
-            shards[shard.table].append(shard)
-        for index, (config, option) in enumerate(zip(self._configs, options, strict=True)):
-            table = TableShards(layout.tables[index], option.dtype, device, env, shards[index])
-            self.embedding_bags[config.name] = table
-            if option.optimizer is not None:
-                for shard in shards[index]:
-                    mark_in_backward(shard.parameter, option.source)
-        self._fused_optimizer = FusedTablesOptimizer(
-            self._tables(), (self._lookups, self._replicas)
+        return OutputDist(
+            layout, mean_slots, self._env, self._device, torch.float32, self._finisher.schedule
         )
-
-    def _tables(self) -> dict[str, TableShards]:
-        tables: dict[str, TableShards] = dict(self.embedding_bags.items())  # type: ignore[arg-type]
-        return tables
-
-    # -- the path of a batch ---------------------------------------------------------------------
-
-    def input_dist(self, features: KeyedJaggedTensor) -> HeaderExchange:
-        """Starts sending ids to the ranks that own their rows."""
-        return self._input_dist.start(features)
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids and starts sending the embeddings back."""
@@ -149,7 +70,16 @@ class ShardedEmbeddingBagCollection(ShardedModule):
             ids.receipt,
             trains,
         )
-        return LazyAwaitable(lambda: KeyedTensor.from_parts(self._names, self._dims, values.wait()))
+        features = ids.receipt.features
+
+        def finish() -> KeyedTensor:
+            pooled_BD = values.wait()
+            if features.variable_stride_per_key():
+                names = [f for config in self._configs for f in config.feature_names]
+                pooled_BD = expand_bags(pooled_BD, self._dims, names, features)
+            return KeyedTensor.from_parts(self._names, self._dims, pooled_BD)
+
+        return LazyAwaitable(finish)
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Looks up this rank's batch.
@@ -168,18 +98,6 @@ class ShardedEmbeddingBagCollection(ShardedModule):
         """
         return self.compute_and_output_dist(self.input_dist(features).send().wait())
 
-    # -- what users ask of a collection ------------------------------------------------------------
-
-    @property
-    def fused_optimizer(self) -> FusedTablesOptimizer:
-        """The keyed optimizer of the tables that update themselves; names as in the state dict."""
-        return self._fused_optimizer
-
-    @property
-    def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
-        """The plan."""
-        return self._plan
-
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configuration of each table."""
         return self._configs
@@ -187,144 +105,6 @@ class ShardedEmbeddingBagCollection(ShardedModule):
     def is_weighted(self) -> bool:
         """Returns whether features carry weights."""
         return self._is_weighted
-
-    def extra_repr(self) -> str:
-        """Shows the lookups of this rank and why each runs on its backend."""
-        return "\n".join(
-            repr(kernel) for kernel in (*self._lookups.kernels, *self._replicas.kernels)
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbeddingBagCollection:
-        probe = fn(torch.empty(0, device=self._device))
-        if probe.device != self._device or probe.dtype != torch.float32:
-            raise ValueError(
-                f"A sharded collection stays on its device and keeps its dtype ({self._device}); "
-                f"received a move "
-                f"to {probe.device}, {probe.dtype}. Shard it with device=..., or use "
-                f"DistributedModelParallel.copy."
-            )
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBagCollection:
-        return self.copy(self._device)
-
-    def copy(self, device: torch.device) -> ShardedEmbeddingBagCollection:
-        """Returns a copy on another device: same plan, weights, optimizer state, learning rates."""
-        other = ShardedEmbeddingBagCollection.__new__(ShardedEmbeddingBagCollection)
-        nn.Module.__init__(other)
-        other._configs = copy.deepcopy(self._configs)
-        other._plan = copy.deepcopy(self._plan)
-        other._env = self._env
-        other._is_weighted = self._is_weighted
-        other._bounds_check_mode = self._bounds_check_mode
-        other._device = canonical_device(device)
-        other._build(self._options)
-        own, others = self._tables(), other._tables()
-        with torch.no_grad():
-            for name, table in own.items():
-                others[name].copy_from(table)
-        settings = zip(
-            other._fused_optimizer.param_groups, self._fused_optimizer.param_groups, strict=True
-        )
-        for mine, theirs in settings:
-            mine["lr"] = theirs["lr"]
-        other.train(self.training)
-        return other
-
-
-@final
-class _TableOptions:
-    """What a table brings along: dtype, whether it trains, and its optimizer."""
-
-    def __init__(self, weight: nn.Parameter, fused_params: Mapping[str, Any]) -> None:
-        # carries what was attached, without keeping the whole table alive
-        self.source = nn.Parameter(torch.empty(0))
-        if attached_optimizer(weight) is not None:
-            mark_in_backward(self.source, weight)
-        self.dtype = weight.dtype
-        self.requires_grad = weight.requires_grad
-        self.optimizer: OptimizerSpec | None = None
-        if self.requires_grad:
-            self.optimizer = attached_optimizer_spec(weight)
-            if self.optimizer is None and fused_params:
-                self.optimizer = optimizer_from_fused_params(fused_params)
-
-
-def _place(
-    config: EmbeddingBagConfig,
-    sharding: ParameterSharding,
-    option: _TableOptions,
-    features: Sequence[str],
-    world_size: int,
-) -> PlacedTable:
-    rects = rects_of(config.name, config.num_embeddings, config.embedding_dim, sharding, world_size)
-    if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
-        raise ValueError(
-            f"Table {config.name!r} has compute_kernel 'quant', which is for inference; shard a "
-            "quantized model by recsys.inference.shard_quant_model."
-        )
-    if sharding.output_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"Table {config.name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
-            "are float32. Leave it None and convert the output."
-        )
-    splits_rows = len({rect.row_start for rect in rects}) > 1
-    splits_columns = len({rect.col_start for rect in rects}) > 1
-    exchanges = False
-    if splits_columns and option.optimizer is not None:
-        exchanges = is_row_reducing(option.optimizer.algorithm)
-        if exchanges and not row_wise_moment(option.optimizer.algorithm):
-            raise ValueError(
-                f"Table {config.name!r} is split by columns, but its optimizer "
-                f"{option.optimizer.algorithm.name} "
-                "takes the norm of whole rows. Place it table_wise, row_wise or data_parallel."
-            )
-    pooling = PoolingMode.MEAN if config.pooling is PoolingType.MEAN else PoolingMode.SUM
-    return PlacedTable(
-        name=config.name,
-        num_rows=config.num_embeddings,
-        dim=config.embedding_dim,
-        features=tuple(features.index(f) for f in config.feature_names),
-        group=GroupSettings(
-            pooling=PoolingMode.SUM if splits_rows else pooling,
-            weights_dtype=option.dtype,
-            output_dtype=torch.float32,
-            optimizer=option.optimizer,
-            requires_grad=option.requires_grad,
-            location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
-            exchanges_row_statistics=exchanges,
-        ),
-        rects=rects,
-    )
-
-
-def _bounds_check_mode(
-    plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
-) -> BoundsCheckMode:
-    """Returns the mode the plan asks for, the collection's own if it asks for none."""
-    asked = {s.bounds_check_mode.name for s in plan.values() if s.bounds_check_mode is not None}
-    if len(asked) > 1:
-        raise ValueError(
-            "The tables of one collection share one bounds_check_mode; the plan asks for "
-            f"{sorted(asked)}."
-        )
-    return BoundsCheckMode[asked.pop()] if asked else default
-
-
-def canonical_device(device: torch.device | str) -> torch.device:
-    """Returns the device as tensors name it: ``cuda:0``, not ``cuda``."""
-    return torch.empty(0, device=device).device
-
-
-def default_device(env: ShardingEnv) -> torch.device:
-    """Returns the device a rank works on: its current GPU under NCCL, else the CPU."""
-    group = env.process_group
-    # a group made with no backend named serves both kinds of device
-    if group is not None and torch.distributed.get_backend(group) in ("gloo", "mpi"):
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
@@ -360,4 +140,4 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns table name to weight."""
-        return table_weights(module)
+        return module.table_weights()

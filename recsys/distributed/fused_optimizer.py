@@ -87,16 +87,12 @@ class FusedTablesOptimizer(KeyedOptimizer):
     of.
 
     Args:
-        tables: the parts of each table, by name.
+        tables: the parts of each table, by the name of its weight in the state dict.
         lookups: the kernels that apply the updates.
     """
 
     def __init__(self, tables: Mapping[str, TableShards], lookups: Sequence[Lookups]) -> None:
-        owned = {
-            f"embedding_bags.{name}.weight": table
-            for name, table in tables.items()
-            if _optimizer_of(table) is not None
-        }
+        owned = {name: table for name, table in tables.items() if _optimizer_of(table) is not None}
         params: dict[str, Tensor] = {name: table.whole() for name, table in owned.items()}
         state = {params[name]: table.states() for name, table in owned.items()}
         by_spec: dict[OptimizerSpec, list[Tensor]] = {}

@@ -45,17 +45,47 @@ class Bags:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IdRoute:
+    """Where each id that a rank sent came from, for embeddings that return to their ids.
+
+    Attributes:
+        positions: ``[N]`` places in the batch of the ids sent, rank by rank and stream by stream,
+            then of the replicas' ids.
+        sent_counts: ids in each of those streams.
+        received_counts: ``[R, S]`` ids received from each rank in each stream.
+        slot_counts: ids of each slot.
+        slot_starts: places in the batch at which each slot's ids begin.
+        inverse: where ids were made distinct: per slot the place among its distinct ids of each
+            given id, one after the other; else None.
+        given_counts: ids of each slot as given.
+    """
+
+    positions: Tensor
+    sent_counts: np.ndarray
+    received_counts: np.ndarray
+    slot_counts: np.ndarray
+    slot_starts: np.ndarray
+    inverse: Tensor | None
+    given_counts: np.ndarray
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
     """What the output stage must know of a batch.
 
     Attributes:
+        features: the batch as given.
         batch_sizes: samples of each rank.
         counts: ``[len(split_slots), B]`` ids per bag of the row-split slots, or None if there are
             none.
+        route: for embeddings that are not pooled.
     """
 
+    features: KeyedJaggedTensor
     batch_sizes: tuple[int, ...]
     counts: Tensor | None
+    route: IdRoute | None
 
 
 @final
@@ -78,9 +108,11 @@ class _Routes:
     replica_positions: tuple[np.ndarray, ...]
     use_raw: bool  # whether any destination is sent whole features
     num_keys: int
+    slot_keys: np.ndarray  # per slot the position in the batch of its feature
     header: Tensor  # [H] gathers the header from [flag, batch size, counts_G]
     payload: Tensor  # [2S or 3S of all destinations] gathers segments
     segments: tuple[np.ndarray, ...]  # per destination, its segments
+    sent: Tensor  # [streams of all destinations] gathers the ids' places in the batch
     check_rows: Tensor  # [K] rows of the smallest table that reads each feature of the batch
     min_rows: int  # the least of them
     unread: Tensor | None  # [K] bool: features that no table reads, None if there are none
@@ -100,8 +132,12 @@ class _Batch:
     source: KeyedJaggedTensor
     routes: _Routes
     bag_counts: Tensor | None
-    given: KeyedJaggedTensor  # the source before bad ids were replaced
+    given: KeyedJaggedTensor  # as the user gave it
+    checked: KeyedJaggedTensor  # with one batch size, before bad ids were replaced
     bad_N: Tensor | None
+    positions: list[Tensor]  # as `values`: places in the source, where embeddings return to ids
+    inverse: Tensor | None  # [N] place among the distinct ids of each id
+    given_counts: Tensor  # [K] ids of each key, if they were made distinct, else [0]
 
 
 @final
@@ -115,6 +151,8 @@ class InputDist:
         env: the ranks.
         device: where batches and tables are.
         mode: what to do with an id outside its table.
+        pooled: whether embeddings are pooled bag by bag; else they return to their ids.
+        distinct: whether each id of a feature travels once (not with ``pooled``).
     """
 
     def __init__(
@@ -125,7 +163,13 @@ class InputDist:
         env: ShardingEnv,
         device: torch.device,
         mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+        *,
+        pooled: bool = True,
+        distinct: bool = False,
     ) -> None:
+        assert not (pooled and distinct)
+        self.pooled = pooled
+        self.distinct = distinct
         self.layout = layout
         self.feature_names = tuple(feature_names)
         self.is_weighted = is_weighted
@@ -165,12 +209,13 @@ class InputDist:
         try:
             self._check_features(features)
             routes = self._routes_for(features.keys())
-            bad_N = self._find_bad_ids(features, routes)
-            given = features
+            checked = _with_one_batch_size(features)
+            bad_N = self._find_bad_ids(checked, routes)
+            source = checked
             if bad_N is not None:
                 flag = bad_N.any() * (_FAILED if self.mode is BoundsCheckMode.FATAL else _WARNED)
-                features = _without(features, bad_N)
-            batch = self._cut(features, routes, given, bad_N)
+                source = _without(checked, bad_N)
+            batch = self._cut(features, checked, source, routes, bad_N)
         except Exception as raised:  # every rank must hear of it: it raises from the header
             error = raised
         sent = self._header(batch if error is None else None, flag)
@@ -250,9 +295,11 @@ class InputDist:
             replica_positions=replicas,
             use_raw=use_raw,
             num_keys=num_keys,
+            slot_keys=at[[slot.feature for slot in layout.slots]],
             header=self._index(header).long(),
             payload=self._index(payload),
             segments=segments,
+            sent=self._index(np.concatenate([s - skipped for s in segments])),
             check_rows=torch.from_numpy(rows).to(self.device),
             min_rows=int(rows.min()),
             unread=torch.from_numpy(rows == no_limit).to(self.device)
@@ -278,11 +325,16 @@ class InputDist:
                 f"on "
                 f"{values.device}. Move it with features.to(device)."
             )
-        if features.variable_stride_per_key():
+        if (
+            self.pooled
+            and features.variable_stride_per_key()
+            and features.inverse_indices_or_none() is None
+        ):
             raise ValueError(
-                "A sharded collection needs the same number of samples for every feature; "
-                "received a batch with "
-                f"stride_per_key={features.stride_per_key()}."
+                "A batch with a batch size per feature needs inverse_indices, which say the row of "
+                "each sample: without them pooled embeddings have no common batch size; received "
+                f"stride_per_key={features.stride_per_key()[:10]} and none. Pass inverse_indices "
+                "to the KeyedJaggedTensor."
             )
         if self.is_weighted and features.weights_or_none() is None:
             raise ValueError(
@@ -334,44 +386,60 @@ class InputDist:
 
     def _cut(
         self,
+        given: KeyedJaggedTensor,
+        checked: KeyedJaggedTensor,
         features: KeyedJaggedTensor,
         routes: _Routes,
-        given: KeyedJaggedTensor,
         bad_N: Tensor | None,
     ) -> _Batch:
+        given_counts, inverse = features.offsets().new_empty(0), None
+        if self.distinct:
+            given_counts = _ids_per_key(features)
+            features, inverse = _distinct(features)
+        elif not self.pooled:  # bags do not matter: each feature is one
+            features = _with_lengths(features, features.values(), _ids_per_key(features))
         batch_size = features.stride()
-        lengths, values, weights = [], [], []
+        lengths, values, weights, positions = [], [], [], []
+        places_N = None
+        if not self.pooled:
+            places_N = torch.arange(features.values().numel(), device=self.device)
         counts = [_ids_per_key(features)]
         if routes.use_raw:
             lengths.append(features.lengths())
             values.append(features.values())
             if self.is_weighted:
                 weights.append(features.weights())
+            if places_N is not None:
+                positions.append(places_N)
         bag_counts = None
         if routes.split is not None:
             lengths_KB = features.lengths().view(routes.num_keys, batch_size)
-            split_lengths, split_values, split_weights = ops.permute_2d(
+            split_lengths, split_values, carried = ops.permute_2d(
                 routes.split,
                 lengths_KB,
                 features.values(),
-                features.weights_or_none() if self.is_weighted else None,
+                features.weights_or_none() if self.is_weighted else places_N,
             )
             bag_counts = split_lengths
             if split_values.dtype not in self._blocks:  # int32 ids of a table beyond int32
                 split_values = split_values.long()
             block_sizes, boundaries = self._blocks[split_values.dtype]
-            block_lengths, block_values, block_weights, _ = ops.block_bucketize(
+            block_lengths, block_values, block_weights, moved_to = ops.block_bucketize(
                 split_lengths.flatten(),
                 split_values,
-                split_weights,
+                carried if self.is_weighted else None,
                 block_sizes,
                 self.layout.num_buckets,
                 boundaries,
+                return_positions=not self.pooled,
             )
             lengths.append(block_lengths)
             values.append(block_values)
             if block_weights is not None:
                 weights.append(block_weights)
+            if moved_to is not None:
+                assert carried is not None
+                positions.append(torch.empty_like(carried).index_copy_(0, moved_to.long(), carried))
             num_blocks = self.layout.num_buckets * len(self.layout.split_slots)
             counts.append(block_lengths.view(num_blocks, batch_size).sum(1))
         return _Batch(
@@ -384,7 +452,11 @@ class InputDist:
             routes=routes,
             bag_counts=bag_counts,
             given=given,
+            checked=checked,
             bad_N=bad_N,
+            positions=positions,
+            inverse=inverse,
+            given_counts=given_counts,
         )
 
     def _header(self, batch: _Batch | None, flag: Tensor | None) -> Tensor:
@@ -448,24 +520,75 @@ class InputDist:
         )
         return split_bags(self.layout.groups[0], bags, counts_K, batch.batch_size)
 
-    def replica_bags(self, batch: _Batch, host_counts: np.ndarray) -> tuple[Bags, ...]:
-        """Selects the bags of the replicated tables from this rank's own batch."""
+    def replica_bags(
+        self, batch: _Batch, host_counts: np.ndarray
+    ) -> tuple[tuple[Bags, ...], list[Tensor]]:
+        """Selects the bags of the replicated tables from this rank's own batch.
+
+        Returns:
+            Per replica group its bags; and, where embeddings return to their ids, the ids' places.
+        """
         features = batch.source
-        bags = []
+        bags, places = [], []
         lengths_KB = features.lengths().view(batch.routes.num_keys, batch.batch_size)
+        carried = features.weights_or_none() if self.is_weighted else None
+        if not self.pooled:
+            carried = torch.arange(features.values().numel(), device=self.device)
         for select, positions in zip(
             batch.routes.replicas, batch.routes.replica_positions, strict=True
         ):
-            lengths, values, weights = ops.permute_2d(
-                select,
-                lengths_KB,
-                features.values(),
-                features.weights_or_none() if self.is_weighted else None,
-                int(host_counts[positions].sum()),
+            total = int(host_counts[positions].sum())
+            lengths, values, picked = ops.permute_2d(
+                select, lengths_KB, features.values(), carried, total
             )
-            offsets = ops.complete_cumsum(lengths.flatten())
-            bags.append(Bags(indices=values, offsets=offsets.to(values.dtype), weights=weights))
-        return tuple(bags)
+            offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
+            weights = picked if self.is_weighted else None
+            bags.append(Bags(indices=values, offsets=offsets, weights=weights))
+            if not self.pooled:
+                assert picked is not None
+                places.append(picked)
+        return tuple(bags), places
+
+    def route_of(
+        self,
+        batch: _Batch,
+        counts_G: np.ndarray,
+        given_counts: np.ndarray,
+        received_counts: np.ndarray,
+        replica_places: list[Tensor],
+    ) -> IdRoute:
+        """Returns how embeddings find back to the ids of a batch."""
+        routes = batch.routes
+        slots = routes.slot_keys
+        counts_K = counts_G[: routes.num_keys]
+        starts_K = np.cumsum(counts_K) - counts_K
+        sent_counts = np.concatenate(
+            [np.zeros(0, dtype=np.int64)]
+            + [counts_G[s] for s in routes.segments]
+            + [counts_K[p] for p in routes.replica_positions]
+        )
+        places = replica_places
+        if batch.positions:
+            counts = batch.counts_G if routes.use_raw else batch.counts_G[routes.num_keys :]
+            total = sum(int(counts_G[s].sum()) for s in routes.segments)
+            _, sent, _ = ops.permute_1d(
+                routes.sent, counts, torch.cat(batch.positions), None, total
+            )
+            places = [sent, *replica_places]
+        inverse = None
+        if batch.inverse is not None:
+            parts = batch.inverse.split(given_counts.tolist())
+            shifts = np.cumsum(counts_K[slots]) - counts_K[slots] - starts_K[slots]
+            inverse = torch.cat([parts[k] + int(s) for k, s in zip(slots, shifts, strict=True)])
+        return IdRoute(
+            positions=torch.cat(places),
+            sent_counts=sent_counts,
+            received_counts=received_counts,
+            slot_counts=counts_K[slots],
+            slot_starts=starts_K[slots],
+            inverse=inverse,
+            given_counts=(counts_K if batch.inverse is None else given_counts)[slots],
+        )
 
 
 def _without(features: KeyedJaggedTensor, bad_N: Tensor) -> KeyedJaggedTensor:
@@ -478,6 +601,52 @@ def _without(features: KeyedJaggedTensor, bad_N: Tensor) -> KeyedJaggedTensor:
         features.offsets(),
         stride=features.stride(),
     )
+
+
+def _with_one_batch_size(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Pads the features of fewer samples with empty bags."""
+    if not features.variable_stride_per_key():
+        return features
+    strides = features.stride_per_key()
+    longest = max(strides, default=0)
+    lengths = torch.cat(
+        [
+            torch.nn.functional.pad(part, (0, longest - part.numel()))
+            for part in features.lengths().split_with_sizes(strides)
+        ]
+    )
+    return KeyedJaggedTensor.from_parts(
+        features.keys(),
+        features.values(),
+        features.weights_or_none(),
+        lengths,
+        None,
+        stride=longest,
+    )
+
+
+def _with_lengths(
+    features: KeyedJaggedTensor, values: Tensor, lengths_K: Tensor
+) -> KeyedJaggedTensor:
+    """Returns ids with one bag per feature."""
+    return KeyedJaggedTensor.from_parts(features.keys(), values, None, lengths_K, None, stride=1)
+
+
+_ID_BITS = 40  # of an id beside its feature's number, in one word
+
+
+def _distinct(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Leaves each id of a feature once; and where each given id is found among those ``[N]``."""
+    num_keys = len(features.keys())
+    counts_K = _ids_per_key(features)
+    key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
+        counts_K, output_size=features.values().numel()
+    )
+    words, inverse = torch.unique((key_N << _ID_BITS) + features.values(), return_inverse=True)
+    values = (words & ((1 << _ID_BITS) - 1)).to(features.values().dtype)
+    edges = torch.arange(num_keys + 1, device=words.device) << _ID_BITS
+    lengths_K = torch.searchsorted(words, edges).diff()
+    return _with_lengths(features, values, lengths_K), inverse
 
 
 def _ids_per_key(features: KeyedJaggedTensor) -> Tensor:
@@ -534,19 +703,19 @@ class HeaderExchange:
         stage, batch = self._stage, self._batch
         num_ranks, width = stage.env.world_size, stage.num_streams + _COUNTS
         header = self._received.wait()
-        own_counts = header.new_zeros(0) if batch is None else batch.counts_G
-        host = torch.cat([header, own_counts]).cpu().numpy()  # the one device-to-host read
+        own_counts = [] if batch is None else [batch.counts_G, batch.given_counts.to(header.dtype)]
+        host = torch.cat([header, *own_counts]).cpu().numpy()  # the one device-to-host read
         host_RH = host[: num_ranks * width].reshape(num_ranks, width)
         own_flag = host_RH[stage.env.rank, _FLAG]
         if own_flag and batch is not None:
             assert batch.bad_N is not None
-            message = stage.describe_bad_ids(batch.given, batch.bad_N)
+            message = stage.describe_bad_ids(batch.checked, batch.bad_N)
             if own_flag == _FAILED:
                 self._error = IndexError(message)
         if (host_RH[:, _FLAG] == _FAILED).any():
             comm.raise_together(stage.env, self._error)
         assert batch is not None
-        counts_G = host[num_ranks * width :]
+        counts_G, given_counts = np.split(host[num_ranks * width :], [batch.counts_G.numel()])
         parts = 2 if stage.is_weighted else 1
         send_sizes = [
             len(segments) * batch.batch_size + parts * int(counts_G[segments].sum())
@@ -562,7 +731,9 @@ class HeaderExchange:
         if own_flag and stage.mode is BoundsCheckMode.WARNING:
             # after the exchange has begun: where warnings are errors, the others need not wait
             warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
-        return IdExchange(stage, batch, counts_G, header.view(num_ranks, width), host_RH, received)
+        return IdExchange(
+            stage, batch, counts_G, given_counts, header.view(num_ranks, width), host_RH, received
+        )
 
 
 @final
@@ -574,6 +745,7 @@ class IdExchange:
         stage: InputDist,
         batch: _Batch,
         counts_G: np.ndarray,
+        given_counts: np.ndarray,
         header_RH: Tensor,
         host_RH: np.ndarray,
         received: comm.Pending | None,
@@ -581,6 +753,7 @@ class IdExchange:
         self._stage = stage
         self._batch = batch
         self._counts_G = counts_G
+        self._given_counts = given_counts
         self._header_RH = header_RH
         self._host_RH = host_RH
         self._received = received
@@ -588,17 +761,25 @@ class IdExchange:
     def wait(self) -> LocalIds:
         """Waits for the ids and orders them for the lookups."""
         stage, batch = self._stage, self._batch
-        replicas = stage.replica_bags(batch, self._counts_G)
+        replicas, places = stage.replica_bags(batch, self._counts_G)
         lookups: tuple[Bags, ...] = ()
         if self._received is not None:
             payload = self._received.wait()
             lookups = stage.unpack(payload, self._header_RH, self._host_RH)
         elif batch.routes.is_identity:
             lookups = stage.local_bags(batch, self._counts_G)
+        route = None
+        if not stage.pooled:
+            route = stage.route_of(
+                batch, self._counts_G, self._given_counts, self._host_RH[:, _COUNTS:], places
+            )
         return LocalIds(
             lookups=lookups,
             replicas=replicas,
             receipt=Receipt(
-                batch_sizes=tuple(self._host_RH[:, _BATCH].tolist()), counts=batch.bag_counts
+                features=batch.given,
+                batch_sizes=tuple(self._host_RH[:, _BATCH].tolist()),
+                counts=batch.bag_counts,
+                route=route,
             ),
         )

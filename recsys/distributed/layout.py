@@ -15,7 +15,7 @@ Words used here and in the stages:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -118,11 +118,21 @@ class Slot:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """The ids of one slot that one rectangle serves, and the output columns that come of them."""
+
+    slot: int
+    rect: Rect
+    cols: tuple[int, int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LookupGroup:
     """One lookup of one rank: its rectangles and, per stream, which of them serves it.
 
     ``streams`` is the stretch of the rank's streams that this lookup reads, ``width`` its output
-    columns.
+    columns, of which the last ``node_width`` are added up within the node before they travel.
     """
 
     key: Hashable
@@ -131,6 +141,7 @@ class LookupGroup:
     feature_table_map: tuple[int, ...]
     streams: range
     width: int
+    node_width: int
 
 
 @final
@@ -149,11 +160,11 @@ class Layout:
             ``f`` is feature ``f`` of the module; segment ``num_features + bucket *
             len(split_slots) + i`` is one row block of ``split_slots[i]``.
         groups: per rank, its lookups.
-        rank_widths: per rank, the total width of its lookups' output.
+        streams: per rank, what it is sent, in the order of its lookups' output columns.
         replica_groups: the lookups of replicated tables, which every rank makes on its own batch.
-        source_columns: per rank, for its columns from left to right, the output columns (start,
-            end) they go to.
-        replica_columns: the same per replica group.
+        replica_streams: their streams.
+        node_size: ranks per node where some tables' sums take two hops, else ``world_size``.
+        node_tables: tables whose row parts are added up within a node first.
     """
 
     world_size: int
@@ -165,29 +176,41 @@ class Layout:
     num_buckets: int
     send_segments: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[LookupGroup, ...], ...]
-    rank_widths: tuple[int, ...]
+    streams: tuple[tuple[Stream, ...], ...]
     replica_groups: tuple[LookupGroup, ...]
-    source_columns: tuple[tuple[tuple[int, int], ...], ...]
-    replica_columns: tuple[tuple[tuple[int, int], ...], ...]
+    replica_streams: tuple[Stream, ...]
+    node_size: int
+    node_tables: frozenset[int]
+
+    @property
+    def rank_widths(self) -> tuple[int, ...]:
+        """Per rank, the total width of its lookups' output."""
+        return tuple(sum(g.width for g in rank_groups) for rank_groups in self.groups)
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether outputs travel in two hops."""
+        return bool(self.node_tables)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One slot of one rectangle on its owner, and the output columns it is for."""
-
-    slot: int
-    table: int
-    rect: Rect
-    cols: tuple[int, int]
-
-
-def build_layout(tables: Sequence[PlacedTable], num_features: int, world_size: int) -> Layout:
+def build_layout(
+    tables: Sequence[PlacedTable],
+    num_features: int,
+    world_size: int,
+    *,
+    node_size: int | None = None,
+    equal_widths: bool = False,
+) -> Layout:
     """Compiles placed tables into a layout.
 
     Args:
         tables: the tables of one module in its order.
         num_features: number of the module's distinct features.
         world_size: number of ranks; every rectangle's owner lies below it.
+        node_size: ranks per node; ranks of one node are neighbours. A table whose row parts all lie
+            on one node (per column block) is added up there before it travels on. None: one node.
+        equal_widths: whether a lookup serves rectangles of one width only, as lookups without
+            pooling do; their outputs are not added up, so nodes do not matter to them.
 
     Returns:
         The layout; the same on every rank.
@@ -198,6 +221,12 @@ def build_layout(tables: Sequence[PlacedTable], num_features: int, world_size: i
     slots, slots_of = _number_slots(tables)
     split_slots = tuple(i for i, slot in enumerate(slots) if tables[slot.table].is_row_split)
     split_index = {slot: i for i, slot in enumerate(split_slots)}
+    node_size = node_size or world_size
+    in_node = frozenset(
+        index
+        for index, table in enumerate(tables)
+        if node_size < world_size and not equal_widths and _adds_up_in_node(table, node_size)
+    )
 
     owned: list[list[tuple[int, Rect]]] = [[] for _ in range(world_size)]
     for index, table in enumerate(tables):
@@ -209,31 +238,19 @@ def build_layout(tables: Sequence[PlacedTable], num_features: int, world_size: i
                     f"{world_size} ranks (0..{world_size - 1}). Make the plan for this world size."
                 )
             owned[rect.rank].append((index, rect))
-
-    groups: list[tuple[LookupGroup, ...]] = []
-    segments: list[tuple[int, ...]] = []
-    pieces: list[list[_Piece]] = []
-    for rank_owned in owned:
-        rank_groups, rank_pieces = _plan_lookups(tables, slots, slots_of, rank_owned)
-        groups.append(rank_groups)
-        pieces.append(rank_pieces)
-        segments.append(
-            tuple(
-                _segment_of(piece, tables, slots, split_index, num_features)
-                for piece in rank_pieces
-            )
-        )
-
     replicas = [
         (index, Rect(row_start=0, row_end=table.num_rows, col_start=0, col_end=table.dim, rank=0))
         for index, table in enumerate(tables)
         if not table.rects
     ]
-    replica_groups, replica_pieces = _plan_lookups(tables, slots, slots_of, replicas)
-    replica_columns = tuple(
-        _merge_ranges([replica_pieces[i].cols for i in group.streams]) for group in replica_groups
-    )
 
+    def plan_lookups(
+        rank_owned: Sequence[tuple[int, Rect]],
+    ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...]]:
+        return _plan_lookups(tables, slots, slots_of, rank_owned, in_node, equal_widths)
+
+    per_rank = [plan_lookups(rank_owned) for rank_owned in owned]
+    replica_groups, replica_streams = plan_lookups(replicas)
     return Layout(
         world_size=world_size,
         num_features=num_features,
@@ -242,13 +259,25 @@ def build_layout(tables: Sequence[PlacedTable], num_features: int, world_size: i
         width=sum(slot.dim for slot in slots),
         split_slots=split_slots,
         num_buckets=max((len(tables[slots[i].table].row_starts) for i in split_slots), default=0),
-        send_segments=tuple(segments),
-        groups=tuple(groups),
-        rank_widths=tuple(sum(g.width for g in rank_groups) for rank_groups in groups),
+        send_segments=tuple(
+            tuple(_segment_of(s, tables, slots, split_index, num_features) for s in streams)
+            for _, streams in per_rank
+        ),
+        groups=tuple(groups for groups, _ in per_rank),
+        streams=tuple(streams for _, streams in per_rank),
         replica_groups=replica_groups,
-        source_columns=tuple(_merge_ranges([p.cols for p in rank]) for rank in pieces),
-        replica_columns=replica_columns,
+        replica_streams=replica_streams,
+        node_size=node_size if in_node else world_size,
+        node_tables=in_node,
     )
+
+
+def _adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
+    """Whether the row parts of every column block lie on one node."""
+    nodes: dict[int, set[int]] = {}
+    for rect in table.rects:
+        nodes.setdefault(rect.col_start, set()).add(rect.rank // node_size)
+    return table.is_row_split and all(len(found) == 1 for found in nodes.values())
 
 
 def _number_slots(tables: Sequence[PlacedTable]) -> tuple[tuple[Slot, ...], list[list[int]]]:
@@ -268,51 +297,67 @@ def _plan_lookups(
     slots: Sequence[Slot],
     slots_of: Sequence[Sequence[int]],
     owned: Sequence[tuple[int, Rect]],
-) -> tuple[tuple[LookupGroup, ...], list[_Piece]]:
+    in_node: frozenset[int],
+    equal_widths: bool,
+) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...]]:
     """Groups the rectangles of one rank into lookups, each in the module's order of tables."""
-    keys = list(dict.fromkeys(table.group for table in tables))
-    owned = sorted(owned, key=lambda o: (o[0], o[1].row_start, o[1].col_start))
-    pieces: list[_Piece] = []
+
+    def key_of(index: int, rect: Rect) -> tuple[int, int]:
+        return first_of_group[tables[index].group], rect.num_cols if equal_widths else 0
+
+    first_of_group: dict[Hashable, int] = {}
+    for index, table in enumerate(tables):
+        first_of_group.setdefault(table.group, index)
+    owned = sorted(owned, key=lambda o: (o[0] in in_node, o[0], o[1].row_start, o[1].col_start))
+    streams: list[Stream] = []
     groups: list[LookupGroup] = []
-    for key in keys:
-        mine = [(index, rect) for index, rect in owned if tables[index].group == key]
-        if not mine:
-            continue
-        first = len(pieces)
+    for key in sorted({key_of(*o) for o in owned}):
+        mine = [o for o in owned if key_of(*o) == key]
+        first = len(streams)
         feature_table_map: list[int] = []
+        node_width = 0
         for local, (index, rect) in enumerate(mine):
             for slot in slots_of[index]:
                 col = slots[slot].col
                 cols = (col + rect.col_start, col + rect.col_end)
-                pieces.append(_Piece(slot, index, rect, cols))
+                streams.append(Stream(slot=slot, rect=rect, cols=cols))
                 feature_table_map.append(local)
+                node_width += rect.num_cols if index in in_node else 0
         groups.append(
             LookupGroup(
-                key=key,
+                key=tables[mine[0][0]].group,
                 tables=tuple(index for index, _ in mine),
                 rects=tuple(rect for _, rect in mine),
                 feature_table_map=tuple(feature_table_map),
-                streams=range(first, len(pieces)),
-                width=sum(piece.rect.num_cols for piece in pieces[first:]),
+                streams=range(first, len(streams)),
+                width=sum(stream.rect.num_cols for stream in streams[first:]),
+                node_width=node_width,
             )
         )
-    return tuple(groups), pieces
+    return tuple(groups), tuple(streams)
 
 
 def _segment_of(
-    piece: _Piece,
+    stream: Stream,
     tables: Sequence[PlacedTable],
     slots: Sequence[Slot],
     split_index: dict[int, int],
     num_features: int,
 ) -> int:
-    if piece.slot not in split_index:
-        return slots[piece.slot].feature
-    bucket = tables[piece.table].row_starts.index(piece.rect.row_start)
-    return num_features + bucket * len(split_index) + split_index[piece.slot]
+    if stream.slot not in split_index:
+        return slots[stream.slot].feature
+    starts = tables[slots[stream.slot].table].row_starts
+    bucket = starts.index(stream.rect.row_start)
+    return num_features + bucket * len(split_index) + split_index[stream.slot]
 
 
-def _merge_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Joins ranges that touch, in the order given.
+
+    Example:
+        >>> merge_ranges([(0, 4), (4, 8), (12, 16)])
+        ((0, 8), (12, 16))
+    """
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and merged[-1][1] == start:

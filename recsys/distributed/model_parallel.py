@@ -12,12 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from recsys.distributed.embeddingbag import (
-    EmbeddingBagCollectionSharder,
-    canonical_device,
-    default_device,
-)
+from recsys.distributed.embedding import EmbeddingCollectionSharder
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
+from recsys.distributed.sharded_collection import canonical_device, default_device
 from recsys.distributed.types import (
     LazyAwaitable,
     ModuleSharder,
@@ -38,7 +36,7 @@ _BROADCAST_BUFFERS = (
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Returns a sharder for every module type that can be sharded."""
-    return [EmbeddingBagCollectionSharder()]
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:

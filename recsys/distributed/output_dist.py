@@ -1,11 +1,14 @@
-"""Third stage: looked-up embeddings go back to their samples, into their final columns.
+"""Third stage, pooled: looked-up embeddings go back to their samples, into their final columns.
 
 One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank ``q``
-the rows of ``q``'s samples as they lie in its lookups' output. What arrives is one buffer, seen as
-rows of ``chunk`` columns (the largest width that divides every stretch of columns); one gather lays
-those rows out as the unsharded module would have them, adding up the parts of row-split tables on
+the rows of ``q``'s samples as they lie in its lookups' output. What arrives is one buffer; one
+gather lays it out as the unsharded module would have it, adding up the parts of row-split tables on
 the way. Backward is the transposed gather, which starts the reverse exchange, and later its end.
 What a model computes between the call and the first use of the output runs meanwhile, both ways.
+
+Where a table's rows lie on the ranks of one node among several, there is a hop before: the ranks
+of a node add up their parts for the samples of the ranks with one place in their nodes, and the
+rank with that place sends the sums on (see :class:`NodeHop`).
 
 Shape names: ``B`` samples of this rank, ``T`` samples of all ranks, ``D`` output columns, ``C``
 columns of one rank's lookups.
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -24,11 +27,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.distributed import comm
+from recsys.distributed.exchange import Exchange, start_exchange
 from recsys.distributed.input_dist import Receipt
-from recsys.distributed.layout import Layout
+from recsys.distributed.layout import Layout, Stream, merge_ranges
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 
 _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
+
+_Ranges = Sequence[tuple[int, int]]
 
 
 @final
@@ -44,6 +50,188 @@ class _Placement:
     collect: Tensor
     offsets: Tensor | None
     spread: Tensor
+
+
+@final
+class ColumnGather:
+    """Lays out a buffer of blocks ``[B, columns of the block]`` as ``[B, D]``.
+
+    Columns that several blocks hold are added up. The buffer is read as rows of ``chunk`` columns,
+    the largest width that divides every stretch of columns.
+
+    Args:
+        blocks: per block the output columns (start, end) it holds, from left to right; together
+            they hold every output column.
+        width: output columns.
+        device: of the index tensors.
+    """
+
+    def __init__(self, blocks: Sequence[_Ranges], width: int, device: torch.device) -> None:
+        self._blocks = blocks
+        self._width = width
+        self._device = device
+        self.chunk = gcd(
+            width, *(edge for block in blocks for stretch in block for edge in stretch)
+        )
+        self._placements: dict[int, _Placement] = {}
+
+    def collect(self, buffer: Tensor, batch_size: int) -> Tensor:
+        """Returns ``[B, D]``."""
+        if not batch_size:
+            return buffer.new_empty(0, self._width)
+        placement = self._placement(batch_size)
+        rows = buffer.view(-1, self.chunk)
+        if placement.offsets is None:
+            output = rows.index_select(0, placement.collect)
+        else:
+            output = functional.embedding_bag(
+                placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
+            )
+        return output.view(batch_size, self._width)
+
+    def spread(self, grad_BD: Tensor) -> Tensor:
+        """Transposed :meth:`collect`: the gradient of the flat buffer."""
+        placement = self._placement(grad_BD.shape[0])
+        return grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
+
+    def _placement(self, batch_size: int) -> _Placement:
+        found = self._placements.get(batch_size)
+        if found is None:
+            if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
+                self._placements.pop(next(iter(self._placements)))
+            found = self._placements[batch_size] = self._build_placement(batch_size)
+        return found
+
+    def _build_placement(self, batch_size: int) -> _Placement:
+        """Numbers the chunks of the buffer ``[block][sample][column]`` by where they go."""
+        num_chunks = self._width // self.chunk
+        samples = np.arange(batch_size)[:, None] * num_chunks
+        spread = np.concatenate(
+            [np.zeros(0, dtype=np.int64)]
+            + [(samples + self._chunks_of(block)[None, :]).reshape(-1) for block in self._blocks]
+        )
+        collect = np.argsort(spread, kind="stable")
+        offsets = None
+        if spread.size != batch_size * num_chunks:
+            offsets = np.searchsorted(spread[collect], np.arange(batch_size * num_chunks + 1))
+        return _Placement(
+            collect=torch.from_numpy(collect).to(self._device),
+            offsets=None if offsets is None else torch.from_numpy(offsets).to(self._device),
+            spread=torch.from_numpy(spread).to(self._device),
+        )
+
+    def _chunks_of(self, block: _Ranges) -> np.ndarray:
+        stretches = [np.arange(start // self.chunk, end // self.chunk) for start, end in block]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *stretches])
+
+
+@final
+class NodeHop:
+    """Adds up the row parts of tables that lie within one node, before they leave it.
+
+    Each rank stands for the samples of the ranks that have its own place in their nodes: for those
+    it collects the node's parts, sums them, and sends the sums on.
+
+    Args:
+        layout: the compiled placement.
+        env: the ranks.
+        device: where the embeddings are.
+    """
+
+    def __init__(self, layout: Layout, env: ShardingEnv, device: torch.device) -> None:
+        size = layout.node_size
+        self._env = env.of_node(size)
+        node, self._place = divmod(env.rank, size)
+        self._num_nodes = env.world_size // size
+        members = range(node * size, (node + 1) * size)
+        self.columns = node_columns(layout, node)
+        self.width = sum(end - start for start, end in self.columns)
+        blocks = [_columns(layout, layout.streams[rank], in_node=True) for rank in members]
+        self._widths = [sum(end - start for start, end in block) for block in blocks]
+        self._gather = ColumnGather(
+            [_within(self.columns, block) for block in blocks], self.width, device
+        )
+
+    def forward(self, parts_TC: Tensor, batch_sizes: Sequence[int]) -> Tensor:
+        """Turns this rank's parts into the node's sums.
+
+        Args:
+            parts_TC: ``[T, C]`` this rank's partial sums, for the samples of all ranks.
+            batch_sizes: samples of each rank.
+
+        Returns:
+            ``[samples of the ranks this one stands for, width]``, in rank order.
+        """
+        if not self.width:
+            return parts_TC.new_empty(0, 0)
+        by_rank = parts_TC.split(list(batch_sizes))
+        sent = torch.cat([by_rank[rank].reshape(-1) for rank in self._by_place()])
+        samples = self._samples(batch_sizes)
+        own = parts_TC.shape[1]
+        received = comm.all_to_all(
+            self._env,
+            sent,
+            [count * own for count in samples],
+            [samples[self._place] * width for width in self._widths],
+        ).wait()
+        return self._gather.collect(received, samples[self._place])
+
+    def backward(self, grad: Tensor, batch_sizes: Sequence[int]) -> Tensor:
+        """Transposed :meth:`forward`: the gradient of ``parts_TC``."""
+        own = self._widths[self._place]
+        if not self.width:
+            return grad.new_empty(sum(batch_sizes), own)
+        samples = self._samples(batch_sizes)
+        sent = self._gather.spread(grad) if grad.shape[0] else grad.reshape(-1)
+        received = comm.all_to_all(
+            self._env,
+            sent,
+            [samples[self._place] * width for width in self._widths],
+            [count * own for count in samples],
+        ).wait()
+        order = self._by_place()
+        pieces = received.view(sum(samples), own).split([batch_sizes[rank] for rank in order])
+        ordered = sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])
+        return torch.cat([piece for _, piece in ordered])
+
+    def _by_place(self) -> list[int]:
+        """All ranks, by their place in their node."""
+        size = self._env.world_size
+        return [node * size + place for place in range(size) for node in range(self._num_nodes)]
+
+    def _samples(self, batch_sizes: Sequence[int]) -> list[int]:
+        size = self._env.world_size
+        return [sum(batch_sizes[place::size]) for place in range(size)]
+
+
+def node_columns(layout: Layout, node: int) -> tuple[tuple[int, int], ...]:
+    """Output columns, ascending, that a node's ranks add up among themselves."""
+    members = range(node * layout.node_size, (node + 1) * layout.node_size)
+    found = {
+        stream.cols
+        for rank in members
+        for stream in layout.streams[rank]
+        if layout.slots[stream.slot].table in layout.node_tables
+    }
+    return merge_ranges(sorted(found))
+
+
+def _columns(layout: Layout, streams: Sequence[Stream], *, in_node: bool) -> _Ranges:
+    return merge_ranges(
+        stream.cols
+        for stream in streams
+        if (layout.slots[stream.slot].table in layout.node_tables) is in_node
+    )
+
+
+def _within(outer: _Ranges, inner: _Ranges) -> _Ranges:
+    """Ranges of output columns, counted within the columns that ``outer`` lists."""
+    starts = np.cumsum([0] + [end - start for start, end in outer])
+    found = []
+    for start, end in inner:
+        i = next(i for i, (low, high) in enumerate(outer) if low <= start and end <= high)
+        found.append((int(starts[i]) + start - outer[i][0], int(starts[i]) + end - outer[i][0]))
+    return found
 
 
 @final
@@ -77,19 +265,26 @@ class OutputDist:
         self.mean_index = torch.tensor(mean_slots, dtype=torch.int64, device=device)
         self.on_backward = on_backward
         self.has_exchange = any(layout.rank_widths)
-        # the columns of the received buffer, block by block: each rank's, then the replicas'
-        self._blocks = [*layout.source_columns, *layout.replica_columns]
-        edges = [edge for block in self._blocks for columns in block for edge in columns]
-        self.chunk = gcd(*edges)
-        self._placements: dict[int, _Placement] = {}
-        # a backward pass must reach every rank, also one whose own tables are frozen or that owns
-        # none
-        self._anchor = torch.zeros(0, device=device, requires_grad=True)
+        self.hop = NodeHop(layout, env, device) if layout.is_hierarchical else None
+        # the columns of the received buffer, block by block: what each rank sends, then the
+        # replicas'
+        blocks: list[_Ranges] = []
+        self.widths = []  # per source rank, columns of a sample of this rank
+        size, place = layout.node_size, env.rank % layout.node_size
+        for rank in range(env.world_size):
+            sent = [_columns(layout, layout.streams[rank], in_node=False)]
+            if self.hop is not None and rank % size == place:
+                sent.append(node_columns(layout, rank // size))
+            blocks += sent
+            self.widths.append(sum(end - start for block in sent for start, end in block))
+        for group in layout.replica_groups:
+            members = (layout.replica_streams[i] for i in group.streams)
+            blocks.append(merge_ranges(stream.cols for stream in members))
+        self.gather = ColumnGather(blocks, layout.width, device)
         self._is_identity = (
             env.world_size == 1
             and not mean_slots
-            and not layout.replica_groups
-            and layout.source_columns == (((0, layout.width),),)
+            and blocks == [((0, layout.width),)]
             and len(layout.groups[0]) == 1
         )
 
@@ -114,69 +309,33 @@ class OutputDist:
         if self._is_identity:
             (whole,) = lookups
             return LazyAwaitable(lambda: whole)
-        exchange = _Exchange(self, receipt)
-        anchor = self._anchor if trains else self._anchor.detach()
-        arriving = _Send.apply(exchange, anchor, *lookups, *replicas)  # type: ignore[no-untyped-call]
-        with_grad = torch.is_grad_enabled()
-
-        def finish() -> Tensor:
-            # whoever looks first, say a log under no_grad, must not decide about gradients
-            with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
-                output: Tensor = _Place.apply(exchange, arriving)  # type: ignore[no-untyped-call]
-            return output
-
-        return LazyAwaitable(finish)
-
-    def placement(self, batch_size: int) -> _Placement:
-        """Returns the gathers for a batch size; built once, kept on the device."""
-        found = self._placements.get(batch_size)
-        if found is None:
-            if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
-                self._placements.pop(next(iter(self._placements)))
-            found = self._placements[batch_size] = self._build_placement(batch_size)
-        return found
-
-    def _build_placement(self, batch_size: int) -> _Placement:
-        """Numbers the chunks of the buffer ``[block][sample][column]`` by where they go."""
-        num_chunks = self.layout.width // self.chunk
-        samples = np.arange(batch_size)[:, None] * num_chunks
-        spread = np.concatenate(
-            [np.zeros(0, dtype=np.int64)]
-            + [(samples + self._chunks_of(block)[None, :]).reshape(-1) for block in self._blocks]
-        )
-        collect = np.argsort(spread, kind="stable")
-        offsets = None
-        if spread.size != batch_size * num_chunks:
-            offsets = np.searchsorted(spread[collect], np.arange(batch_size * num_chunks + 1))
-        return _Placement(
-            collect=torch.from_numpy(collect).to(self.device),
-            offsets=None if offsets is None else torch.from_numpy(offsets).to(self.device),
-            spread=torch.from_numpy(spread).to(self.device),
-        )
-
-    def _chunks_of(self, columns: Sequence[tuple[int, int]]) -> np.ndarray:
-        stretches = [np.arange(start // self.chunk, end // self.chunk) for start, end in columns]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *stretches])
+        return start_exchange(_PooledExchange(self, receipt), lookups, replicas, trains)
 
 
 @final
-class _Exchange:
+class _PooledExchange(Exchange):
     """One batch's way through the stage, forward and backward."""
 
     def __init__(self, stage: OutputDist, receipt: Receipt) -> None:
+        super().__init__(stage.env, stage.device, stage.on_backward)
         self.stage = stage
-        self.env = stage.env
         self.batch_sizes = receipt.batch_sizes
         self.batch_size = receipt.batch_sizes[stage.env.rank]
-        self.widths = stage.layout.rank_widths
-        self.own_width = self.widths[stage.env.rank]
-        self.lookup_widths = [group.width for group in stage.layout.groups[stage.env.rank]]
-        self.replica_widths = [group.width for group in stage.layout.replica_groups]
-        self.sends = [size * self.own_width for size in self.batch_sizes]
-        self.receives = [self.batch_size * width for width in self.widths]
+        layout = stage.layout
+        self.own_groups = layout.groups[stage.env.rank]
+        self.flat_width = sum(group.width - group.node_width for group in self.own_groups)
+        self.replica_widths = [group.width for group in layout.replica_groups]
+        self.receives = [self.batch_size * width for width in stage.widths]
+        self.sends = [size * self.flat_width for size in self.batch_sizes]
+        if stage.hop is not None:
+            for rank in self._stands_for():
+                self.sends[rank] += self.batch_sizes[rank] * stage.hop.width
         self.num_received = sum(self.receives)
         self.scales = self._mean_scales(receipt)
-        self.pending: comm.Pending | None = None
+
+    def _stands_for(self) -> range:
+        size = self.stage.layout.node_size
+        return range(self.env.rank % size, self.env.world_size, size)
 
     def _mean_scales(self, receipt: Receipt) -> Tensor | None:
         """Returns ``[slots, B, 1]``, one over the bag length, of mean-pooled row-split slots."""
@@ -187,7 +346,7 @@ class _Exchange:
         counts = counts.index_select(0, self.stage.mean_index).clamp(min=1)
         return counts.to(self.stage.dtype).reciprocal_().unsqueeze(2)
 
-    def scale_means(self, values_BD: Tensor) -> None:
+    def _scale_means(self, values_BD: Tensor) -> None:
         if self.scales is None or not self.batch_size:
             return
         layout = self.stage.layout
@@ -201,13 +360,12 @@ class _Exchange:
         num_local = self.batch_size * sum(self.replica_widths)
         buffer = torch.empty(self.num_received + num_local, dtype=stage.dtype, device=stage.device)
         if stage.has_exchange:
-            sent = buffer.new_empty(0)
-            if len(lookups) == 1:
-                sent = lookups[0].reshape(-1)
-            elif lookups:
-                sent = torch.cat(tuple(lookups), dim=1).view(-1)
             self.pending = comm.all_to_all(
-                self.env, sent, self.sends, self.receives, out=buffer[: self.num_received]
+                self.env,
+                self._outgoing(lookups),
+                self.sends,
+                self.receives,
+                out=buffer[: self.num_received],
             )
         at = self.num_received
         for replica in replicas:
@@ -215,50 +373,47 @@ class _Exchange:
             at += replica.numel()
         return buffer
 
+    def _outgoing(self, lookups: Sequence[Tensor]) -> Tensor:
+        hop = self.stage.hop
+        if hop is None:
+            return _join(lookups, self.stage).view(-1)
+        edges = [group.width - group.node_width for group in self.own_groups]
+        flat_TC = _join([x[:, :e] for x, e in zip(lookups, edges, strict=True)], self.stage)
+        parts_TC = _join([x[:, e:] for x, e in zip(lookups, edges, strict=True)], self.stage)
+        if not lookups:
+            flat_TC = parts_TC = flat_TC.new_empty(sum(self.batch_sizes), 0)
+        sums = hop.forward(parts_TC, self.batch_sizes)
+        pieces: list[list[Tensor]] = [[rows] for rows in flat_TC.split(list(self.batch_sizes))]
+        if hop.width:
+            own = [self.batch_sizes[rank] for rank in self._stands_for()]
+            for rank, rows in zip(self._stands_for(), sums.split(own), strict=True):
+                pieces[rank].append(rows)
+        return torch.cat([rows.reshape(-1) for to_rank in pieces for rows in to_rank])
+
     def place(self, buffer: Tensor) -> Tensor:
         """Waits and lays the buffer out: ``[B, D]``."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-        stage, width = self.stage, self.stage.layout.width
-        placement = stage.placement(self.batch_size)
-        rows = buffer.view(-1, stage.chunk)
-        if placement.offsets is None or not self.batch_size:
-            output = rows.index_select(0, placement.collect)
-        else:
-            output = functional.embedding_bag(
-                placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
-            )
-        output = output.view(self.batch_size, width)
-        self.scale_means(output)
+        self.wait()
+        output = self.stage.gather.collect(buffer, self.batch_size)
+        self._scale_means(output)
         return output
 
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
-        self.stage.on_backward()
         if self.scales is not None:
             grad_BD = grad_BD.clone()
-            self.scale_means(grad_BD)
-        placement = self.stage.placement(self.batch_size)
-        rows = grad_BD.reshape(-1, self.stage.chunk)
-        grad = rows.index_select(0, placement.spread).view(-1)
+            self._scale_means(grad_BD)
+        grad = self.stage.gather.spread(grad_BD)
         if self.stage.has_exchange:
-            sent = grad[: self.num_received]
-            if self.env.world_size > 1:  # the mean over ranks, as DistributedDataParallel takes it
-                sent.mul_(1.0 / self.env.world_size)
+            sent = self.mean_over_ranks(grad[: self.num_received])
             self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends)
         return grad
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
         grads: list[Tensor] = []
-        if self.pending is not None:
-            arrived = self.pending.wait()
-            self.pending = None
-            if self.lookup_widths:
-                arrived = arrived.view(-1, self.own_width)
-                parts = arrived.split(self.lookup_widths, dim=1)
-                grads += [part.contiguous() for part in parts]
+        arrived = self.wait()
+        if arrived is not None and (self.own_groups or self.stage.hop is not None):
+            grads += self._to_lookups(arrived)
         if self.replica_widths:
             sizes = [self.batch_size * width for width in self.replica_widths]
             grads += [
@@ -269,29 +424,33 @@ class _Exchange:
             ]
         return grads
 
+    def _to_lookups(self, arrived: Tensor) -> list[Tensor]:
+        hop = self.stage.hop
+        if hop is None:
+            width = self.stage.layout.rank_widths[self.env.rank]
+            parts = arrived.view(-1, width).split([g.width for g in self.own_groups], dim=1)
+            return [part.contiguous() for part in parts]
+        flat, sums = [], []
+        by_rank = arrived.split(self.sends)
+        for rank, given in enumerate(by_rank):
+            count = self.batch_sizes[rank]
+            flat.append(given[: count * self.flat_width].view(count, self.flat_width))
+            if rank in self._stands_for():
+                sums.append(given[count * self.flat_width :].view(count, hop.width))
+        parts_TC = hop.backward(torch.cat(sums), self.batch_sizes)
+        if not self.own_groups:
+            return []
+        flat_TC = torch.cat(flat)
+        flat_widths = [group.width - group.node_width for group in self.own_groups]
+        node_widths = [group.node_width for group in self.own_groups]
+        pairs = zip(
+            flat_TC.split(flat_widths, dim=1), parts_TC.split(node_widths, dim=1), strict=True
+        )
+        return [torch.cat(pair, dim=1) for pair in pairs]
 
-class _Send(torch.autograd.Function):
-    """Local embeddings to the buffer they arrive in; the buffer is complete after ``_Place``."""
 
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, anchor: Tensor, *outputs: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        num_lookups = len(exchange.lookup_widths)
-        return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.exchange.send_back(grad))
-
-
-class _Place(torch.autograd.Function):
-    """The arriving buffer to the samples' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, buffer: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.place(buffer)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BD: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.spread(grad_BD)
+def _join(outputs: Sequence[Tensor], stage: OutputDist) -> Tensor:
+    """Joins outputs ``[T, C_g]`` into ``[T, C]``."""
+    if not outputs:
+        return torch.empty(0, dtype=stage.dtype, device=stage.device)
+    return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)

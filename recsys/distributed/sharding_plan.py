@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from recsys.distributed.layout import Rect
+from recsys.distributed.node import get_local_size
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -43,18 +44,18 @@ def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, in
     return [(start, min(start + block, size)) for start in range(0, size, block)]
 
 
-def _table_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
+def _table_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
     return [Rect(row_start=0, row_end=rows, col_start=0, col_end=dim, rank=ranks[0])]
 
 
-def _row_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
+def _row_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
     return [
         Rect(row_start=start, row_end=end, col_start=0, col_end=dim, rank=rank)
         for (start, end), rank in zip(split_evenly(rows, len(ranks)), ranks, strict=False)
     ]
 
 
-def _column_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
+def _column_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
     return [
         Rect(row_start=0, row_end=rows, col_start=start, col_end=end, rank=rank)
         for (start, end), rank in zip(
@@ -63,12 +64,26 @@ def _column_wise(rows: int, dim: int, ranks: Sequence[int]) -> list[Rect]:
     ]
 
 
-STRATEGIES: Mapping[ShardingType, Callable[[int, int, Sequence[int]], list[Rect]]] = {
+def _grid(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
+    nodes = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
+    return [
+        Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
+        for (left, right), node in zip(
+            split_evenly(dim, len(nodes), _MIN_COLUMNS), nodes, strict=False
+        )
+        for (top, bottom), rank in zip(split_evenly(rows, len(node)), node, strict=False)
+    ]
+
+
+STRATEGIES: Mapping[ShardingType, Callable[[int, int, Sequence[int], int], list[Rect]]] = {
     ShardingType.TABLE_WISE: _table_wise,
     ShardingType.ROW_WISE: _row_wise,
     ShardingType.COLUMN_WISE: _column_wise,
+    ShardingType.TABLE_ROW_WISE: _row_wise,
+    ShardingType.TABLE_COLUMN_WISE: _column_wise,
+    ShardingType.GRID_SHARD: _grid,
 }
-"""Per strategy the function from (rows, columns, owning ranks) to rectangles."""
+"""Per strategy the function from (rows, columns, owning ranks, ranks per node) to rectangles."""
 
 
 def parameter_sharding(
@@ -87,13 +102,12 @@ def parameter_sharding(
         sharding_type: the strategy.
         num_rows: rows of the table.
         dim: columns of the table.
-        ranks: the owners, in order of their part; all ranks for a data-parallel table.
+        ranks: the owners, in order of their part; all ranks for a data-parallel table, the ranks of
+            one node for ``table_row_wise`` and ``table_column_wise``, of some nodes, node by node,
+            for ``grid_shard``.
         device_type: "cpu" or "cuda", for the placements.
         compute_kernel: where the table lives.
         local_size: ranks per node, which number their GPUs from 0; all on one node if None.
-
-    Raises:
-        ValueError: if the strategy cannot be executed.
 
     Example:
         >>> placed = parameter_sharding(ShardingType.ROW_WISE, 10, 8, [0, 1])
@@ -102,9 +116,9 @@ def parameter_sharding(
     """
     spec = None
     if sharding_type is not ShardingType.DATA_PARALLEL:
-        rects = _strategy(sharding_type)(num_rows, dim, ranks)
-        ranks = [rect.rank for rect in rects]
         local_size = local_size or max(ranks) + 1
+        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, local_size)
+        ranks = [rect.rank for rect in rects]
         shards = [
             ShardMetadata(
                 shard_offsets=[rect.row_start, rect.col_start],
@@ -115,15 +129,6 @@ def parameter_sharding(
         ]
         spec = EnumerableShardingSpec(shards)
     return ParameterSharding(sharding_type.value, compute_kernel.value, list(ranks), spec)
-
-
-def _strategy(sharding_type: ShardingType) -> Callable[[int, int, Sequence[int]], list[Rect]]:
-    if sharding_type not in STRATEGIES:
-        raise ValueError(
-            f"Sharding type {sharding_type.value} is not supported yet; supported are "
-            f"{', '.join(t.value for t in (ShardingType.DATA_PARALLEL, *STRATEGIES))}."
-        )
-    return STRATEGIES[sharding_type]
 
 
 def placement(compute_device: str, rank: int, local_size: int) -> str:
@@ -161,7 +166,6 @@ def rects_of(
     sharding_type = ShardingType(sharding.sharding_type)
     if sharding_type is ShardingType.DATA_PARALLEL:
         return ()
-    strategy = _strategy(sharding_type)
     if sharding.sharding_spec is not None:
         rects = [
             Rect(
@@ -183,7 +187,7 @@ def rects_of(
                     "received neither. Set ParameterSharding.ranks."
                 )
             ranks = list(range(world_size))
-        rects = strategy(num_rows, dim, ranks)
+        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, get_local_size(world_size))
     for rect in rects:
         if not 0 <= rect.rank < world_size:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from recsys.distributed.lookup import LocalShard
 from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingEnv
 from recsys.kernels.row_update import STATE_KINDS
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_tables import TableCollection
 
 _STATE_DIMS = {"element": 2, "row": 1, "table": 0}  # one value per element, row or table
 _BLOCK_BYTES = 64 << 20  # how much of a table is broadcast at a time
@@ -150,16 +150,8 @@ def _copy(own: Tensor, given: Tensor) -> None:
     own.copy_(given if isinstance(given, ShardedTable) else given.detach())
 
 
-def table_weights(module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-    """Returns table name to weight, in the collection's order."""
-    return {
-        config.name: cast(nn.Parameter, module.embedding_bags[config.name].weight)
-        for config in module.embedding_bag_configs()
-    }
-
-
 def load_tables(
-    tables: Mapping[str, TableShards], module: EmbeddingBagCollection, env: ShardingEnv
+    tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv
 ) -> None:
     """Gives the shards the values of the unsharded module, rank 0's where ranks differ.
 
@@ -167,7 +159,7 @@ def load_tables(
     whole table; the values depend on the seed and the row, not on the plan.
     """
     module.init_seed = comm.broadcast_int(env, module.init_seed, _device_of(tables))
-    weights = table_weights(module)
+    weights = module.table_weights()
     for index, (name, table) in enumerate(tables.items()):
         weight = weights[name].detach()
         for rows in _row_blocks(table, weight):

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, unique
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -235,6 +236,27 @@ class ShardingEnv:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
         return self  # a process group is not copied
 
+    def of_node(self, node_size: int) -> ShardingEnv:
+        """Returns the environment of the ranks on this rank's node.
+
+        Every rank must ask in the same order; the group is made once.
+
+        Args:
+            node_size: ranks per node; divides ``world_size``. Ranks of one node are neighbours.
+        """
+        if node_size == 1:
+            return ShardingEnv(1, 0)
+        assert self.process_group is not None
+        known = _node_envs.setdefault(self.process_group, {})
+        if node_size not in known:
+            first = self.rank - self.rank % node_size
+            members = torch.distributed.get_process_group_ranks(self.process_group)
+            group = torch.distributed.new_group(
+                members[first : first + node_size], use_local_synchronization=True
+            )
+            known[node_size] = ShardingEnv(node_size, self.rank - first, group)
+        return known[node_size]
+
     @classmethod
     def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
         """Makes the environment of a process group."""
@@ -252,6 +274,11 @@ class ShardingEnv:
             assert torch.distributed.group.WORLD is not None
             return cls.from_process_group(torch.distributed.group.WORLD)
         return cls.from_local()
+
+
+_node_envs: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[int, ShardingEnv]] = (
+    WeakKeyDictionary()
+)
 
 
 class Awaitable(abc.ABC, Generic[T]):
@@ -418,15 +445,7 @@ class ModuleSharder(abc.ABC, Generic[T]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types this sharder can execute on that kind of device."""
-        return [
-            kind.value
-            for kind in (
-                ShardingType.DATA_PARALLEL,
-                ShardingType.TABLE_WISE,
-                ShardingType.COLUMN_WISE,
-                ShardingType.ROW_WISE,
-            )
-        ]
+        return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns the compute kernels for that sharding type on that kind of device."""

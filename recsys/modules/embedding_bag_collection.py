@@ -16,7 +16,7 @@ from recsys.modules.embedding_configs import (
     PoolingType,
     pooling_type_to_pooling_mode,
 )
-from recsys.modules.embedding_inputs import check_features
+from recsys.modules.embedding_inputs import check_features, expand_bags
 from recsys.modules.embedding_interfaces import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -111,7 +111,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         pooled = [group.lookup(*group.selector.select(features, weights)) for group in groups]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
         if features.variable_stride_per_key():
-            values_BD = self._expand(values_BD, features)
+            names = [f for config in self._configs for f in config.feature_names]
+            values_BD = expand_bags(values_BD, self._dims, names, features)
         return KeyedTensor.from_parts(self._names, self._dims, values_BD)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -138,24 +139,3 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
             parts = torch.split(values, [widths[t] for t in group.tables], dim=1)
             pieces.update(zip(group.tables, parts, strict=True))
         return torch.cat([pieces[t] for t in range(len(widths))], dim=1)
-
-    def _expand(self, values_BD: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        """Give each sample the bag that its inverse index names, feature by feature."""
-        inverse = features.inverse_indices_or_none()
-        if inverse is None:
-            raise ValueError(
-                f"{type(self).__name__} received a batch with a batch size per key "
-                f"({features.stride_per_key()[:10]}) and no inverse_indices, so that its output "
-                "would have no common batch size. Pass inverse_indices to the KeyedJaggedTensor."
-            )
-        keys, bags_FB = inverse
-        place = {key: i for i, key in enumerate(keys)}
-        names = [f for c in self._configs for f in c.feature_names]
-        columns = torch.split(values_BD, self._dims, dim=1)
-        return torch.cat(
-            [
-                column.index_select(0, bags_FB[place[feature]])
-                for feature, column in zip(names, columns, strict=True)
-            ],
-            dim=1,
-        )

@@ -14,7 +14,7 @@ from torch import Tensor
 from recsys.kernels import ops
 from recsys.sparse import KeyedJaggedTensor
 
-__all__ = ["FeatureSelector", "SelectedBags", "check_features"]
+__all__ = ["FeatureSelector", "SelectedBags", "check_features", "expand_bags"]
 
 
 @final
@@ -153,3 +153,40 @@ def check_features(
 def _shortened(keys: Sequence[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:10])
     return f"[{shown}]" if len(keys) <= 10 else f"[{shown}, ... {len(keys)} in all]"
+
+
+def expand_bags(
+    pooled_BD: Tensor, dims: Sequence[int], names: Sequence[str], features: KeyedJaggedTensor
+) -> Tensor:
+    """Give each sample the bag that its inverse index names, feature by feature.
+
+    Args:
+        pooled_BD: One row per bag; features of fewer bags are padded at the end.
+        dims: [F] columns of each output.
+        names: [F] the feature of each output.
+        features: The batch, with one batch size per key.
+
+    Returns:
+        [samples, sum of dims].
+
+    Raises:
+        ValueError: The batch has no inverse indices.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise ValueError(
+            "A batch with a batch size per feature needs inverse_indices, which say the row of "
+            "each sample: without them pooled embeddings have no common batch size; received "
+            f"stride_per_key={features.stride_per_key()[:10]} and none. Pass inverse_indices to "
+            "the KeyedJaggedTensor."
+        )
+    keys, bags_FB = inverse
+    place = {key: i for i, key in enumerate(keys)}
+    columns = torch.split(pooled_BD, list(dims), dim=1)
+    return torch.cat(
+        [
+            column.index_select(0, bags_FB[place[name]])
+            for name, column in zip(names, columns, strict=True)
+        ],
+        dim=1,
+    )

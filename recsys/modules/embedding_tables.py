@@ -173,6 +173,21 @@ class TableCollection(nn.Module):
     def _tables(self) -> list[EmbeddingTable]:
         raise NotImplementedError
 
+    def configs(self) -> list[BaseEmbeddingConfig]:
+        """The tables, in order."""
+        return list(self._configs)
+
+    def poolings(self) -> tuple[PoolingMode, ...]:
+        """How each table's bags are reduced; NONE in a collection that does not pool."""
+        return self._poolings
+
+    def table_weights(self) -> dict[str, nn.Parameter]:
+        """Table name to weight, in order."""
+        return {
+            config.name: table.weight
+            for config, table in zip(self._configs, self._tables(), strict=True)
+        }
+
     @property
     def bounds_check_mode(self) -> BoundsCheckMode:
         """What happens to ids outside their table."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recsys.distributed.embedding import EmbeddingCollectionSharder
+from recsys.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.sharding_plan import parameter_sharding
 from recsys.distributed.types import (
@@ -16,8 +23,8 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 
@@ -26,17 +33,28 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """A collection under a dense layer."""
+    """A collection under a dense layer; returns the collection's values, and the layer's."""
 
-    def __init__(self, configs: list[EmbeddingBagConfig], is_weighted: bool) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__()
-        self.ebc = EmbeddingBagCollection(tables=configs, is_weighted=is_weighted, device=CPU)
-        width = sum(c.embedding_dim * len(c.feature_names) for c in configs)
+        configs = case.configs()
+        if case.pooled:
+            self.ebc: nn.Module = EmbeddingBagCollection(
+                tables=configs, is_weighted=case.is_weighted, device=CPU
+            )
+            width = sum(c.embedding_dim * len(c.feature_names) for c in configs)
+        else:
+            self.ebc = EmbeddingCollection(tables=configs, device=CPU)
+            width = configs[0].embedding_dim
         self.over = nn.Linear(width, 3)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(features)
-        return pooled.values(), self.over(pooled.values())
+        found = self.ebc(features)
+        if isinstance(self.ebc, EmbeddingBagCollection | ShardedEmbeddingBagCollection):
+            values = found.values()
+        else:
+            values = torch.cat([jagged.values() for jagged in dict(found.items()).values()])
+        return values, self.over(values)
 
 
 @dataclass(frozen=True)
@@ -52,45 +70,69 @@ class Case:
         ShardingType.DATA_PARALLEL,
     )
     optimizer: type[torch.optim.Optimizer] | None = torch.optim.SGD
+    pooled: bool = True
+    variable_batch: bool = False
+    node_size: int | None = None
+    use_index_dedup: bool = False
 
-    def configs(self) -> list[EmbeddingBagConfig]:
+    def configs(self) -> list[Any]:
         rng = random.Random(self.seed)
+        dim = random.Random(self.seed + 2).choice([4, 8, 16])
         return [
-            EmbeddingBagConfig(
-                name=f"t{i}",
+            self._config(
+                i,
                 num_embeddings=rng.randint(1, 30),
-                embedding_dim=rng.choice([4, 8, 16]),
+                embedding_dim=rng.choice([4, 8, 16]) if self.pooled else dim,
                 feature_names=rng.sample(FEATURES, rng.randint(1, 2)),
                 pooling=rng.choice([PoolingType.SUM, PoolingType.MEAN]),
             )
             for i in range(rng.randint(1, 4))
         ]
 
+    def _config(self, i: int, *, pooling: PoolingType, **fields: Any) -> Any:
+        if self.pooled:
+            return EmbeddingBagConfig(name=f"t{i}", pooling=pooling, **fields)
+        return EmbeddingConfig(name=f"t{i}", **fields)
+
     @property
     def is_weighted(self) -> bool:
-        return random.Random(self.seed + 1).random() < 0.5
+        return self.pooled and random.Random(self.seed + 1).random() < 0.5
 
     def model(self) -> Model:
         torch.manual_seed(self.seed)
-        model = Model(self.configs(), self.is_weighted)
+        model = Model(self)
         if self.optimizer is not None:
             apply_optimizer_in_backward(self.optimizer, model.ebc.parameters(), {"lr": 0.1})
         return model
 
     def plan(self, seed: int = 0) -> ShardingPlan:
         rng = random.Random(self.seed * 1000 + seed + 2)
-        world = range(self.world_size)
         tables = EmbeddingModuleShardingPlan()
         for config in self.configs():
             kind = rng.choice(self.types)
-            ranks = {
-                ShardingType.TABLE_WISE: [rng.choice(world)],
-                ShardingType.COLUMN_WISE: [rng.choice(world) for _ in world],
-            }.get(kind, list(world))
             tables[config.name] = parameter_sharding(
-                kind, config.num_embeddings, config.embedding_dim, ranks
+                kind,
+                config.num_embeddings,
+                config.embedding_dim,
+                self.ranks_of(kind, rng),
+                local_size=self.node_size,
             )
         return ShardingPlan({"ebc": tables})
+
+    def ranks_of(self, kind: ShardingType, rng: random.Random) -> list[int]:
+        """Owners that a table of this type may have."""
+        world = list(range(self.world_size))
+        size = self.node_size or self.world_size
+        first = rng.choice(world[::size])
+        if kind is ShardingType.TABLE_WISE:
+            return [rng.choice(world)]
+        if kind is ShardingType.COLUMN_WISE:  # also several, apart or adjoining, on one rank
+            return [rng.choice(world) for _ in world]
+        if kind in (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE):
+            return world[first : first + size]
+        if kind is ShardingType.ROW_WISE:
+            return sorted(rng.sample(world, rng.randint(1, len(world))))
+        return world
 
     def batches(self, step: int) -> list[KeyedJaggedTensor]:
         """One batch per rank, of uneven sizes, some of them empty."""
@@ -103,17 +145,44 @@ class Case:
         batches = []
         for _ in range(self.world_size):
             size = rng.choice([0, 1, 3, 6])
-            lengths = torch.randint(0, 4, (len(FEATURES), size), generator=generator)
+            bags = [size] * len(FEATURES)
+            if self.variable_batch:  # samples share bags
+                bags = [rng.randint(min(size, 1), size) for _ in FEATURES]
+            lengths = [torch.randint(0, 4, (n,), generator=generator) for n in bags]
             ids = [
                 torch.randint(0, limits[f], (int(n.sum()),), generator=generator)
                 for f, n in zip(FEATURES, lengths, strict=True)
             ]
             values = torch.cat(ids).to(rng.choice([torch.int32, torch.int64]))
             weights = torch.rand(values.numel(), generator=generator) if self.is_weighted else None
-            batches.append(
-                KeyedJaggedTensor(FEATURES, values, weights, lengths.flatten(), stride=size)
-            )
+            batch = {"values": values, "weights": weights, "lengths": torch.cat(lengths)}
+            if self.variable_batch:
+                inverse = [torch.randint(0, max(n, 1), (size,), generator=generator) for n in bags]
+                batch["stride_per_key_per_rank"] = [[n] for n in bags]
+                batch["inverse_indices"] = (list(FEATURES), torch.stack(inverse))
+            else:
+                batch["stride"] = size
+            batches.append(KeyedJaggedTensor(list(FEATURES), **batch))
         return batches
+
+    def parts(self, values: Tensor, step: int) -> list[Tensor]:
+        """Cuts the unsharded model's values, of all ranks' batches joined, into those of each."""
+        batches = self.batches(step)
+        if self.pooled:
+            return list(values.split([samples_of(batch) for batch in batches]))
+        sizes = [
+            int(batch[feature].values().numel())
+            for config in self.configs()
+            for feature in config.feature_names
+            for batch in batches
+        ]
+        pieces = values.split(sizes)
+        return [torch.cat(pieces[rank :: len(batches)]) for rank in range(len(batches))]
+
+
+def samples_of(batch: KeyedJaggedTensor) -> int:
+    inverse = batch.inverse_indices_or_none()
+    return batch.stride() if inverse is None else inverse[1].shape[1]
 
 
 class EachType(Case):
@@ -141,23 +210,45 @@ class EachType(Case):
 def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Joins batches along samples."""
     parts = [b.to_dict() for b in batches]
-    lengths = [torch.cat([p[f].lengths() for p in parts]) for f in FEATURES]
     values = [torch.cat([p[f].values().long() for p in parts]) for f in FEATURES]
+    lengths = [torch.cat([p[f].lengths() for p in parts]) for f in FEATURES]
     weights = None
     if batches[0].weights_or_none() is not None:
         weights = torch.cat([torch.cat([p[f].weights() for p in parts]) for f in FEATURES])
+    if not batches[0].variable_stride_per_key():
+        return KeyedJaggedTensor(
+            list(FEATURES),
+            torch.cat(values),
+            weights,
+            torch.cat(lengths),
+            stride=sum(b.stride() for b in batches),
+        )
+    inverse = []
+    for i in range(len(FEATURES)):
+        shift, rows = 0, []
+        for batch in batches:
+            rows.append(batch.inverse_indices()[1][i] + shift)
+            shift += batch.stride_per_key()[i]
+        inverse.append(torch.cat(rows))
     return KeyedJaggedTensor(
-        FEATURES,
+        list(FEATURES),
         torch.cat(values),
         weights,
         torch.cat(lengths),
-        stride=sum(b.stride() for b in batches),
+        stride_per_key_per_rank=[[n.numel()] for n in lengths],
+        inverse_indices=(list(FEATURES), torch.stack(inverse)),
     )
 
 
 def shard(case: Case, plan: ShardingPlan | None = None) -> DistributedModelParallel:
+    os.environ["LOCAL_WORLD_SIZE"] = str(case.node_size or case.world_size)
+    sharder = EmbeddingCollectionSharder(use_index_dedup=case.use_index_dedup)
     return DistributedModelParallel(
-        case.model(), env=ShardingEnv.default(), device=CPU, plan=plan or case.plan()
+        case.model(),
+        env=ShardingEnv.default(),
+        device=CPU,
+        plan=plan or case.plan(),
+        sharders=[EmbeddingBagCollectionSharder(), sharder],
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
-from recsys.distributed.layout import PlacedTable, Rect, build_layout
+from recsys.distributed.layout import PlacedTable, Rect, Stream, build_layout, merge_ranges
 
 # Tables are named by a letter; "g" is the one lookup group unless said otherwise.
 
@@ -35,6 +36,11 @@ def table(
 WHOLE = ((0, 10), (0, 4))
 
 
+def columns_of(streams: Sequence[Sequence[Stream]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Per rank the output columns of its lookups, from left to right."""
+    return tuple(merge_ranges(stream.cols for stream in of_rank) for of_rank in streams)
+
+
 def test_whole_tables_on_two_ranks() -> None:
     # a reads features 1 and 0, b reads feature 0; a on rank 1, b on rank 0
     tables = [table("a", [rect(*WHOLE, 1)], (1, 0)), table("b", [rect(*WHOLE, 0)], (0,))]
@@ -53,7 +59,7 @@ def test_whole_tables_on_two_ranks() -> None:
     assert (first.tables, first.feature_table_map, first.streams) == ((1,), (0,), range(0, 1))
     assert (second.tables, second.feature_table_map, second.width) == ((0,), (0, 0), 8)
     # a's two slots lie side by side on rank 1; the output begins with them
-    assert layout.source_columns == (((8, 12),), ((0, 8),))
+    assert columns_of(layout.streams) == (((8, 12),), ((0, 8),))
 
 
 def test_both_owners_of_rows_contribute_to_the_same_columns() -> None:
@@ -65,7 +71,7 @@ def test_both_owners_of_rows_contribute_to_the_same_columns() -> None:
     # segment = 2 features + bucket * 2 split slots + place among the split slots
     assert layout.send_segments == ((2, 3), (4, 5))
     assert layout.rank_widths == (8, 8)
-    assert layout.source_columns == (((0, 8),), ((0, 8),))
+    assert columns_of(layout.streams) == (((0, 8),), ((0, 8),))
 
 
 def test_columns_are_placed_and_not_summed() -> None:
@@ -73,7 +79,7 @@ def test_columns_are_placed_and_not_summed() -> None:
     layout = build_layout([table("a", parts, size=(10, 8))], num_features=1, world_size=2)
     assert layout.send_segments == ((0,), (0,))
     assert layout.split_slots == ()
-    assert layout.source_columns == (((4, 8),), ((0, 4),))
+    assert columns_of(layout.streams) == (((4, 8),), ((0, 4),))
 
 
 def test_a_grid_is_summed_by_rows_and_placed_by_columns() -> None:
@@ -86,7 +92,7 @@ def test_a_grid_is_summed_by_rows_and_placed_by_columns() -> None:
     ]
     layout = build_layout([table("a", parts, size=(10, 8))], num_features=1, world_size=4)
     assert layout.send_segments == ((1,), (2,), (1,), (2,))
-    assert layout.source_columns == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))
+    assert columns_of(layout.streams) == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))
 
 
 def test_replicated_tables_come_from_the_rank_itself() -> None:
@@ -95,8 +101,8 @@ def test_replicated_tables_come_from_the_rank_itself() -> None:
     assert layout.send_segments == ((), (0,))
     (replicas,) = layout.replica_groups
     assert (replicas.tables, replicas.width) == ((0, 2), 8)
-    assert layout.source_columns == ((), ((4, 8),))
-    assert layout.replica_columns == (((0, 4), (8, 12)),)
+    assert columns_of(layout.streams) == ((), ((4, 8),))
+    assert columns_of([layout.replica_streams]) == (((0, 4), (8, 12)),)
 
 
 def test_one_lookup_per_group_of_tables_that_are_alike() -> None:
@@ -109,7 +115,7 @@ def test_one_lookup_per_group_of_tables_that_are_alike() -> None:
     ((fp32, fp16),) = layout.groups
     assert (fp32.key, fp32.tables, fp32.streams) == ("fp32", (0, 2), range(0, 2))
     assert (fp16.key, fp16.tables, fp16.streams) == ("fp16", (1,), range(2, 3))
-    assert layout.source_columns == (((0, 4), (8, 12), (4, 8)),)
+    assert columns_of(layout.streams) == (((0, 4), (8, 12), (4, 8)),)
 
 
 def test_a_layout_is_frozen() -> None:

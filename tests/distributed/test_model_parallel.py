@@ -280,7 +280,7 @@ class _Unused(Model):
 
 def _leave_unused() -> None:
     case = case_of(2)
-    model = _Unused(case.configs(), False)
+    model = _Unused(case)
     wrapper = DefaultDataParallelWrapper(find_unused_parameters=True, bucket_cap_mb=1)
     sharded = DistributedModelParallel(
         model, device=CPU, plan=case.plan(), data_parallel_wrapper=wrapper
@@ -313,7 +313,7 @@ class _Unusual(_Unused):
 def _gradients_of(output: str, setting: str) -> list[bool]:
     case, equal = case_of(2), []
     model = DistributedModelParallel(
-        _Unusual(output, case.configs(), False),
+        _Unusual(output, case),
         device=CPU,
         plan=case.plan(),
         data_parallel_wrapper=DefaultDataParallelWrapper(**{setting: True}),
@@ -351,7 +351,7 @@ class _Normalized(Model):
 def _running_means(broadcast_buffers: bool | None) -> Tensor:
     case, rank = case_of(2), dist.get_rank()
     model = DistributedModelParallel(
-        _Normalized(case.configs(), False),
+        _Normalized(case),
         device=CPU,
         plan=case.plan(),
         data_parallel_wrapper=DefaultDataParallelWrapper(broadcast_buffers=broadcast_buffers),
@@ -405,7 +405,7 @@ def _initial_values(
 
 
 def _on_cpu(case: Case) -> Model:
-    return Model(case.configs(), is_weighted=False)
+    return Model(case)
 
 
 def _on_meta(case: Case) -> Model:
@@ -423,7 +423,7 @@ def test_rank_0_has_the_initial_values_for_all(ranks: RankPool) -> None:
         assert is_same(received, expected)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [2, 4, 5])
 def test_initial_values_do_not_depend_on_plan_or_device(ranks: RankPool, seed: int) -> None:
     case = Case(seed, 2)
     torch.manual_seed(50)
@@ -455,7 +455,7 @@ class Scale(nn.Module):
 def _materialize(init_parameters: bool) -> DistributedModelParallel:
     case = case_of(1)
     with META:
-        model = nn.ModuleDict({"m": Model(case.configs(), False), "scale": Scale(META)})
+        model = nn.ModuleDict({"m": Model(case), "scale": Scale(META)})
     plan = ShardingPlan({"m.ebc": case.plan().plan["ebc"]})
     return DistributedModelParallel(
         model,

@@ -135,10 +135,34 @@ def test_what_cannot_be_is_refused() -> None:
         rects_of("t", 10, 8, parameter_sharding(TW, 10, 8, [2]), 2)
     with pytest.raises(ValueError, match=r"table 't' \(table_wise\) must name its ranks .* Set P"):
         rects_of("t", 10, 8, ParameterSharding("table_wise", "fused"), 2)
-    with pytest.raises(ValueError, match=r"grid_shard is not supported yet; supported are data_p"):
-        parameter_sharding(ShardingType.GRID_SHARD, 10, 8, [0])
-    with pytest.raises(ValueError, match=r"grid_shard is not supported yet"):
-        rects_of("t", 10, 8, ParameterSharding("grid_shard", "fused", [0]), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        (ShardingType.TABLE_ROW_WISE, [2, 3], [((0, 5), (0, 8), 2), ((5, 10), (0, 8), 3)]),
+        (ShardingType.TABLE_COLUMN_WISE, [2, 3], [((0, 10), (0, 4), 2), ((0, 10), (4, 8), 3)]),
+        (
+            ShardingType.GRID_SHARD,
+            [0, 1, 2, 3],
+            [
+                ((0, 5), (0, 4), 0),
+                ((5, 10), (0, 4), 1),
+                ((0, 5), (4, 8), 2),
+                ((5, 10), (4, 8), 3),
+            ],
+        ),
+    ],
+)
+def test_strategies_of_several_nodes(
+    kind: ShardingType, ranks: list[int], expected: list[object]
+) -> None:
+    placed = parameter_sharding(kind, 10, 8, ranks, local_size=2)
+    found = [
+        ((r.row_start, r.row_end), (r.col_start, r.col_end), r.rank)
+        for r in rects_of("t", 10, 8, placed, 4)
+    ]
+    assert sorted(found, key=lambda r: r[2]) == expected
 
 
 def test_a_plan_names_every_table_and_no_other() -> None:

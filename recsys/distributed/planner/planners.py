@@ -286,7 +286,7 @@ class EmbeddingShardingPlanner:
     def _split(
         self, table: PlannedTable, sharding_type: ShardingType, ranks: Sequence[int]
     ) -> _Option:
-        rects = STRATEGIES[sharding_type](table.rows, table.dim, ranks)
+        rects = STRATEGIES[sharding_type](table.rows, table.dim, ranks, self._topology.local_size)
         kernel = table.kernels[sharding_type]
         costs: dict[int, float] = {}
         sizes: dict[int, Bytes] = {}

@@ -1,0 +1,183 @@
+"""EmbeddingCollection placed on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from recsys.distributed.input_dist import InputDist, LocalIds
+from recsys.distributed.sequence_dist import SequenceDist
+from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.types import (
+    LazyAwaitable,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+)
+from recsys.modules.embedding_configs import EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingCollection
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor
+from recsys.sparse.features import FeatureViews
+
+
+@final
+class ShardedEmbeddingCollection(ShardedCollection):
+    """An :class:`~recsys.modules.embedding_modules.EmbeddingCollection` placed on many ranks.
+
+    Its output, gradients, weights and state dict are those of the unsharded collection, whatever
+    the plan. Every rank calls it with its own batch, also when that batch is empty.
+
+    Args:
+        module: the collection to place.
+        table_name_to_parameter_sharding: the plan: one entry per table.
+        env: the ranks.
+        fused_params: optimizer settings for the tables that have no optimizer attached.
+        device: where the tables go.
+        use_index_dedup: whether each id of a feature travels, and is looked up, once per batch.
+            The result is the same; it pays where ids repeat, and costs a sort where they do not.
+
+    Raises:
+        ValueError: as :class:`~recsys.distributed.sharded_collection.ShardedCollection` does.
+    """
+
+    tables_name: ClassVar[str] = "embeddings"
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        self._use_index_dedup = use_index_dedup
+        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+
+    def _adopt(self, module: Any) -> None:
+        self._need_indices: bool = module.need_indices()
+        if isinstance(module, ShardedEmbeddingCollection):
+            self._use_index_dedup = module._use_index_dedup
+
+    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
+        return InputDist(
+            self._layout,
+            features,
+            False,
+            self._env,
+            self._device,
+            self._bounds_check_mode,
+            pooled=False,
+            distinct=self._use_index_dedup,
+        )
+
+    def _new_output_dist(self) -> SequenceDist:
+        return SequenceDist(
+            self._layout, self._env, self._device, torch.float32, self._finisher.schedule
+        )
+
+    def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up the ids and starts sending the embeddings back."""
+        route = ids.receipt.route
+        assert route is not None
+        self._finisher.forget_failed_backward()
+        values = self._output_dist.start(
+            self._lookups.forward(ids.lookups),
+            self._replicas.forward(ids.replicas),
+            route,
+            self._trains and torch.is_grad_enabled(),
+        )
+
+        def finish() -> dict[str, JaggedTensor]:
+            rows = values.wait()
+            if route.inverse is not None:
+                rows = rows.index_select(0, route.inverse)
+            features = ids.receipt.features
+            keys, strides = features.keys(), features.stride_per_key()
+            slots = [keys.index(f) for config in self._configs for f in config.feature_names]
+            lengths = features.lengths().split_with_sizes(strides)
+            indices = None
+            sizes = route.given_counts.tolist()
+            if self._need_indices:
+                parts = features.values().split(features.length_per_key())
+                indices = torch.cat([parts[k] for k in slots])
+            views = FeatureViews(
+                rows,
+                indices,
+                torch.cat([lengths[k] for k in slots]),
+                sizes,
+                [strides[k] for k in slots],
+            )
+            return JaggedTensor.from_views(self._names, views)
+
+        return LazyAwaitable(finish)
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up this rank's batch.
+
+        Args:
+            features: int32 or int64 ids of this rank's samples, with every feature the tables
+                read; features may have different numbers of samples.
+
+        Returns:
+            Pending, by feature ("feature@table" if several tables read it): values fp32
+            ``[ids of the feature, D]``, the feature's lengths, and its ids as weights if asked for.
+
+        Raises:
+            IndexError: on every rank, if an id on any rank lies outside its table.
+            KeyError: on every rank, if a batch lacks a feature.
+            TypeError: on every rank, if ids are not integers.
+        """
+        return self.compute_and_output_dist(self.input_dist(features).send().wait())
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Returns the configuration of each table."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        """Returns whether the ids are returned too."""
+        return self._need_indices
+
+
+class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
+    """Shards :class:`~recsys.modules.embedding_modules.EmbeddingCollection`.
+
+    Args:
+        fused_params: optimizer settings for tables that have no optimizer attached.
+        use_index_dedup: whether each id of a feature travels once; see
+            :class:`ShardedEmbeddingCollection`.
+
+    Example:
+        >>> EmbeddingCollectionSharder(use_index_dedup=True).module_type.__name__
+        'EmbeddingCollection'
+    """
+
+    def __init__(
+        self, fused_params: Mapping[str, Any] | None = None, use_index_dedup: bool = False
+    ) -> None:
+        self.fused_params = dict(fused_params or {})
+        self.use_index_dedup = use_index_dedup
+
+    @property
+    def module_type(self) -> type[EmbeddingCollection]:
+        """The module type this sharder replaces."""
+        return EmbeddingCollection
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """Returns the sharded collection with the given one's weights."""
+        return ShardedEmbeddingCollection(
+            module, params, env, self.fused_params, device, self.use_index_dedup
+        )
+
+    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
+        """Returns table name to weight."""
+        return module.table_weights()

@@ -1,0 +1,124 @@
+"""What the pooled and the sequence output share: an exchange that autograd can follow, lazily.
+
+An exchange has four steps. ``send`` starts it and returns the buffer that things will arrive in;
+``place`` waits and lays the buffer out; in backward ``spread`` (transposed ``place``) starts the
+reverse exchange, and ``send_back`` (transposed ``send``) ends it. Between the two steps of a
+direction the model computes what does not need the result.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recsys.distributed import comm
+from recsys.distributed.types import LazyAwaitable, ShardingEnv
+
+
+class Exchange(abc.ABC):
+    """One batch's way from the lookups' outputs to the module's output, and back.
+
+    Args:
+        env: the ranks.
+        device: where the embeddings are.
+        on_backward: called in every backward pass, on every rank in the same order.
+    """
+
+    def __init__(
+        self, env: ShardingEnv, device: torch.device, on_backward: Callable[[], None]
+    ) -> None:
+        self.env = env
+        self.device = device
+        self.on_backward = on_backward
+        self.pending: comm.Pending | None = None
+
+    @abc.abstractmethod
+    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Starts the exchange; returns the buffer that is complete after :meth:`place`."""
+
+    @abc.abstractmethod
+    def place(self, buffer: Tensor) -> Tensor:
+        """Waits, and returns the output."""
+
+    @abc.abstractmethod
+    def spread(self, grad: Tensor) -> Tensor:
+        """Turns the output's gradient into the buffer's, and starts sending it back."""
+
+    @abc.abstractmethod
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Waits, and returns the gradients of the lookups, then of the replicas."""
+
+    def wait(self) -> Tensor | None:
+        """Ends the exchange that is under way, if any, and returns what arrived."""
+        if self.pending is None:
+            return None
+        arrived = self.pending.wait()
+        self.pending = None
+        return arrived
+
+    def mean_over_ranks(self, grad: Tensor) -> Tensor:
+        """Divides by the number of ranks, in place, as DistributedDataParallel does."""
+        return grad.mul_(1.0 / self.env.world_size) if self.env.world_size > 1 else grad
+
+
+def start_exchange(
+    exchange: Exchange, lookups: Sequence[Tensor], replicas: Sequence[Tensor], trains: bool
+) -> LazyAwaitable[Tensor]:
+    """Starts an exchange.
+
+    Args:
+        exchange: of this batch.
+        lookups: outputs of this rank's lookups.
+        replicas: outputs of the replicated tables' lookups.
+        trains: whether any table of the module, on any rank, takes gradients: a backward pass must
+            reach every rank, also one whose own tables are frozen or that owns none.
+
+    Returns:
+        The pending output.
+    """
+    anchor = torch.zeros(0, device=exchange.device, requires_grad=trains)
+    arriving = _Send.apply(  # type: ignore[no-untyped-call]
+        exchange, len(lookups), anchor, *lookups, *replicas
+    )
+    with_grad = torch.is_grad_enabled()
+
+    def finish() -> Tensor:
+        # whoever looks first, say a log under no_grad, must not decide about gradients
+        with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+            output: Tensor = _Place.apply(exchange, arriving)  # type: ignore[no-untyped-call]
+        return output
+
+    return LazyAwaitable(finish)
+
+
+class _Send(torch.autograd.Function):
+    """Local embeddings to the buffer they arrive in; the buffer is complete after ``_Place``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, num_lookups: int, anchor: Tensor, *outputs: Tensor
+    ) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *ctx.exchange.send_back(grad))
+
+
+class _Place(torch.autograd.Function):
+    """The arriving buffer to the output."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, buffer: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.place(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.exchange.on_backward()
+        return None, ctx.exchange.spread(grad)

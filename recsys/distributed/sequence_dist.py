@@ -1,0 +1,209 @@
+"""Third stage, sequences: looked-up embeddings go back to the ids they belong to.
+
+One exchange forward and one backward. Nothing is added up, so the way back is the way of the ids:
+each rank returns a row per id it received, in the order it came, and the sender knows from its
+receipt which place of the batch each of them is for. A row is a number of *chunks*, the largest
+width that divides every stretch of columns, so that tables split by columns need no code.
+
+Shape names: ``N`` ids of this rank's output, slot by slot; ``D`` columns of every table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.distributed import comm
+from recsys.distributed.exchange import Exchange, start_exchange
+from recsys.distributed.input_dist import IdRoute
+from recsys.distributed.layout import Layout, Stream
+from recsys.distributed.types import LazyAwaitable, ShardingEnv
+from recsys.kernels import ops
+
+
+@final
+class SequenceDist:
+    """Sends one embedding per id back to the rank that has the id.
+
+    Args:
+        layout: the compiled placement of tables of one dim.
+        env: the ranks.
+        device: where the embeddings are.
+        dtype: of the embeddings.
+        on_backward: called in every backward pass, on every rank in the same order.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        env: ShardingEnv,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_backward: Callable[[], None],
+    ) -> None:
+        self.layout = layout
+        self.env = env
+        self.device = device
+        self.dtype = dtype
+        self.on_backward = on_backward
+        self.dim = layout.slots[0].dim
+        own = layout.streams[env.rank]
+        self.num_streams = len(own)
+        sent = [stream for streams in layout.streams for stream in streams]
+        sent += layout.replica_streams
+        first_cols = [stream.cols[0] - layout.slots[stream.slot].col for stream in sent]
+        widths = [stream.rect.num_cols for stream in sent]
+        self.chunk = gcd(self.dim, *first_cols, *widths)
+        # of the streams sent to all ranks, then the replicas'
+        self.sent_slots = np.array([stream.slot for stream in sent])
+        self.sent_first_chunks = np.array(first_cols) // self.chunk
+        self.sent_chunks = np.array(widths) // self.chunk
+        self.own_chunks = np.array([_chunks(stream, self.chunk) for stream in own], dtype=np.int64)
+        counts = [len(streams) for streams in layout.streams]
+        self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
+        order = np.arange(self.num_streams * env.world_size).reshape(-1, env.world_size)
+        self.by_rank = torch.from_numpy(order.T.reshape(-1).astype(np.int32)).to(device)
+        self.by_stream = torch.from_numpy(np.argsort(order.T.reshape(-1)).astype(np.int32)).to(
+            device
+        )
+        self.has_exchange = any(counts)
+
+    def start(
+        self,
+        lookups: Sequence[Tensor],
+        replicas: Sequence[Tensor],
+        route: IdRoute,
+        trains: bool,
+    ) -> LazyAwaitable[Tensor]:
+        """Starts the exchange.
+
+        Args:
+            lookups: per lookup group of this rank, ``[ids, width]``.
+            replicas: per replica group, ``[ids, D]``.
+            route: of the batch.
+            trains: whether any table of the module, on any rank, takes gradients.
+
+        Returns:
+            The pending ``[N, D]``, slot by slot.
+        """
+        return start_exchange(_SequenceExchange(self, route), lookups, replicas, trains)
+
+
+def _chunks(stream: Stream, chunk: int) -> int:
+    return stream.rect.num_cols // chunk
+
+
+@final
+class _SequenceExchange(Exchange):
+    """One batch's way through the stage, forward and backward."""
+
+    def __init__(self, stage: SequenceDist, route: IdRoute) -> None:
+        super().__init__(stage.env, stage.device, stage.on_backward)
+        self.stage = stage
+        self.num_out = int(route.slot_counts.sum())
+        sent_chunks = route.sent_counts * stage.sent_chunks
+        edges = np.concatenate([[0], np.cumsum(sent_chunks)])
+        self.receives = (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist()
+        self.num_received = sum(self.receives)
+        self.num_buffer = int(edges[-1]) * stage.chunk
+        # [R, S] chunks received from each rank in each stream
+        self.received_chunks = route.received_counts * stage.own_chunks
+        self.sends = (self.received_chunks.sum(1) * stage.chunk).tolist()
+        self.target = self._target(route)
+        self.widths: list[int] = []
+        self.replica_sizes: list[tuple[int, int]] = []
+
+    def _target(self, route: IdRoute) -> Tensor:
+        """Returns for each chunk of the buffer the chunk of the output it goes to."""
+        stage = self.stage
+        per_row = stage.dim // stage.chunk
+        slot_bases = np.cumsum(route.slot_counts) - route.slot_counts
+        shifts = (slot_bases - route.slot_starts)[stage.sent_slots]
+        target = route.positions
+        if shifts.any():
+            target = target + self._repeat(shifts, route.sent_counts, target.numel())
+        if per_row == 1:
+            return target
+        target = target * per_row
+        if stage.sent_first_chunks.any():
+            target += self._repeat(stage.sent_first_chunks, route.sent_counts, target.numel())
+        total = self.num_buffer // stage.chunk
+        chunks = self._repeat(stage.sent_chunks, route.sent_counts, target.numel())
+        first = target - (chunks.cumsum(0) - chunks)
+        return first.repeat_interleave(chunks, output_size=total) + torch.arange(
+            total, device=stage.device
+        )
+
+    def _repeat(self, values: np.ndarray, counts: np.ndarray, total: int) -> Tensor:
+        both = torch.from_numpy(np.stack([values, counts])).to(self.stage.device)
+        return both[0].repeat_interleave(both[1], output_size=total)
+
+    def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
+        """Permutes the segments of ``chunks`` chunks each."""
+        stage = self.stage
+        if stage.env.world_size == 1 or stage.num_streams <= 1:
+            return rows
+        lengths = torch.from_numpy(np.ascontiguousarray(chunks).reshape(-1)).to(stage.device)
+        total = int(chunks.sum())
+        places = torch.arange(total, device=stage.device)
+        _, index, _ = ops.permute_1d(order, lengths, places, None, total)
+        return rows.view(-1, stage.chunk).index_select(0, index).view(-1)
+
+    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
+        stage = self.stage
+        self.widths = [x.shape[1] for x in lookups]
+        self.replica_sizes = [(x.shape[0], x.shape[1]) for x in replicas]
+        buffer = torch.empty(self.num_buffer, dtype=stage.dtype, device=stage.device)
+        if stage.has_exchange:
+            rows = [x.reshape(-1) for x in lookups] or [buffer.new_empty(0)]
+            sent = rows[0] if len(rows) == 1 else torch.cat(rows)
+            sent = self._reorder(sent, stage.by_rank, self.received_chunks.T)
+            self.pending = comm.all_to_all(
+                self.env, sent, self.sends, self.receives, out=buffer[: self.num_received]
+            )
+        at = self.num_received
+        for replica in replicas:
+            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
+            at += replica.numel()
+        return buffer
+
+    def place(self, buffer: Tensor) -> Tensor:
+        """Waits, and puts each row where its id is: ``[N, D]``."""
+        self.wait()
+        chunk = self.stage.chunk
+        output = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+        output.view(-1, chunk).index_copy_(0, self.target, buffer.view(-1, chunk))
+        return output.view(self.num_out, self.stage.dim)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
+        chunk = self.stage.chunk
+        spread = grad.reshape(-1, chunk).index_select(0, self.target).view(-1)
+        if self.stage.has_exchange:
+            sent = self.mean_over_ranks(spread[: self.num_received])
+            self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends)
+        return spread
+
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
+        grads: list[Tensor] = []
+        arrived = self.wait()
+        if arrived is not None and self.widths:
+            rows = self._reorder(arrived, self.stage.by_stream, self.received_chunks)
+            per_stream = self.received_chunks.sum(0)
+            groups = self.stage.layout.groups[self.env.rank]
+            sizes = [int(per_stream[g.streams].sum()) * self.stage.chunk for g in groups]
+            grads += [
+                part.view(-1, width)
+                for part, width in zip(rows.split(sizes), self.widths, strict=True)
+            ]
+        sizes = [rows * width for rows, width in self.replica_sizes]
+        parts = grad[self.num_received :].split(sizes) if sizes else ()
+        grads += [part.view(size) for part, size in zip(parts, self.replica_sizes, strict=True)]
+        return grads

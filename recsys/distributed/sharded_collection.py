@@ -1,0 +1,290 @@
+"""What sharded collections share: their tables, lookups, optimizer, and copying.
+
+The pooled and the sequence collection differ in how a table is looked up, in what the input stage
+must remember of a batch, and in the output stage; the rest is here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+import torch
+from torch import nn
+
+from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
+from recsys.distributed.input_dist import HeaderExchange, InputDist
+from recsys.distributed.layout import PlacedTable, build_layout
+from recsys.distributed.lookup import BackwardFinisher, GroupSettings, Lookups
+from recsys.distributed.node import get_local_size
+from recsys.distributed.sharding_plan import check_plan_covers, rects_of
+from recsys.distributed.table_shards import TableShards, load_tables
+from recsys.distributed.types import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardedModule,
+    ShardingEnv,
+)
+from recsys.kernels.row_update import is_row_reducing, row_wise_moment
+from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from recsys.modules.embedding_configs import BaseEmbeddingConfig
+from recsys.modules.embedding_interfaces import get_embedding_names_by_table
+from recsys.modules.embedding_tables import TableCollection
+from recsys.optim.apply_optimizer_in_backward import (
+    attached_optimizer,
+    mark_in_backward,
+)
+from recsys.sparse import KeyedJaggedTensor
+
+_LOCATIONS = {
+    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
+}
+
+
+class ShardedCollection(ShardedModule):
+    """Tables of one unsharded collection, placed on many ranks.
+
+    Args:
+        module: the collection to place. Its weights are kept, rank 0's where ranks differ; tables
+            on the ``meta`` device are allocated and initialised shard by shard.
+        table_name_to_parameter_sharding: the plan: one entry per table.
+        env: the ranks.
+        fused_params: optimizer settings for the tables that have no optimizer attached, such as
+            ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
+        device: where the tables go.
+
+    Raises:
+        ValueError: if the plan misses a table, names an unknown one, does not cover a table
+            exactly once, uses a rank that does not exist, or splits the columns of a table whose
+            optimizer needs whole rows.
+    """
+
+    tables_name: ClassVar[str]
+    """The attribute that holds the tables, as in the unsharded collection."""
+
+    def __init__(
+        self,
+        module: TableCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        weights = module.table_weights()
+        plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
+        check_plan_covers(type(module).__name__, plan, list(weights))
+        self._configs: list[Any] = module.configs()
+        self._poolings = module.poolings()
+        self._plan = plan
+        self._env = env
+        self._device = canonical_device(device or default_device(env))
+        self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
+        self._adopt(module)
+        self._build([_TableOptions(weight, fused_params or {}) for weight in weights.values()])
+        load_tables(self._tables(), module, env)
+
+    def _adopt(self, module: Any) -> None:
+        """Takes over the settings of the given module, or of a sharded one that is copied."""
+
+    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
+        raise NotImplementedError
+
+    def _new_output_dist(self) -> Any:
+        raise NotImplementedError
+
+    def _build(self, options: Sequence[_TableOptions]) -> None:
+        env, device = self._env, self._device
+        self._options = list(options)
+        features = list(dict.fromkeys(f for c in self._configs for f in c.feature_names))
+        placed = [
+            _place(config, pooling, self._plan[config.name], option, features, env.world_size)
+            for config, pooling, option in zip(self._configs, self._poolings, options, strict=True)
+        ]
+        self._layout = layout = build_layout(
+            placed,
+            len(features),
+            env.world_size,
+            node_size=get_local_size(env.world_size),
+            equal_widths=PoolingMode.NONE in self._poolings,
+        )
+        self._input_dist = self._new_input_dist(features)
+        self._lookups = Lookups(layout.groups[env.rank], layout.tables, device)
+        self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
+        self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
+        self._output_dist = self._new_output_dist()
+        self._trains = any(option.requires_grad for option in options)
+        self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
+        tables = nn.ModuleDict()
+        shards: list[list[Any]] = [[] for _ in placed]
+        for shard in (*self._lookups.shards(), *self._replicas.shards()):
+            shards[shard.table].append(shard)
+        for index, (config, option) in enumerate(zip(self._configs, options, strict=True)):
+            table = TableShards(layout.tables[index], option.dtype, device, env, shards[index])
+            tables[config.name] = table
+            if option.optimizer is not None:
+                for shard in shards[index]:
+                    mark_in_backward(shard.parameter, option.source)
+        self.add_module(self.tables_name, tables)
+        self._fused_optimizer = FusedTablesOptimizer(
+            {f"{self.tables_name}.{name}.weight": table for name, table in self._tables().items()},
+            (self._lookups, self._replicas),
+        )
+
+    def _tables(self) -> dict[str, TableShards]:
+        tables: dict[str, TableShards] = dict(getattr(self, self.tables_name).items())
+        return tables
+
+    def input_dist(self, features: KeyedJaggedTensor) -> HeaderExchange:
+        """Starts sending ids to the ranks that own their rows."""
+        return self._input_dist.start(features)
+
+    @property
+    def fused_optimizer(self) -> FusedTablesOptimizer:
+        """The keyed optimizer of the tables that update themselves; names as in the state dict."""
+        return self._fused_optimizer
+
+    @property
+    def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
+        """The plan."""
+        return self._plan
+
+    def extra_repr(self) -> str:
+        """Shows the lookups of this rank and why each runs on its backend."""
+        return "\n".join(
+            repr(kernel) for kernel in (*self._lookups.kernels, *self._replicas.kernels)
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        probe = fn(torch.empty(0, device=self._device))
+        if probe.device != self._device or probe.dtype != torch.float32:
+            raise ValueError(
+                f"A sharded collection stays on its device and keeps its dtype ({self._device}); "
+                f"received a move "
+                f"to {probe.device}, {probe.dtype}. Shard it with device=..., or use "
+                f"DistributedModelParallel.copy."
+            )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy(self._device)
+
+    def copy(self, device: torch.device) -> Self:
+        """Returns a copy on another device: same plan, weights, optimizer state, learning rates."""
+        other = type(self).__new__(type(self))
+        nn.Module.__init__(other)
+        other._configs = copy.deepcopy(self._configs)
+        other._poolings = self._poolings
+        other._plan = copy.deepcopy(self._plan)
+        other._env = self._env
+        other._bounds_check_mode = self._bounds_check_mode
+        other._device = canonical_device(device)
+        other._adopt(self)
+        other._build(self._options)
+        own, others = self._tables(), other._tables()
+        with torch.no_grad():
+            for name, table in own.items():
+                others[name].copy_from(table)
+        settings = zip(
+            other._fused_optimizer.param_groups, self._fused_optimizer.param_groups, strict=True
+        )
+        for mine, theirs in settings:
+            mine["lr"] = theirs["lr"]
+        other.train(self.training)
+        return other
+
+
+@final
+class _TableOptions:
+    """What a table brings along: dtype, whether it trains, and its optimizer."""
+
+    def __init__(self, weight: nn.Parameter, fused_params: Mapping[str, Any]) -> None:
+        # carries what was attached, without keeping the whole table alive
+        self.source = nn.Parameter(torch.empty(0))
+        if attached_optimizer(weight) is not None:
+            mark_in_backward(self.source, weight)
+        self.dtype = weight.dtype
+        self.requires_grad = weight.requires_grad
+        self.optimizer = optimizer_of_table(weight, fused_params)
+
+
+def _place(
+    config: BaseEmbeddingConfig,
+    pooling: PoolingMode,
+    sharding: ParameterSharding,
+    option: _TableOptions,
+    features: Sequence[str],
+    world_size: int,
+) -> PlacedTable:
+    rects = rects_of(config.name, config.num_embeddings, config.embedding_dim, sharding, world_size)
+    if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
+        raise ValueError(
+            f"Table {config.name!r} has compute_kernel 'quant', which is for inference; shard a "
+            "quantized model by recsys.inference.shard_quant_model."
+        )
+    if sharding.output_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"Table {config.name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
+            "are float32. Leave it None and convert the output."
+        )
+    splits_rows = len({rect.row_start for rect in rects}) > 1
+    splits_columns = len({rect.col_start for rect in rects}) > 1
+    exchanges = False
+    if splits_columns and option.optimizer is not None:
+        exchanges = is_row_reducing(option.optimizer.algorithm)
+        if exchanges and not row_wise_moment(option.optimizer.algorithm):
+            raise ValueError(
+                f"Table {config.name!r} is split by columns, but its optimizer "
+                f"{option.optimizer.algorithm.name} "
+                "takes the norm of whole rows. Place it table_wise, row_wise or data_parallel."
+            )
+    if splits_rows and pooling is PoolingMode.MEAN:
+        pooling = PoolingMode.SUM  # divided by the bag length at the end
+    return PlacedTable(
+        name=config.name,
+        num_rows=config.num_embeddings,
+        dim=config.embedding_dim,
+        features=tuple(features.index(f) for f in config.feature_names),
+        group=GroupSettings(
+            pooling=pooling,
+            weights_dtype=option.dtype,
+            output_dtype=torch.float32,
+            optimizer=option.optimizer,
+            requires_grad=option.requires_grad,
+            location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
+            exchanges_row_statistics=exchanges,
+        ),
+        rects=rects,
+    )
+
+
+def _bounds_check_mode(
+    plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
+) -> BoundsCheckMode:
+    """Returns the mode the plan asks for, the collection's own if it asks for none."""
+    asked = {s.bounds_check_mode.name for s in plan.values() if s.bounds_check_mode is not None}
+    if len(asked) > 1:
+        raise ValueError(
+            "The tables of one collection share one bounds_check_mode; the plan asks for "
+            f"{sorted(asked)}."
+        )
+    return BoundsCheckMode[asked.pop()] if asked else default
+
+
+def canonical_device(device: torch.device | str) -> torch.device:
+    """Returns the device as tensors name it: ``cuda:0``, not ``cuda``."""
+    return torch.empty(0, device=device).device
+
+
+def default_device(env: ShardingEnv) -> torch.device:
+    """Returns the device a rank works on: its current GPU under NCCL, else the CPU."""
+    group = env.process_group
+    # a group made with no backend named serves both kinds of device
+    if group is not None and torch.distributed.get_backend(group) in ("gloo", "mpi"):
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,133 @@
+"""What sequences have beyond the property suite: distinct ids, indices, lookups of many ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recsys.distributed import comm
+from recsys.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingType
+from recsys.modules.embedding_configs import EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingCollection
+from recsys.optim import apply_optimizer_in_backward
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor
+from tests.ranks import RankPool
+
+CPU = torch.device("cpu")
+TYPES = (
+    ShardingType.TABLE_WISE,
+    ShardingType.ROW_WISE,
+    ShardingType.COLUMN_WISE,
+    ShardingType.DATA_PARALLEL,
+)
+
+
+def _unsharded(need_indices: bool = False) -> EmbeddingCollection:
+    """Tables "a" and "b" both read feature "x"; "b" reads "y" too."""
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingConfig(20, 12, "a", feature_names=["x"]),
+        EmbeddingConfig(30, 12, "b", feature_names=["y", "x"]),
+    ]
+    collection = EmbeddingCollection(tables=tables, device=CPU, need_indices=need_indices)
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.5})
+    return collection
+
+
+def _shard(
+    kind: ShardingType, use_index_dedup: bool, need_indices: bool = False
+) -> ShardedEmbeddingCollection:
+    env = ShardingEnv.default()
+    ranks = list(range(env.world_size))
+    plan = EmbeddingModuleShardingPlan(
+        a=parameter_sharding(kind, 20, 12, ranks), b=parameter_sharding(kind, 30, 12, ranks[::-1])
+    )
+    sharder = EmbeddingCollectionSharder(use_index_dedup=use_index_dedup)
+    return sharder.shard(_unsharded(need_indices), plan, env, CPU)
+
+
+def _batch(rank: int, num_ids: int = 7) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(0, 4, (2 * num_ids,), generator=generator)  # of few ids, often
+    lengths = torch.tensor([num_ids - 1, 1, 0, num_ids])
+    return KeyedJaggedTensor(["y", "x"], values, lengths=lengths)
+
+
+def _look_up(
+    kind: ShardingType, use_index_dedup: bool
+) -> tuple[dict[str, JaggedTensor], dict[str, JaggedTensor]]:
+    batch = _batch(dist.get_rank())
+    expected = _unsharded(need_indices=True)(batch)
+    return dict(_shard(kind, use_index_dedup, need_indices=True)(batch).items()), expected
+
+
+@pytest.mark.parametrize("use_index_dedup", [False, True])
+@pytest.mark.parametrize("kind", TYPES)
+def test_values_lengths_and_indices_are_those_of_the_unsharded(
+    ranks: RankPool, kind: ShardingType, use_index_dedup: bool
+) -> None:
+    for own, expected in ranks(2, _look_up, kind, use_index_dedup):
+        assert list(own) == list(expected) == ["x@a", "y", "x@b"]
+        for name, jagged in expected.items():
+            assert torch.equal(own[name].values(), jagged.values())
+            assert torch.equal(own[name].lengths(), jagged.lengths())
+            assert torch.equal(own[name].weights(), jagged.weights())
+
+
+def _ids_sent(use_index_dedup: bool) -> int:
+    sizes = []
+    plain = comm.all_to_all
+
+    def spy(env: object, sent: torch.Tensor, *args: object, **kwargs: object) -> object:
+        sizes.append(sent.numel())
+        return plain(env, sent, *args, **kwargs)  # type: ignore[arg-type]
+
+    comm.all_to_all = spy  # type: ignore[assignment]
+    try:
+        _shard(ShardingType.TABLE_WISE, use_index_dedup)(_batch(0, 1000)).wait()
+    finally:
+        comm.all_to_all = plain
+    _, payload, _ = sizes
+    return payload
+
+
+def test_distinct_ids_travel_once(ranks: RankPool) -> None:
+    assert min(ranks(2, _ids_sent, False)) >= 2000
+    assert max(ranks(2, _ids_sent, True)) <= 20
+
+
+def _bad_id(use_index_dedup: bool) -> str:
+    collection = _shard(ShardingType.ROW_WISE, use_index_dedup)
+    batch = _batch(dist.get_rank())
+    if dist.get_rank() == 1:
+        batch.values()[9] = 25  # in "b", not in "a"
+    try:
+        collection(batch)
+    except IndexError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("use_index_dedup", [False, True])
+def test_a_bad_id_is_named_on_every_rank(ranks: RankPool, use_index_dedup: bool) -> None:
+    first, second = ranks(2, _bad_id, use_index_dedup)
+    assert first == second
+    assert first.startswith("On rank 1: ")
+    assert "25" in first
+    assert "'x'" in first
+    assert "'a'" in first
+
+
+def _copied() -> bool:
+    collection = _shard(ShardingType.COLUMN_WISE, True)
+    copied = collection.copy(CPU)
+    batch = _batch(dist.get_rank())
+    both = [dict(c(batch).items()) for c in (collection, copied)]
+    return all(torch.equal(a.values(), both[1][name].values()) for name, a in both[0].items())
+
+
+def test_a_copy_looks_up_the_same(ranks: RankPool) -> None:
+    assert ranks(2, _copied) == [True, True]
