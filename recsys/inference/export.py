@@ -6,6 +6,7 @@ containers, so that only tensor operations are left; TorchScript compiles those.
 """
 
 import inspect
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,5 +163,11 @@ def export_torchscript(
         # TorchScript is in maintenance; `torch.jit.load` is what C++ servers call today
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         scripted: torch.jit.ScriptModule = torch.jit.script(traced)
-    scripted.save(str(path))
+    # whole or not at all: ranks of a job may write one path while others read it
+    partial = f"{path}.{os.getpid()}.part"
+    try:
+        scripted.save(partial)
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
     return scripted

@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -241,15 +242,16 @@ def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def shard(case: Case, plan: ShardingPlan | None = None) -> DistributedModelParallel:
-    os.environ["LOCAL_WORLD_SIZE"] = str(case.node_size or case.world_size)
     sharder = EmbeddingCollectionSharder(use_index_dedup=case.use_index_dedup)
-    return DistributedModelParallel(
-        case.model(),
-        env=ShardingEnv.default(),
-        device=CPU,
-        plan=plan or case.plan(),
-        sharders=[EmbeddingBagCollectionSharder(), sharder],
-    )
+    # the process serves other tests after this one
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(case.node_size or case.world_size)):
+        return DistributedModelParallel(
+            case.model(),
+            env=ShardingEnv.default(),
+            device=CPU,
+            plan=plan or case.plan(),
+            sharders=[EmbeddingBagCollectionSharder(), sharder],
+        )
 
 
 def train(
