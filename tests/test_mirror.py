@@ -27,9 +27,11 @@ BROAD = {
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
     "datasets/utils.py": "datasets/test_random.py",
+    "distributed/batch_segments.py": "distributed/test_input_dist.py",
     "distributed/comm.py": "distributed/test_sharding.py",
     "distributed/exchange.py": "distributed/test_sharding.py",
     "distributed/fused_optimizer.py": "distributed/test_sharding.py",
+    "distributed/id_routes.py": "distributed/test_input_dist.py",
     "distributed/output_dist.py": "distributed/test_sharding.py",
     "distributed/sequence_dist.py": "distributed/test_embedding.py",
     "distributed/sharded_collection.py": "distributed/test_sharding.py",

@@ -66,7 +66,11 @@ class Exchange(abc.ABC):
 
 
 def start_exchange(
-    exchange: Exchange, lookups: Sequence[Tensor], replicas: Sequence[Tensor], trains: bool
+    exchange: Exchange,
+    lookups: Sequence[Tensor],
+    replicas: Sequence[Tensor],
+    trains: bool,
+    anchor: Tensor | None = None,
 ) -> LazyAwaitable[Tensor]:
     """Starts an exchange.
 
@@ -76,11 +80,13 @@ def start_exchange(
         replicas: outputs of the replicated tables' lookups.
         trains: whether any table of the module, on any rank, takes gradients: a backward pass must
             reach every rank, also one whose own tables are frozen or that owns none.
+        anchor: ``[0]``, what else every backward pass must reach.
 
     Returns:
         The pending output.
     """
-    anchor = torch.zeros(0, device=exchange.device, requires_grad=trains)
+    if anchor is None:
+        anchor = torch.zeros(0, device=exchange.device, requires_grad=trains)
     arriving = _Send.apply(  # type: ignore[no-untyped-call]
         exchange, len(lookups), anchor, *lookups, *replicas
     )
@@ -107,7 +113,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *ctx.exchange.send_back(grad))
+        return (None, None, grad.new_zeros(0), *ctx.exchange.send_back(grad))
 
 
 class _Place(torch.autograd.Function):

@@ -309,7 +309,8 @@ class OutputDist:
         if self._is_identity:
             (whole,) = lookups
             return LazyAwaitable(lambda: whole)
-        return start_exchange(_PooledExchange(self, receipt), lookups, replicas, trains)
+        exchange = _PooledExchange(self, receipt)
+        return start_exchange(exchange, lookups, replicas, trains, receipt.anchor)
 
 
 @final

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recsys.distributed import comm
 from recsys.distributed.exchange import Exchange, start_exchange
-from recsys.distributed.input_dist import IdRoute
+from recsys.distributed.id_routes import IdRoute
 from recsys.distributed.layout import Layout, Stream
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.kernels import ops

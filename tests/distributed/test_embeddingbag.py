@@ -118,16 +118,6 @@ def test_a_subclass_without_a_sharder_is_refused() -> None:
         )
 
 
-def test_weights_that_require_grad_are_refused() -> None:
-    seed = next(s for s in range(20) if Case(s, 1).is_weighted)
-    model = _single(Case(seed, 1))
-    batch = _batch()
-    weights = torch.ones(len(batch.values()), requires_grad=True)
-    weighted = KeyedJaggedTensor(FEATURES, batch.values(), weights, batch.lengths())
-    with pytest.raises(ValueError, match="carries no gradient to the weights of a batch"):
-        model(weighted)
-
-
 def test_features_that_no_table_reads_may_hold_anything() -> None:
     case = _unweighted(0, 1, (ShardingType.TABLE_WISE,))
     batch = _batch()

@@ -1,0 +1,79 @@
+"""The gradient of a batch's weights under sharding is that of the unsharded collection."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recsys.distributed.types import ShardingType
+from recsys.optim import RowWiseAdagrad
+from recsys.sparse import KeyedJaggedTensor
+from tests.distributed.cases import FEATURES, Case, concat_batches, shard
+from tests.ranks import RankPool
+
+
+def _case(seed: int) -> Case:
+    rng = random.Random(seed)
+    seed *= 100
+    while not Case(seed, 1).is_weighted:
+        seed += 1
+    world_size = rng.choice([1, 2, 3, 4])
+    return Case(
+        seed,
+        world_size,
+        types=tuple(ShardingType),
+        optimizer=rng.choice([RowWiseAdagrad, torch.optim.SGD, None]),
+        variable_batch=rng.random() < 0.4,
+        node_size=2 if world_size == 4 else None,
+    )
+
+
+def _with_weights(batch: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
+    variable = batch.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        batch.keys(),
+        batch.values(),
+        weights,
+        batch.lengths(),
+        stride=None if variable else batch.stride(),
+        stride_per_key_per_rank=batch.stride_per_key_per_rank() if variable else None,
+        inverse_indices=batch.inverse_indices_or_none(),
+    )
+
+
+def _gradients(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Per step this rank's weight gradient, and the unsharded one."""
+    rank, sharded, unsharded = dist.get_rank(), shard(case), case.model()
+    found = []
+    for step in range(3):
+        batches = case.batches(step)
+        weights = batches[rank].weights().clone()
+        weights.requires_grad_(step != 1 or rank == 0)  # in step 1 only one rank asks
+        pooled, _ = sharded(_with_weights(batches[rank], weights))
+        (pooled * pooled.detach().sin()).sum().backward()
+        joined = concat_batches(batches)
+        all_weights = joined.weights().clone().requires_grad_()
+        pooled, _ = unsharded(_with_weights(joined, all_weights))
+        (pooled * pooled.detach().sin()).sum().div(case.world_size).backward()
+        assert all_weights.grad is not None
+        own_loss = all_weights.grad * case.world_size
+        sizes = [batch.length_per_key()[k] for k in range(len(FEATURES)) for batch in batches]
+        mine = torch.cat(own_loss.split(sizes)[rank :: case.world_size])
+        if weights.requires_grad:
+            assert weights.grad is not None
+            found.append((weights.grad, mine))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_weight_gradients_equal_the_unsharded_ones(ranks: RankPool, seed: int) -> None:
+    case = _case(seed)
+    results = ranks(case.world_size, _gradients, case)
+    assert len(results[0]) == 3
+    for found in results:
+        for sharded, unsharded in found:
+            torch.testing.assert_close(sharded, unsharded, rtol=1e-5, atol=1e-5)
