@@ -1,0 +1,132 @@
+"""FeatureProcessedEmbeddingBagCollection placed on many ranks: its tables are, its processors not.
+
+A processor sees the bags of its own rank, before their ids travel, so that whatever it does is what
+it does unsharded. The weights travel with the ids, and their gradients come back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from recsys.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from recsys.distributed.types import (
+    LazyAwaitable,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+)
+from recsys.modules.feature_processor import FeatureProcessorsCollection
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+
+
+@final
+class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
+    """The processors of a collection on every rank, before its tables on many.
+
+    Not a :class:`~recsys.distributed.types.ShardedModule`, but it has one: the processors are dense
+    parameters, which DistributedModelParallel replicates with those of the rest of the model. Names
+    in the state dict are those of the unsharded collection.
+
+    Args:
+        feature_processors: the processors.
+        embedding_bag_collection: the tables.
+    """
+
+    def __init__(
+        self,
+        feature_processors: FeatureProcessorsCollection,
+        embedding_bag_collection: ShardedEmbeddingBagCollection,
+    ) -> None:
+        super().__init__()
+        self._embedding_bag_collection = embedding_bag_collection
+        self._feature_processors = feature_processors
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+        """Weighs and looks up this rank's batch.
+
+        Args:
+            features: int32 or int64 ids of this rank's samples, with every feature the tables read.
+
+        Returns:
+            A pending :class:`~recsys.sparse.KeyedTensor` ``[B, sum of dims]`` in the unsharded
+            order.
+
+        Raises:
+            ValueError: on every rank, as the processors do on any.
+            IndexError: on every rank, if an id on any rank lies outside its table.
+            KeyError: on every rank, if a batch lacks a feature.
+            TypeError: on every rank, if ids are not integers.
+        """
+        try:
+            weighted = self._feature_processors(features)
+        except Exception as error:
+            weighted = _NoBatch(error)
+        pooled: LazyAwaitable[KeyedTensor] = self._embedding_bag_collection(weighted)
+        return pooled
+
+
+class _NoBatch:
+    """Raises an error at the first look at it: the input stage then raises it on every rank."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+class FeatureProcessedEmbeddingBagCollectionSharder(
+    ModuleSharder[FeatureProcessedEmbeddingBagCollection]
+):
+    """Shards the tables of a ``FeatureProcessedEmbeddingBagCollection``.
+
+    Args:
+        ebc_sharder: shards the tables; an ``EmbeddingBagCollectionSharder()`` if None.
+
+    Example:
+        >>> FeatureProcessedEmbeddingBagCollectionSharder().module_type.__name__
+        'FeatureProcessedEmbeddingBagCollection'
+    """
+
+    def __init__(self, ebc_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
+        self._ebc_sharder = ebc_sharder or EmbeddingBagCollectionSharder()
+        self.fused_params = self._ebc_sharder.fused_params
+
+    @property
+    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
+        """The module type this sharder replaces."""
+        return FeatureProcessedEmbeddingBagCollection
+
+    def shard(  # type: ignore[override]
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """Returns the collection with sharded tables; their weights and the processors are kept."""
+        processors, tables = module.split()
+        sharded = self._ebc_sharder.shard(tables, params, env, device)
+        return ShardedFeatureProcessedEmbeddingBagCollection(processors, sharded)
+
+    def shardable_parameters(
+        self, module: FeatureProcessedEmbeddingBagCollection
+    ) -> dict[str, nn.Parameter]:
+        """Returns table name to weight."""
+        return self._ebc_sharder.shardable_parameters(module.split()[1])
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns the sharding types that the sharder of the tables can execute."""
+        return self._ebc_sharder.sharding_types(compute_device_type)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns the compute kernels that the sharder of the tables can execute."""
+        return self._ebc_sharder.compute_kernels(sharding_type, compute_device_type)

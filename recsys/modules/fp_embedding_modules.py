@@ -1,0 +1,174 @@
+"""FeatureProcessedEmbeddingBagCollection: bags whose ids are weighed before they are pooled.
+
+Legend: `B` batch size, `D` columns, `N` ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.feature_processor import (
+    FeatureProcessor,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
+)
+from recsys.modules.position_weights import PositionGather, with_weights
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+__all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]
+
+
+class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
+    """A collection of one processor per feature.
+
+    Position weights of all features are found in one gather; other processors are called feature by
+    feature, which on CUDA waits for the batch's lengths. Features without a processor get weight 1.
+
+    Args:
+        feature_processors: Feature to its processor.
+
+    Raises:
+        TypeError: A processor is none.
+
+    Example:
+        >>> processors = FeatureProcessorDictWrapper({"clicks": PositionWeightedModule(3)})
+        >>> list(processors.state_dict())
+        ['clicks.position_weight']
+    """
+
+    def __init__(self, feature_processors: Mapping[str, FeatureProcessor] | nn.ModuleDict) -> None:
+        super().__init__()
+        for name, processor in feature_processors.items():
+            if not isinstance(processor, FeatureProcessor):
+                raise TypeError(
+                    f"The processor of feature {name!r} must be a FeatureProcessor; received "
+                    f"{type(processor).__name__}. Derive it from FeatureProcessor."
+                )
+            self.add_module(name, processor)
+        self._gather: PositionGather | None = None
+        if all(type(processor) is PositionWeightedModule for processor in self._modules.values()):
+            lengths = {name: p.position_weight.numel() for name, p in self._processors().items()}
+            self._gather = PositionGather(lengths, PositionWeightedModule.__name__)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Weigh a batch.
+
+        Args:
+            features: The batch; a processor sees the weights it has.
+
+        Returns:
+            The same ids in the same bags, with weights [N].
+
+        Raises:
+            ValueError: A processor returned no weights, or not one per id; or as the processors.
+        """
+        if self._gather is not None:
+            positions = [p.position_weight for p in self._processors().values()]
+            return with_weights(features, self._gather(positions, features))
+        weights = [self._weigh(name, bags) for name, bags in features.to_dict().items()]
+        return with_weights(features, torch.cat(weights))
+
+    def _processors(self) -> dict[str, PositionWeightedModule]:
+        return cast(dict[str, PositionWeightedModule], self._modules)
+
+    def _weigh(self, name: str, bags: JaggedTensor) -> Tensor:
+        processor, ids = self._modules.get(name), bags.values()
+        if processor is None:
+            return torch.ones(ids.numel(), device=ids.device)
+        weights: Tensor | None = processor(bags).weights_or_none()
+        if weights is None or weights.shape != ids.shape:
+            raise ValueError(
+                f"The processor of feature {name!r} ({type(processor).__name__}) must return one "
+                f"weight per id; received {'none' if weights is None else tuple(weights.shape)} "
+                f"for {ids.numel()} ids. Return a JaggedTensor of the same bags with weights."
+            )
+        return weights
+
+
+class FeatureProcessedEmbeddingBagCollection(nn.Module):
+    """Weighs the ids of a batch, and looks up and pools the bags.
+
+    The processors are ordinary dense modules, trained by the gradient that reaches the weights.
+
+    Args:
+        embedding_bag_collection: The tables; built with `is_weighted=True`.
+        feature_processors: One processor for each feature of the tables, by name; or a collection
+            for all of them.
+
+    Raises:
+        TypeError: A processor in a dict is no `FeatureProcessor`.
+        ValueError: The tables take no weights, or a dict has not exactly their features.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.feature_processor import PositionWeightedModuleCollection
+        >>> table = EmbeddingBagConfig(100, 4, "films", feature_names=["watched"])
+        >>> model = FeatureProcessedEmbeddingBagCollection(
+        ...     EmbeddingBagCollection(tables=[table], is_weighted=True),
+        ...     PositionWeightedModuleCollection({"watched": 10}),
+        ... )
+        >>> bags = KeyedJaggedTensor(["watched"], torch.tensor([7, 8]), lengths=torch.tensor([2]))
+        >>> model(bags)["watched"].shape
+        torch.Size([1, 4])
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        feature_processors: Mapping[str, FeatureProcessor] | FeatureProcessorsCollection,
+    ) -> None:
+        super().__init__()
+        if not embedding_bag_collection.is_weighted():
+            raise ValueError(
+                "FeatureProcessedEmbeddingBagCollection needs tables that take weights; received "
+                "an EmbeddingBagCollection without. Build it with is_weighted=True."
+            )
+        if not isinstance(feature_processors, FeatureProcessorsCollection):
+            given = set(feature_processors)
+            configs = embedding_bag_collection.embedding_bag_configs()
+            wanted = {feature for config in configs for feature in config.feature_names}
+            if given != wanted:
+                raise ValueError(
+                    "feature_processors must have exactly the features of the tables; missing: "
+                    f"{sorted(wanted - given)}, unknown: {sorted(given - wanted)}. To weigh only "
+                    "some features pass a FeatureProcessorsCollection."
+                )
+            feature_processors = FeatureProcessorDictWrapper(feature_processors)
+        self._embedding_bag_collection = embedding_bag_collection
+        self._feature_processors = feature_processors
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Weigh, look up and pool a batch.
+
+        Args:
+            features: Ids int32 or int64 for all features of the tables; weights are not needed.
+
+        Returns:
+            fp32 [B, sum of D], as the `EmbeddingBagCollection` returns it.
+
+        Raises:
+            ValueError: As the processors, such as for a bag longer than its position weights.
+            KeyError: As the `EmbeddingBagCollection`.
+            TypeError: As the `EmbeddingBagCollection`.
+            IndexError: As the `EmbeddingBagCollection`.
+        """
+        pooled: KeyedTensor = self._embedding_bag_collection(self._feature_processors(features))
+        return pooled
+
+    def split(self) -> tuple[FeatureProcessorsCollection, EmbeddingBagCollection]:
+        """The processors and the tables."""
+        return self._feature_processors, self._embedding_bag_collection
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables, in order."""
+        return self._embedding_bag_collection.embedding_bag_configs()
+
+    def is_weighted(self) -> bool:
+        """Whether ids come with weights: they do, from the processors."""
+        return True

@@ -1,0 +1,245 @@
+"""The weight of each id by its position in its bag, for all features of a batch in one gather.
+
+Legend: `K` features of a batch, `M` bags, `N` ids, `P` positions of all features together.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.sparse import KeyedJaggedTensor
+
+__all__ = ["PositionGather", "PositionWeights", "with_weights"]
+
+_NO_LIMIT = torch.iinfo(torch.int64).max
+
+
+@final
+class PositionWeights(nn.ParameterDict):
+    """One parameter per feature: a weight per position in its bags, 1 at first.
+
+    Args:
+        max_feature_lengths: feature to the number of ids that its longest bag may have.
+        device: where the weights live; None: torch's default device.
+
+    Raises:
+        ValueError: a length is not positive.
+
+    Example:
+        >>> PositionWeights({"clicks": 3})["clicks"].tolist()
+        [1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None
+    ) -> None:
+        bad = {name: length for name, length in max_feature_lengths.items() if length < 1}
+        if bad:
+            raise ValueError(
+                f"A feature with position weights needs a maximum length of at least 1; received "
+                f"{bad}. Leave the feature out, or give the length of its longest bag."
+            )
+        super().__init__(
+            {
+                name: nn.Parameter(torch.ones(length, device=device))
+                for name, length in max_feature_lengths.items()
+            }
+        )
+
+    def reset_parameters(self) -> None:
+        """Set every weight to 1."""
+        for weight in self.parameters():
+            nn.init.ones_(weight)
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters, in order; `values()` takes 2 us for each."""
+        return list(self._parameters.values())  # type: ignore[arg-type]
+
+
+class _Route(NamedTuple):
+    """Where the weights of a batch's features lie among those of all features."""
+
+    table_3K: Tensor
+    """Place of the first weight, place of the last one, and how many ids a bag may have."""
+    limits: list[int]
+    """The last of these, on the host."""
+    has_others: bool
+    """Whether a feature has no weights: all its ids then read a 1 behind the weights."""
+
+
+class _Report(NamedTuple):
+    """A check whose result is still on its way from the device."""
+
+    bad_count: Tensor
+    """[] int64 in pinned memory."""
+    done: torch.cuda.Event
+    too_long_M: Tensor
+    features: KeyedJaggedTensor
+    limits: list[int]
+
+
+@final
+class PositionGather:
+    """Picks the weight of each id by its position in its bag; ids of other features get 1.
+
+    A bag longer than its feature has weights is an error: on a CPU at once; on CUDA, where nothing
+    waits for the device, at a later batch or with `check()`, and until then the ids beyond the end
+    get the last weight.
+
+    Args:
+        max_feature_lengths: feature to the number of its weights.
+        owner: Who asks, for messages.
+
+    Example:
+        >>> gather = PositionGather({"f": 2}, "test")
+        >>> batch = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9]), lengths=torch.tensor([1, 2]))
+        >>> gather([torch.tensor([0.5, 0.1])], batch)
+        tensor([0.5000, 0.5000, 0.1000])
+    """
+
+    def __init__(self, max_feature_lengths: Mapping[str, int], owner: str) -> None:
+        self._lengths = dict(max_feature_lengths)
+        self._owner = owner
+        self._seen: tuple[list[str], torch.device] | None = None
+        self._route: _Route
+        self._reports: list[_Report] = []
+
+    def __reduce__(self) -> tuple[type[PositionGather], tuple[dict[str, int], str]]:
+        """Copies and pickles afresh: what was found out about earlier batches stays here."""
+        return PositionGather, (self._lengths, self._owner)
+
+    def __call__(self, weights: Sequence[Tensor], features: KeyedJaggedTensor) -> Tensor:
+        """Pick the weights of a batch.
+
+        Args:
+            weights: One 1-D tensor per feature of `max_feature_lengths`, in that order.
+            features: The batch, on their device; weights that it has are not looked at.
+
+        Returns:
+            [N], differentiable by the weights.
+
+        Raises:
+            ValueError: A bag is too long, in this batch or (CUDA) an earlier one; or the batch is
+                on another device.
+        """
+        device = features.device()
+        if weights and weights[0].device != device:
+            raise ValueError(
+                f"{self._owner} has its position weights on {weights[0].device}; received a batch "
+                f"on {device}. Move one of them with .to()."
+            )
+        route = self._route_for(features.keys(), device)
+        offsets_M1, lengths_M = features.offsets(), features.lengths()
+        num_ids = features.values().shape[0]
+        first_M, last_M, limit_M = _per_bag(route.table_3K, features)
+        self._check_lengths(lengths_M > limit_M, features, route.limits)
+        bag_N = torch.repeat_interleave(lengths_M, output_size=num_ids)
+        shift_N = (first_M - offsets_M1[:-1]).index_select(0, bag_N)
+        place_N = torch.arange(num_ids, device=device) + shift_N
+        place_N = torch.minimum(place_N, last_M.index_select(0, bag_N))
+        dtype = weights[0].dtype if weights else torch.float32
+        ones = [torch.ones(1, dtype=dtype, device=device)] if route.has_others else []
+        return torch.cat([*weights, *ones]).index_select(0, place_N)
+
+    def check(self) -> None:
+        """Wait for the device and raise if a bag of an earlier batch was too long."""
+        reports, self._reports = self._reports, []
+        for report in reports:
+            report.done.synchronize()
+            self._read(report)
+
+    def _route_for(self, keys: list[str], device: torch.device) -> _Route:
+        if self._seen is None or self._seen != (keys, device):
+            places, end = {}, 0
+            for name, length in self._lengths.items():
+                places[name] = (end, end + length - 1, length)
+                end += length
+            rows = [places.get(key, (end, end, _NO_LIMIT)) for key in keys]
+            table_3K = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3).T
+            has_others = any(key not in places for key in keys)
+            self._route = _Route(table_3K.contiguous(), [row[2] for row in rows], has_others)
+            self._seen = list(keys), device
+        return self._route
+
+    def _check_lengths(
+        self, too_long_M: Tensor, features: KeyedJaggedTensor, limits: list[int]
+    ) -> None:
+        if not too_long_M.is_cuda:
+            if bool(too_long_M.any()):
+                raise ValueError(self._too_long_message(too_long_M, features, limits))
+            return
+        while self._reports and self._reports[0].done.query():
+            self._read(self._reports.pop(0))
+        count = torch.empty((), dtype=torch.int64, pin_memory=True)
+        count.copy_(too_long_M.sum(), non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._reports.append(_Report(count, done, too_long_M, features, limits))
+
+    def _read(self, report: _Report) -> None:
+        if int(report.bad_count):
+            raise ValueError(
+                self._too_long_message(report.too_long_M, report.features, report.limits)
+            )
+
+    def _too_long_message(
+        self, too_long_M: Tensor, features: KeyedJaggedTensor, limits: list[int]
+    ) -> str:
+        bags = too_long_M.nonzero().flatten()
+        bag = int(bags[0])
+        length = int(features.lengths()[bag])
+        ends = list(itertools.accumulate(features.stride_per_key()))
+        index = bisect.bisect_right(ends, bag)
+        bag -= ends[index] - features.stride_per_key()[index]
+        key = features.keys()[index]
+        where = f"bag {bag} of feature {key!r}" if key else f"bag {bag}"
+        return (
+            f"{self._owner}: a bag must not have more ids than its feature has position weights, "
+            f"{limits[index]}; received {length} ids in {where} ({bags.numel()} such in the "
+            "batch). Cut the bags, or raise the feature's maximum length."
+        )
+
+
+def _per_bag(table_3K: Tensor, features: KeyedJaggedTensor) -> tuple[Tensor, ...]:
+    """Values per feature -> values per bag."""
+    if not features.variable_stride_per_key():
+        return table_3K.repeat_interleave(features.stride(), dim=1).unbind()
+    strides = features.stride_per_key()
+    strides_K = torch.tensor(strides, device=table_3K.device)
+    return table_3K.repeat_interleave(strides_K, dim=1, output_size=sum(strides)).unbind()
+
+
+def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
+    """Put other weights on the ids of a batch.
+
+    Args:
+        features: The batch.
+        weights: [N].
+
+    Returns:
+        The same ids in the same bags.
+
+    Example:
+        >>> batch = KeyedJaggedTensor(["f"], torch.tensor([7]), lengths=torch.tensor([1]))
+        >>> with_weights(batch, torch.tensor([0.5])).weights()
+        tensor([0.5000])
+    """
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor.from_parts(
+        features.keys(),
+        features.values(),
+        weights,
+        features.lengths_or_none(),
+        features.offsets_or_none(),
+        stride=features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        stride_per_key=features.stride_per_key() if varies else None,
+        length_per_key=features.length_per_key_or_none(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )

@@ -1,0 +1,79 @@
+"""KTRegroupAsDict: embeddings side by side in the order in which dense layers want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from recsys.modules.embedding_configs import DataType, data_type_to_dtype
+from recsys.sparse import KeyedTensor
+
+__all__ = ["KTRegroupAsDict"]
+
+
+class KTRegroupAsDict(nn.Module):
+    """Gathers keys of several keyed tensors into new tensors, named: `KeyedTensor.regroup_as_dict`.
+
+    Where the columns of each key lie is found once for each order of keys. Sharded outputs that
+    are still under way are awaited.
+
+    Args:
+        groups: The keys of each result, in order; a key may serve several groups.
+        keys: The name of each result.
+        emb_dtype: What the embeddings are converted to; None: they stay as they are.
+
+    Raises:
+        ValueError: Names and groups differ in number, a name repeats, or a group is empty.
+
+    Example:
+        >>> import torch
+        >>> regroup = KTRegroupAsDict([["b", "a"], ["c"]], ["user", "item"])
+        >>> user = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
+        >>> item = KeyedTensor(["c"], [1], torch.tensor([[4.0]]))
+        >>> regroup([user, item])
+        {'user': tensor([[2., 3., 1.]]), 'item': tensor([[4.]])}
+    """
+
+    def __init__(
+        self,
+        groups: list[list[str]],
+        keys: list[str],
+        emb_dtype: DataType | None = None,
+    ) -> None:
+        super().__init__()
+        if len(groups) != len(keys) or len(set(keys)) != len(keys):
+            raise ValueError(
+                f"KTRegroupAsDict.keys must name each group, each once; received the keys {keys} "
+                f"for {len(groups)} groups."
+            )
+        empty = [key for key, group in zip(keys, groups, strict=True) if not group]
+        if empty:
+            raise ValueError(
+                f"KTRegroupAsDict: every group needs at least one key; received none for {empty}."
+            )
+        self._groups = [list(group) for group in groups]
+        self._keys = list(keys)
+        self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
+
+    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+        """Gather the groups.
+
+        Args:
+            keyed_tensors: Sources, alike in all but the keys; also pending ones.
+
+        Returns:
+            [B, sum of widths] by name; differentiable.
+
+        Raises:
+            KeyError: No source has a key.
+            ValueError: Two sources have it, or sources differ in `key_dim`.
+        """
+        grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
+        if self._dtype is None:
+            return grouped
+        return {key: tensor.to(self._dtype) for key, tensor in grouped.items()}
+
+    def extra_repr(self) -> str:
+        """Shows the groups."""
+        return ", ".join(f"{k}={g}" for k, g in zip(self._keys, self._groups, strict=True))
