@@ -168,4 +168,4 @@ class _LiveGroup(dict[str, Any]):
         super().__setitem__(key, value)
         if key == "lr":
             for kernel in self._kernels:
-                kernel.learning_rate = float(value)
+                kernel.set_learning_rate(float(value))

@@ -29,6 +29,7 @@ __all__ = [
     "apply_row_update",
     "init_state",
     "is_row_reducing",
+    "round_stochastically",
     "row_statistic",
     "row_wise_moment",
     "update_rows",
@@ -163,7 +164,7 @@ def update_rows(
         state: As from `init_state`; changed in place.
         rows: [K] int64, without duplicates.
         grads: [K, D].
-        learning_rate: Overrides `spec.learning_rate`.
+        learning_rate: Overrides `spec.learning_rate`; one for all rows, or [K, 1].
         row_moment: [K] the mean of g*g over ALL columns of each row, when `weight` holds only
             some of them (row-wise Adagrad, partial row-wise Adam); None: computed from `grads`.
 
@@ -202,7 +203,7 @@ def apply_row_update(
 ) -> None:
     """`update_rows` without counting the step.
 
-    `step` is a scalar, or [K, 1] when rows of several tables mix.
+    `step` and `learning_rate` are scalars, or [K, 1] when rows of several tables mix.
     """
     g_KD = grads.float()
     if weight.dtype is torch.float32 and not _reads_weights(spec):
@@ -214,7 +215,41 @@ def apply_row_update(
         return
     old_KD = weight.index_select(0, rows).float()
     move_KD = _move(spec, old_KD, g_KD, state, rows, learning_rate, step, row_moment)
-    weight.index_copy_(0, rows, (old_KD - move_KD).to(weight.dtype))
+    new_KD = old_KD - move_KD
+    if spec.stochastic_rounding:
+        new_KD = round_stochastically(new_KD, weight.dtype)
+    weight.index_copy_(0, rows, new_KD.to(weight.dtype))
+
+
+_DROPPED_BITS = {torch.float16: 13, torch.bfloat16: 16}  # of the 23 bits of an fp32 mantissa
+
+
+def round_stochastically(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a narrower dtype, up or down at random, so that the mean of many is the value.
+
+    Args:
+        values: fp32.
+        dtype: fp16 or bf16. Below fp16's smallest normal number (6e-5) it rounds to the nearest.
+
+    Returns:
+        fp32 that `to(dtype)` leaves as it is.
+
+    Raises:
+        ValueError: Another dtype.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> sorted(set(round_stochastically(torch.full((99,), 1.001), torch.bfloat16).tolist()))
+        [1.0, 1.0078125]
+    """
+    if dtype not in _DROPPED_BITS:
+        raise ValueError(
+            f"Stochastic rounding is for {list(_DROPPED_BITS)}; received {dtype}. Turn it off."
+        )
+    step = 1 << _DROPPED_BITS[dtype]
+    bits = values.contiguous().view(torch.int32)
+    # a carry moves on into the exponent, as it must
+    return (bits + torch.randint_like(bits, step)).bitwise_and_(-step).view(torch.float32)
 
 
 def _reads_weights(spec: OptimizerSpec) -> bool:
@@ -260,7 +295,7 @@ def _move(
         moment_K = _row_moment(g_KD) if row_moment is None else row_moment
         root_K = advance("sum", moment_K, 1.0, 1.0).sqrt_().add_(spec.eps)
         if not decay:
-            return g_KD * (learning_rate / root_K).unsqueeze(1)
+            return g_KD * (root_K.reciprocal_().unsqueeze(1) * learning_rate)
         delta_KD = g_KD / root_K.unsqueeze(1)
     else:
         assert step is not None

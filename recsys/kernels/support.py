@@ -8,7 +8,7 @@ cannot make them wrong unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, final
 
 import torch
@@ -24,7 +24,15 @@ from recsys.kernels.types import (
     WeightDecayMode,
 )
 
-__all__ = ["LIMITS", "Backend", "BackendChoice", "Limit", "LookupSettings", "choose_backend"]
+__all__ = [
+    "LIMITS",
+    "Backend",
+    "BackendChoice",
+    "Limit",
+    "LookupSettings",
+    "choose_backend",
+    "shared_optimizer",
+]
 
 Backend: TypeAlias = Literal["fbgemm", "torch"]
 
@@ -112,6 +120,11 @@ LIMITS: tuple[Limit, ...] = (
         "its CPU kernels ignore weight decay",
         lambda s: s.fused is not None and s.fused.weight_decay != 0,
     ),
+    Limit(
+        "cpu",
+        "its CPU kernels ignore stochastic rounding",
+        lambda s: s.fused is not None and s.fused.stochastic_rounding,
+    ),
     Limit("cpu", "the installed fbgemm_gpu lacks the CPU kernels", lambda s: not has_cpu_ops()),
     # CUDA: from fbgemm_gpu 1.8.0's own checks; tests/gpu compares the two backends there.
     Limit("cuda", "the installed fbgemm_gpu has no CUDA kernels", lambda s: not has_cuda_ops()),
@@ -173,3 +186,21 @@ def choose_backend(settings: LookupSettings) -> BackendChoice:
         if limit.device_type == device_type and limit.applies(settings):
             return BackendChoice("torch", f"not FBGEMM: {limit.reason}")
     return BackendChoice("fbgemm", f"FBGEMM supports these settings on {device_type}")
+
+
+def shared_optimizer(
+    spec: OptimizerSpec, device: torch.device, update_mode: UpdateMode
+) -> OptimizerSpec:
+    """What of an optimizer must be equal for tables to be served by one lookup.
+
+    A learning rate of 0 stands for any: each table of the lookup is then given its own. FBGEMM's
+    CUDA module takes one rate for all its tables.
+
+    Example:
+        >>> spec = OptimizerSpec(algorithm=EmbOptimType.SGD, learning_rate=0.5)
+        >>> shared_optimizer(spec, torch.device("cpu"), UpdateMode.FUSED).learning_rate
+        0.0
+    """
+    if device.type == "cuda" and update_mode is UpdateMode.FUSED:
+        return spec
+    return replace(spec, learning_rate=0.0)

@@ -5,7 +5,7 @@ Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 from typing import Any, TypeAlias, final
 
@@ -158,7 +158,8 @@ class TableBatchedEmbedding:
         self._kernel = kernel_class(
             self.layout, self.storage, pooling, output_dtype, optimizer, flat_states
         )
-        self._learning_rate = 0.0 if optimizer is None else optimizer.learning_rate
+        rate = 0.0 if optimizer is None else optimizer.learning_rate
+        self._rates = (rate,) * len(self.layout.tables)
         # Makes outputs require grad although no input does.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         # DEFERRED mode: what backward left, as it came (one pass only) or reduced to rows
@@ -176,6 +177,15 @@ class TableBatchedEmbedding:
             raise ValueError(
                 f"PoolingMode.NONE needs equal dims; received {sorted(set(settings.dims))}. Build "
                 "one lookup per dim."
+            )
+        if (
+            settings.optimizer is not None
+            and settings.optimizer.stochastic_rounding
+            and settings.weights_dtype not in (torch.float16, torch.bfloat16)
+        ):
+            raise ValueError(
+                "stochastic_rounding is for tables of torch.float16 and torch.bfloat16; received "
+                f"{settings.weights_dtype}. Leave it False."
             )
         if not settings.weights_dtype.is_floating_point:
             raise ValueError(f"weights_dtype must be floating; received {settings.weights_dtype}.")
@@ -237,15 +247,32 @@ class TableBatchedEmbedding:
         )
 
     @property
-    def learning_rate(self) -> float:
-        """Used by the next update."""
-        return self._learning_rate
+    def learning_rates(self) -> tuple[float, ...]:
+        """[T] used by the next update; set all, or one by `set_learning_rate`."""
+        return self._rates
 
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self._learning_rate = float(value)
-        if self._module is not None:
-            self._module.set_learning_rate(self._learning_rate)
+    @learning_rates.setter
+    def learning_rates(self, values: Sequence[float]) -> None:
+        if len(values) != len(self._rates):
+            raise ValueError(
+                f"learning_rates must be one per table; received {len(values)} for "
+                f"{len(self._rates)} tables."
+            )
+        self._rates = tuple(map(float, values))
+        if self._module is not None and len(set(self._rates)) == 1:
+            self._module.set_learning_rate(self._rates[0])
+
+    def set_learning_rate(self, value: float, tables: Iterable[int] | None = None) -> None:
+        """Set the rate that the next update uses.
+
+        Args:
+            value: The learning rate.
+            tables: Numbers of the tables that it is for; None: all.
+        """
+        rates = list(self._rates)
+        for table in range(len(rates)) if tables is None else tables:
+            rates[table] = value
+        self.learning_rates = rates
 
     def forward(
         self,
@@ -278,10 +305,16 @@ class TableBatchedEmbedding:
             per_sample_weights = per_sample_weights.float()
         if self.layout.device.type == "meta":
             return self._meta_output(indices, offsets)
-        if self._module is not None and (
-            parameters is None or all(p.requires_grad for p in parameters)
-        ):
-            return self._module.forward(indices, offsets, per_sample_weights)
+        if self._module is not None:
+            if (parameters is None or all(p.requires_grad for p in parameters)) and len(
+                set(self._rates)
+            ) == 1:
+                return self._module.forward(indices, offsets, per_sample_weights)
+            if self.location is EmbeddingLocation.MANAGED_CACHING:
+                raise ValueError(
+                    "Tables in MANAGED_CACHING that share a lookup must all train, at one learning "
+                    f"rate; received the rates {self._rates}. Give each its own lookup."
+                )
         if not torch.is_grad_enabled():
             return self._kernel.lookup(indices, offsets, per_sample_weights)
         if parameters is None:
@@ -308,6 +341,20 @@ class TableBatchedEmbedding:
         if self._pending is None:
             return [None] * len(self.layout.tables)
         return list(self._by_table(self._pending))
+
+    @property
+    def gradient_values(self) -> list[Tensor]:
+        """DEFERRED mode: [K, D] fp32 per dim, without the rows; live, so that it can be scaled."""
+        self._reduce()
+        return [grads for _, grads in self._pending or ()]
+
+    def reduce(self) -> None:
+        """DEFERRED mode: turn what backward left into row gradients now.
+
+        Until then it refers to the batch's ids, which a caller who reuses their memory would
+        change.
+        """
+        self._reduce()
 
     def row_statistics(self) -> list[Tensor]:
         """DEFERRED mode: per table [K], `row_statistic` of its `row_gradients`.
@@ -378,14 +425,12 @@ class TableBatchedEmbedding:
                 torch.cat([row_moments[t] for t in group.tables]) for group in self.layout.groups
             ]
             if self._held is not None and self._statistics:
-                self._kernel.update_by_moments(
-                    self._held, self._statistics, grouped, self._learning_rate
-                )
+                self._kernel.update_by_moments(self._held, self._statistics, grouped, self._rates)
                 self.zero_grad()
                 return
         self._reduce()
         if self._pending is not None:
-            self._kernel.apply(self._pending, self._learning_rate, grouped)
+            self._kernel.apply(self._pending, self._rates, grouped)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -431,14 +476,14 @@ class TableBatchedEmbedding:
         kernel = self._kernel
         if all(trained):
             if self.update_mode is UpdateMode.FUSED:
-                kernel.update(grad, indices, offsets, weights, self._learning_rate)
+                kernel.update(grad, indices, offsets, weights, self._rates)
             else:
                 self._reduce()
                 self._held = (grad, indices, offsets, weights)
             return
         fresh = kernel.drop_frozen(kernel.row_gradients(grad, indices, offsets, weights), trained)
         if self.update_mode is UpdateMode.FUSED:
-            kernel.apply(fresh, self._learning_rate)
+            kernel.apply(fresh, self._rates)
         else:
             self._reduce()
             self._collect(fresh)

@@ -10,11 +10,12 @@ Shape suffixes: N ids, F features, B bags per feature, D columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recsys.kernels.ops import USE_FBGEMM
 from recsys.kernels.tbe_layout import StorageLayout
@@ -116,21 +117,8 @@ class FbgemmCpuKernel(TorchKernel):
         states: Mapping[str, Tensor],
     ) -> None:
         super().__init__(layout, storage, pooling, output_dtype, optimizer, states)
-        tables = layout.feature_table_map
-        # Cumulative row counts only tell the tables apart here, so an empty table counts as one row
-        # and the order is that of the features, not of the storage.
-        first_of_table: dict[int, int] = {}
-        rows_so_far = 0
-        for t in tables:
-            if t not in first_of_table:
-                first_of_table[t] = rows_so_far
-                rows_so_far += max(layout.tables[t].num_rows, 1)
-        self._geometry = _Geometry(
-            weights_offsets=torch.tensor([layout.first_element[t] for t in tables]),
-            dims=layout.feature_dims,
-            row_cumsum=torch.tensor([*(first_of_table[t] for t in tables), rows_so_far]),
-            row_state_offsets=torch.tensor([layout.first_row[t] for t in tables]),
-        )
+        self._geometry = _geometry_of(layout, tuple(range(layout.num_features)))
+        self._geometries: dict[tuple[int, ...], _Geometry] = {}  # of some of the features
         group = next(g for g in layout.groups if g.features)
         self._one_table = _Geometry(
             weights_offsets=torch.tensor([group.first_element]),
@@ -217,14 +205,72 @@ class FbgemmCpuKernel(TorchKernel):
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
-        learning_rate: float,
+        rates: tuple[float, ...],
     ) -> None:
-        """One optimizer step from the gradient of the output, in place."""
+        """One optimizer step from the gradient of the output, in place; a rate per table."""
         if indices.numel() == 0:
             return
+        rate_F = [rates[t] for t in self.layout.feature_table_map]
+        if len(set(rate_F)) == 1:
+            batch = (*self._as_sum(indices, offsets, weights), grad)
+            self._update_at(rate_F[0], *batch)
+            return
+        # FBGEMM's kernel takes one rate, so it runs once for each, on the ids that are its own
+        for rate, batch in self._split_by_rate(rate_F, grad, indices, offsets, weights):
+            self._update_at(rate, *batch)
+
+    def _split_by_rate(
+        self,
+        rate_F: Sequence[float],
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+    ) -> Iterator[tuple[float, _SumBatch]]:
+        num_features = len(rate_F)
+        num_bags = (offsets.numel() - 1) // num_features
+        sizes_F = offsets[::num_bags].diff().tolist()
+        geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
+        features_of: dict[float, list[int]] = {}
+        for feature, rate in enumerate(rate_F):
+            if sizes_F[feature]:
+                features_of.setdefault(rate, []).append(feature)
+        ids_F = indices.split(sizes_F)
+        weights_F = None if weights is None else weights.split(sizes_F)
+        pooled = geometry is self._geometry
+        if pooled:
+            grads_F = grad.split(self.layout.feature_dims, dim=1)
+            lengths_F = offsets.diff().split(num_bags)
+        else:  # without pooling the gradients are those of the ids
+            grads_F = grad.split(sizes_F)
+        for rate, features in features_of.items():
+            own_ids = _cat(ids_F, features)
+            if pooled:
+                geometry = self._geometry_of(tuple(features))
+                own_offsets = functional.pad(_cat(lengths_F, features).cumsum(0), (1, 0))
+                own_offsets = own_offsets.to(indices.dtype)
+            else:
+                own_offsets = offsets[: own_ids.numel() + 1]
+            own_weights = None if weights_F is None else _cat(weights_F, features)
+            own_grad = _cat(grads_F, features, dim=int(pooled)).contiguous()
+            yield rate, (geometry, own_ids, own_offsets, own_weights, own_grad)
+
+    def _geometry_of(self, features: tuple[int, ...]) -> _Geometry:
+        if features not in self._geometries:
+            self._geometries[features] = _geometry_of(self.layout, features)
+        return self._geometries[features]
+
+    def _update_at(
+        self,
+        learning_rate: float,
+        geometry: _Geometry,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        grad: Tensor,
+    ) -> None:
         assert self.optimizer is not None
         spec = self.optimizer
-        geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
         self._learning_rate.fill_(learning_rate)
         common = (
             grad,
@@ -239,7 +285,7 @@ class FbgemmCpuKernel(TorchKernel):
             offsets,
             _SUM,
             weights,
-            False,  # stochastic_rounding
+            _ROUND_STOCHASTICALLY,
         )
         if spec.algorithm is EmbOptimType.SGD:
             _ops().split_embedding_backward_codegen_sgd_cpu(*common, self._learning_rate)
@@ -284,7 +330,7 @@ class FbgemmCpuKernel(TorchKernel):
         batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
         statistics: list[RowStatistics],
         row_moments: list[Tensor],
-        learning_rate: float,
+        rates: tuple[float, ...],
     ) -> None:
         """`update` of a batch with the given row moments [K] of each dim group.
 
@@ -299,7 +345,7 @@ class FbgemmCpuKernel(TorchKernel):
             wanted = state.index_select(0, rows).add_(moment)
             state.index_copy_(0, rows, wanted.sub(statistic, alpha=1.0 / group.dim))
             final.append((state, rows, wanted))
-        self.update(*batch, learning_rate)
+        self.update(*batch, rates)
         for state, rows, wanted in final:
             state.index_copy_(0, rows, wanted)
 
@@ -335,7 +381,7 @@ def _statistics_by_row(
     repeated = (counts > 1).nonzero().squeeze(1)
     if repeated.numel():
         lengths = counts.index_select(0, repeated)
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        offsets = functional.pad(lengths.cumsum(0), (1, 0))
         shift = starts.index_select(0, repeated) - offsets[:-1]
         ids = torch.arange(int(offsets[-1])).add_(shift.repeat_interleave(lengths))
         ids = order.index_select(0, ids)
@@ -350,6 +396,29 @@ def _statistics_by_row(
 
 
 _SUM, _MEAN = 0, 1
+_ROUND_STOCHASTICALLY = False  # ignored: see `support.LIMITS`
+
+
+def _cat(parts: Sequence[Tensor], chosen: Sequence[int], dim: int = 0) -> Tensor:
+    return parts[chosen[0]] if len(chosen) == 1 else torch.cat([parts[i] for i in chosen], dim)
+
+
+def _geometry_of(layout: StorageLayout, features: tuple[int, ...]) -> _Geometry:
+    tables = [layout.feature_table_map[f] for f in features]
+    # Cumulative row counts only tell the tables apart here, so an empty table counts as one row
+    # and the order is that of the features, not of the storage.
+    first_of_table: dict[int, int] = {}
+    rows_so_far = 0
+    for t in tables:
+        if t not in first_of_table:
+            first_of_table[t] = rows_so_far
+            rows_so_far += max(layout.tables[t].num_rows, 1)
+    return _Geometry(
+        weights_offsets=torch.tensor([layout.first_element[t] for t in tables]),
+        dims=[layout.feature_dims[f] for f in features],
+        row_cumsum=torch.tensor([*(first_of_table[t] for t in tables), rows_so_far]),
+        row_state_offsets=torch.tensor([layout.first_row[t] for t in tables]),
+    )
 
 
 def _ops() -> Any:
@@ -376,3 +445,7 @@ class _Geometry:
         self.hash_bits = int(math.log2(int(row_cumsum[-1]))) + 1
         self.host_placement = torch.zeros(len(self.dims), dtype=torch.int32)
         self.ones = torch.ones(len(self.dims), dtype=torch.int32)
+
+
+_SumBatch: TypeAlias = tuple[_Geometry, Tensor, Tensor, Tensor | None, Tensor]
+"""A sum-pooled lookup: geometry, ids, offsets, weights, gradient of the output."""

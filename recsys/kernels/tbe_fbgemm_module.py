@@ -89,7 +89,7 @@ class FbgemmModule:
             weights_precision=SparseType.from_dtype(weights_dtype),
             output_dtype=SparseType.from_dtype(output_dtype),
             optimizer=Algorithm[algorithm],
-            stochastic_rounding=False,
+            stochastic_rounding=optimizer.stochastic_rounding,
             learning_rate=optimizer.learning_rate,
             eps=optimizer.eps,
             momentum=optimizer.momentum,

@@ -61,6 +61,10 @@ class DimGroup:
         """[len(features)] int64."""
         return torch.tensor(self.features, device=self.device)
 
+    def table_of_row(self, rows: Tensor) -> Tensor:
+        """Which of `tables` each row of the group's matrix is of: [K] places in `tables`."""
+        return torch.searchsorted(self.row_starts, rows, right=True).sub_(1)
+
     def matrix(self, storage: Tensor) -> Tensor:
         """The group's [num_rows, dim] view of the flat storage."""
         size = self.num_rows * self.dim

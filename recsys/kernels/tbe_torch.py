@@ -82,6 +82,7 @@ class TorchKernel:
         self.output_dtype = output_dtype
         self.optimizer = optimizer
         self.states = states
+        self._rates_on_device: tuple[tuple[float, ...], Tensor] | None = None
 
     def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
@@ -156,15 +157,15 @@ class TorchKernel:
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
-        learning_rate: float,
+        rates: tuple[float, ...],
     ) -> None:
-        """One optimizer step from the gradient of the output, in place."""
-        self.apply(self.row_gradients(grad, indices, offsets, weights), learning_rate)
+        """One optimizer step from the gradient of the output, in place; a rate per table."""
+        self.apply(self.row_gradients(grad, indices, offsets, weights), rates)
 
     def apply(
         self,
         row_gradients: list[RowGradients],
-        learning_rate: float,
+        rates: tuple[float, ...],
         row_moments: list[Tensor] | None = None,
     ) -> None:
         """One optimizer step from the row gradients of each dim group, in place."""
@@ -179,7 +180,7 @@ class TorchKernel:
                 self._group_states(group),
                 rows,
                 grads,
-                learning_rate,
+                self._rate_of_rows(group, rows, rates),
                 self._step_of_rows(group, rows),
                 row_moment=None if row_moments is None else row_moments[i],
             )
@@ -200,7 +201,7 @@ class TorchKernel:
         batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
         statistics: list[RowStatistics],
         row_moments: list[Tensor],
-        learning_rate: float,
+        rates: tuple[float, ...],
     ) -> None:
         """`update` of a batch with the given row moments [K] of each dim group."""
         raise NotImplementedError
@@ -212,8 +213,7 @@ class TorchKernel:
         kept = []
         for group, (rows, grads) in zip(self.layout.groups, row_gradients, strict=True):
             keep_T = torch.tensor([trained[t] for t in group.tables], device=rows.device)
-            table_of_row = torch.searchsorted(group.row_starts, rows, right=True).sub_(1)
-            keep = keep_T.index_select(0, table_of_row)
+            keep = keep_T.index_select(0, group.table_of_row(rows))
             # waits for the device, as frozen tables among trained ones are rare
             kept.append((rows[keep], grads[keep]))
         return kept
@@ -227,6 +227,16 @@ class TorchKernel:
             if kind != "table"
         }
 
+    def _rate_of_rows(
+        self, group: DimGroup, rows: Tensor, rates: tuple[float, ...]
+    ) -> float | Tensor:
+        if len({rates[t] for t in group.tables}) == 1:
+            return rates[group.tables[0]]
+        if self._rates_on_device is None or self._rates_on_device[0] != rates:
+            self._rates_on_device = rates, torch.tensor(rates, device=rows.device)
+        rates_T = self._rates_on_device[1].index_select(0, group.table_numbers)
+        return rates_T.index_select(0, group.table_of_row(rows)).unsqueeze(1)
+
     def _step_of_rows(self, group: DimGroup, rows: Tensor) -> Tensor | None:
         if "step" not in self.states:
             return None
@@ -234,8 +244,7 @@ class TorchKernel:
         if len(group.tables) == 1:
             return steps[group.tables[0]]
         steps = steps.to(rows.device).index_select(0, group.table_numbers)
-        table_of_row = torch.searchsorted(group.row_starts, rows, right=True).sub_(1)
-        return steps.index_select(0, table_of_row).unsqueeze(1)
+        return steps.index_select(0, group.table_of_row(rows)).unsqueeze(1)
 
     def _group_inputs(
         self, indices: Tensor, offsets: Tensor, weights: Tensor | None

@@ -13,6 +13,7 @@ __all__ = [
     "EmbeddingLocation",
     "OptimizerSpec",
     "PoolingMode",
+    "RowState",
     "TableSpec",
     "UpdateMode",
     "WeightDecayMode",
@@ -40,6 +41,16 @@ class UpdateMode(enum.Enum):
     """Backward leaves duplicate-free row gradients; `step()` applies the table's own optimizer."""
     GRADIENT = "gradient"
     """The tables are plain parameters: backward fills `.grad`, any torch optimizer trains them."""
+
+
+@final
+class RowState(enum.Enum):
+    """What an optimizer that reads whole rows does where a table is split by columns."""
+
+    EXACT = "exact"
+    """The owners of a row's columns exchange what the whole row adds up to: as if unsplit."""
+    PER_SHARD = "per_shard"
+    """Each owner takes its columns for whole rows: no exchange, but other values than unsplit."""
 
 
 @final
@@ -131,7 +142,7 @@ class OptimizerSpec:
 
     algorithm: EmbOptimType
     learning_rate: float = 0.01
-    """The value at construction; `TableBatchedEmbedding.learning_rate` changes it later."""
+    """The value at construction; `TableBatchedEmbedding.learning_rates` changes it later."""
     eps: float = 1e-8
     """Added to the square root, outside of it. Adagrad, Adam, LAMB."""
     beta1: float = 0.9
@@ -146,6 +157,9 @@ class OptimizerSpec:
     """LARS-SGD."""
     eta: float = 0.001
     """LARS-SGD: the trust coefficient."""
+    stochastic_rounding: bool = False
+    """Tables of fp16 or bf16: round an updated weight up or down at random, right on average.
+    Updates smaller than half a step of the dtype are then not lost."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, EmbOptimType):

@@ -11,7 +11,7 @@ parameters win: they are gathered into new storages, and the tables' optimizer s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from typing import Any, Self, final
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from recsys.kernels.bounds import IdGuard
+from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.types import (
     BoundsCheckMode,
-    OptimizerSpec,
     PoolingMode,
     TableSpec,
     UpdateMode,
@@ -71,7 +71,7 @@ class LookupGroup:
         tbe: The lookup.
         parameters: The tables' parameters, which alias the lookup's storage.
         guard: Checks ids.
-        attached: The optimizer the tables own, if any.
+        attached: The optimizer that each table owns; empty if they own none.
     """
 
     def __init__(
@@ -81,22 +81,38 @@ class LookupGroup:
         tbe: TableBatchedEmbedding,
         parameters: Sequence[nn.Parameter],
         guard: IdGuard,
-        attached: AttachedOptimizer | None,
+        attached: Sequence[AttachedOptimizer],
     ) -> None:
         self.tables = tuple(tables)
         self.selector = selector
         self.tbe = tbe
         self.parameters = tuple(parameters)
         self.guard = guard
-        self._attached = attached
+        self._owners: dict[AttachedOptimizer, list[int]] = {}
+        for table, owner in enumerate(attached):
+            self._owners.setdefault(owner, []).append(table)
+        self._rates: list[float | None] = []  # of the owners, as the lookup knows them
 
     def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Check ids and look up: [B, sum of dims], or [N, D] without pooling."""
-        if self._attached is not None:
-            learning_rate = self._attached.param_groups[0].get("lr")
-            if learning_rate is not None and learning_rate != self.tbe.learning_rate:
-                self.tbe.learning_rate = float(learning_rate)
+        if self._owners:
+            self._follow_owners()
         return self.tbe.forward(self.guard(indices, offsets), offsets, weights, self.parameters)
+
+    def _follow_owners(self) -> None:
+        """Takes over learning rates that were changed."""
+        rates = [owner.param_groups[0].get("lr") for owner in self._owners]
+        if rates != self._rates:
+            for owner, tables in self._owners.items():
+                self.tbe.set_learning_rate(owner.spec().learning_rate, tables)
+            self._rates = rates
+        if self.tbe.update_mode is UpdateMode.DEFERRED and torch.is_grad_enabled():
+            raise ValueError(
+                "Tables of an unsharded collection update themselves in backward; received "
+                f"{next(iter(self._owners))} for table '{self.tbe.layout.tables[0].name}'. Wrap "
+                "the model in DistributedModelParallel, which needs no other process, and step its "
+                "fused_optimizer."
+            )
 
 
 @final
@@ -281,9 +297,9 @@ class TableCollection(nn.Module):
             )
         owned = [self._attached.get(config.name) for config in self._configs]
         keys = [
-            (table.weight.dtype, pooling, dim, id(attached))
-            for table, pooling, dim, attached in zip(
-                tables, self._poolings, self._lookup_dims(), owned, strict=True
+            (table.weight.dtype, pooling, dim, self._owner_key(config.name, attached))
+            for config, table, pooling, dim, attached in zip(
+                self._configs, tables, self._poolings, self._lookup_dims(), owned, strict=True
             )
         ]
         return [
@@ -297,7 +313,6 @@ class TableCollection(nn.Module):
         configs = [self._configs[t] for t in members]
         parameters = [self._tables()[t].weight for t in members]
         attached = owned[members[0]]
-        spec = self._spec(configs[0].name, attached)
         device = parameters[0].device
         layout = self._layout(members, device)
         tbe = TableBatchedEmbedding(
@@ -305,8 +320,8 @@ class TableCollection(nn.Module):
             feature_table_map=layout.feature_table_map,
             pooling=self._poolings[members[0]],
             weights_dtype=parameters[0].dtype,
-            optimizer=spec,
-            update_mode=UpdateMode.GRADIENT if spec is None else UpdateMode.FUSED,
+            optimizer=None if attached is None else attached.spec(),
+            update_mode=UpdateMode.GRADIENT if attached is None else attached.update_mode,
             device=device,
             weights=_common_storage(parameters, layout),
         )
@@ -332,13 +347,21 @@ class TableCollection(nn.Module):
         selector = FeatureSelector(
             features, [config.name for config in readers], type(self).__name__
         )
-        return LookupGroup(members, selector, tbe, parameters, guard, attached)
+        owners = [owner for t in members if (owner := owned[t]) is not None]
+        return LookupGroup(members, selector, tbe, parameters, guard, owners)
 
-    def _spec(self, table: str, attached: AttachedOptimizer | None) -> OptimizerSpec | None:
+    def _owner_key(self, table: str, attached: AttachedOptimizer | None) -> Hashable:
+        """What tables that share a lookup must have in common in what updates them."""
+        if attached is None:
+            return None
         try:
-            return None if attached is None else attached.spec()
+            spec = attached.spec()
         except ValueError as error:
             raise ValueError(f"Table '{table}' cannot own {attached}: {error}") from error
+        mode = attached.update_mode
+        shared = shared_optimizer(spec, self.device, mode)
+        # where rates are shared, tables of different attachments may not come to differ in theirs
+        return shared, mode, id(attached) if shared == spec else None
 
     def _layout(self, members: Sequence[int], device: torch.device) -> StorageLayout:
         configs = [self._configs[t] for t in members]

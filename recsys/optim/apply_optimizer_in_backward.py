@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -10,8 +11,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from recsys.kernels.types import OptimizerSpec
-from recsys.optim.specs import optimizer_spec
+from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
+from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_update_mode
 
 __all__ = [
     "AttachedOptimizer",
@@ -37,6 +38,9 @@ class AttachedOptimizer:
     Args:
         optimizer_class: As given.
         optimizer_kwargs: As given.
+        update_mode: As given.
+        row_state: As given.
+        stochastic_rounding: As given.
 
     Attributes:
         param_groups: One group with the settings. Changing its `lr` takes effect at the next
@@ -45,23 +49,56 @@ class AttachedOptimizer:
     """
 
     def __init__(
-        self, optimizer_class: type[Optimizer], optimizer_kwargs: Mapping[str, Any]
+        self,
+        optimizer_class: type[Optimizer],
+        optimizer_kwargs: Mapping[str, Any],
+        update_mode: UpdateMode = UpdateMode.FUSED,
+        row_state: RowState = RowState.EXACT,
+        stochastic_rounding: bool = False,
     ) -> None:
         self.optimizer_class = optimizer_class
         self.param_groups: list[dict[str, Any]] = [dict(optimizer_kwargs)]
+        self.update_mode = update_mode
+        self.row_state = row_state
+        self.stochastic_rounding = stochastic_rounding
 
     def spec(self) -> OptimizerSpec:
         """The optimizer of an embedding table that carries this."""
-        return optimizer_spec(self.optimizer_class, self.param_groups[0])
+        spec = optimizer_spec(self.optimizer_class, self.param_groups[0])
+        return replace(spec, stochastic_rounding=self.stochastic_rounding)
+
+    def table_optimizer(self) -> TableOptimizer:
+        """`spec`, and when and how it acts."""
+        return TableOptimizer(
+            spec=self.spec(), update_mode=self.update_mode, row_state=self.row_state
+        )
+
+    @property
+    def is_only_for_tables(self) -> bool:
+        """Whether some setting means nothing to a parameter that is no table."""
+        changed = (self.update_mode, self.row_state) != (UpdateMode.FUSED, RowState.EXACT)
+        return changed or self.stochastic_rounding
 
     def __repr__(self) -> str:
-        return f"AttachedOptimizer({self.optimizer_class.__name__}, {self.param_groups[0]})"
+        settings = ""
+        if self.is_only_for_tables:
+            settings = (
+                f", update_mode='{self.update_mode.value}', row_state='{self.row_state.value}', "
+                f"stochastic_rounding={self.stochastic_rounding}"
+            )
+        return (
+            f"AttachedOptimizer({self.optimizer_class.__name__}, {self.param_groups[0]}{settings})"
+        )
 
 
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any],
+    *,
+    update_mode: UpdateMode | str = UpdateMode.FUSED,
+    row_state: RowState | str = RowState.EXACT,
+    stochastic_rounding: bool = False,
 ) -> None:
     """Let parameters be updated during backward, each as soon as its gradient is there.
 
@@ -74,9 +111,17 @@ def apply_optimizer_in_backward(
         optimizer_class: A class of torch.optim or recsys.optim.
         params: The parameters.
         optimizer_kwargs: Arguments of the class, besides the parameters.
+        update_mode: Of tables. "deferred": backward only adds up row gradients, and `step()` of
+            the sharded collection's (or model's) `fused_optimizer` applies them. Accumulating
+            over several batches and clipping need it.
+        row_state: Of tables that are split by columns, under an optimizer that reads whole rows.
+            "per_shard": each column part keeps a state of its own. That saves an exchange, but
+            the weights are not those of the unsplit table, and the state can be loaded only
+            where the columns are split alike.
+        stochastic_rounding: Of fp16 and bf16 tables: see `OptimizerSpec`.
 
     Raises:
-        ValueError: A parameter already has an optimizer.
+        ValueError: A parameter already has an optimizer, or a mode that does not exist.
 
     Example:
         >>> import torch
@@ -88,7 +133,13 @@ def apply_optimizer_in_backward(
         (0.5, None)
     """
     global _attachments
-    attached = AttachedOptimizer(optimizer_class, optimizer_kwargs)
+    attached = AttachedOptimizer(
+        optimizer_class,
+        optimizer_kwargs,
+        to_update_mode(update_mode),
+        to_row_state(row_state),
+        stochastic_rounding,
+    )
     params = list(params)
     for parameter in params:
         if hasattr(parameter, _ATTRIBUTE):
@@ -110,6 +161,12 @@ def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
     def update(updated: Tensor) -> None:
         if updated.grad is None:  # torch calls hooks also when no gradient came
             return
+        if attached.is_only_for_tables:
+            raise ValueError(
+                f"{attached} is for tables of embedding collections; received a parameter of shape "
+                f"{list(updated.shape)} that is none. Leave it out, and step its optimizer "
+                "yourself."
+            )
         if not built:
             built.append(attached.optimizer_class([updated], **attached.param_groups[0]))
         built[0].param_groups[0].update(attached.param_groups[0])

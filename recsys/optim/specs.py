@@ -2,17 +2,91 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
-from collections.abc import Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch.optim import Optimizer
 
-from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+from recsys.kernels.types import (
+    EmbOptimType,
+    OptimizerSpec,
+    RowState,
+    UpdateMode,
+    WeightDecayMode,
+)
 from recsys.optim import optimizers as ours
 
-__all__ = ["optimizer_spec", "supported_optimizer_classes"]
+__all__ = [
+    "TableOptimizer",
+    "optimizer_spec",
+    "supported_optimizer_classes",
+    "to_row_state",
+    "to_update_mode",
+]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptimizer:
+    """The optimizer of a table, when it acts, and what it does where columns are split.
+
+    Args:
+        spec: The optimizer.
+        update_mode: FUSED or DEFERRED.
+        row_state: Of optimizers that read whole rows.
+    """
+
+    spec: OptimizerSpec
+    update_mode: UpdateMode = UpdateMode.FUSED
+    row_state: RowState = RowState.EXACT
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether backward leaves gradients that `step()` applies."""
+        return self.update_mode is UpdateMode.DEFERRED
+
+
+def to_update_mode(given: UpdateMode | str) -> UpdateMode:
+    """The mode that a user names.
+
+    Raises:
+        ValueError: Not one in which a table owns an optimizer.
+
+    Example:
+        >>> to_update_mode("deferred").name
+        'DEFERRED'
+    """
+    return _choose("update_mode", given, (UpdateMode.FUSED, UpdateMode.DEFERRED))
+
+
+def to_row_state(given: RowState | str) -> RowState:
+    """The kind of row state that a user names.
+
+    Raises:
+        ValueError: There is no such kind.
+
+    Example:
+        >>> to_row_state("per_shard").name
+        'PER_SHARD'
+    """
+    return _choose("row_state", given, tuple(RowState))
+
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def _choose(name: str, given: object, choices: Sequence[_Choice]) -> _Choice:
+    for choice in choices:
+        if given in (choice, choice.value):
+            return choice
+    raise ValueError(
+        f"{name} of a table must be one of {', '.join(repr(c.value) for c in choices)}; received "
+        f"{given!r}."
+    )
 
 
 @final

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.kernels.row_update import init_state, is_row_reducing, row_statistic, update_rows
+from recsys.kernels.row_update import (
+    init_state,
+    is_row_reducing,
+    round_stochastically,
+    row_statistic,
+    update_rows,
+)
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 
 ROWS, DIM, LR = 5, 4, 0.1
@@ -216,3 +222,20 @@ def test_misplaced_row_moment_raises() -> None:
     decayed = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, weight_decay=0.1)
     with pytest.raises(ValueError, match="needs weight and rows"):
         row_statistic(decayed, gradients()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stochastic_rounding_is_right_on_average(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = torch.tensor([1.0003, -2.5007, 65000.0, 1e-3, 0.0, 3.0])
+    rounded = round_stochastically(values.expand(20_000, -1), dtype)
+    assert torch.equal(rounded.to(dtype).float(), rounded)
+    step = torch.finfo(dtype).eps * values.abs()
+    assert ((rounded - values).abs() <= step).all()
+    assert ((rounded.mean(0) - values).abs() <= 0.02 * step).all()
+    assert torch.equal(rounded[:, 4:], values[4:].expand(20_000, -1))
+
+
+def test_stochastic_rounding_of_other_dtypes_raises() -> None:
+    with pytest.raises(ValueError, match=r"received torch\.float32"):
+        round_stochastically(torch.ones(1), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def kernels_agree(s: LookupSettings) -> bool:
             out = kernel.lookup(indices, offsets, None)
             grad = torch.randn(out.shape, generator=generator).to(out.dtype)
             for _ in range(2):
-                kernel.update(grad, indices, offsets, None, 0.1)
+                kernel.update(grad, indices, offsets, None, (0.1,) * len(tables))
         except (RuntimeError, AssertionError):
             return False
         results.append((out.float(), storage.float()))
@@ -122,6 +123,45 @@ def describe(s: LookupSettings) -> str:
 def test_the_cpu_rows_of_the_table_are_what_is_measured(case: LookupSettings) -> None:
     choice = choose_backend(case)
     assert (choice.backend == "fbgemm") is kernels_agree(case), choice.reason
+
+
+def tiny_updates(kernel_class: type[TorchKernel]) -> torch.Tensor:
+    """Ones in fp16 after an update by a fifth of the step of the dtype, rounded at random."""
+    layout = StorageLayout([TableSpec(name="t", num_rows=1000, dim=4)], (0,), CPU)
+    storage = torch.ones(layout.num_elements, dtype=torch.float16)
+    spec = OptimizerSpec(algorithm=EmbOptimType.SGD, stochastic_rounding=True)
+    kernel = kernel_class(layout, storage, PoolingMode.SUM, torch.float32, spec, {})
+    torch.manual_seed(0)
+    rows = torch.arange(1000)
+    kernel.update(torch.ones(1000, 4), rows, torch.arange(1001), None, (2**-11 / 5,))
+    return storage.float()
+
+
+def test_torch_rounds_stochastically() -> None:
+    after = tiny_updates(TorchKernel)
+    assert set(after.tolist()) == {1.0, 1 - 2**-11}
+    assert abs((after < 1).float().mean().item() - 0.2) < 0.03
+
+
+@needs_fbgemm
+def test_cpu_kernels_ignore_stochastic_rounding() -> None:
+    # FBGEMM's own switch, on: when it starts to work, the limit in the table can go
+    with mock.patch.object(tbe_fbgemm, "_ROUND_STOCHASTICALLY", True):
+        assert set(tiny_updates(FbgemmCpuKernel).tolist()) == {1.0}
+    spec = OptimizerSpec(algorithm=EmbOptimType.SGD, stochastic_rounding=True)
+    choice = choose_backend(settings(weights=torch.float16, optimizer=spec))
+    assert (choice.backend, "stochastic" in choice.reason) == ("torch", True)
+
+
+def test_lookups_are_shared_across_learning_rates_except_in_a_fused_update_on_cuda() -> None:
+    specs = [OptimizerSpec(algorithm=EmbOptimType.SGD, learning_rate=r) for r in (0.1, 0.2)]
+    for device, mode, shared in (
+        ("cpu", UpdateMode.FUSED, True),
+        ("cuda", UpdateMode.DEFERRED, True),
+        ("cuda", UpdateMode.FUSED, False),
+    ):
+        keys = {support.shared_optimizer(s, torch.device(device), mode) for s in specs}
+        assert (len(keys) == 1) is shared
 
 
 @needs_fbgemm

@@ -328,14 +328,70 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
 @pytest.mark.parametrize("algorithm", [EmbOptimType.SGD, EmbOptimType.ADAM])
 def test_learning_rate_takes_effect_at_the_next_update(algorithm: EmbOptimType) -> None:
     tbe = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)
-    assert tbe.learning_rate == 0.1
+    assert set(tbe.learning_rates) == {0.1}
     before = [w.clone() for w in tbe.weights]
-    tbe.learning_rate = 0.0
+    tbe.set_learning_rate(0.0)
     train(tbe, SMALL, steps=1)
     assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
-    tbe.learning_rate = 0.5
+    tbe.set_learning_rate(0.5)
     train(tbe, SMALL, steps=1)
     assert not torch.equal(tbe.weights[0], before[0])
+
+
+@few
+@given(
+    case=cases(neighbours=True),
+    algorithm=st.sampled_from([*FUSED_ON_CPU, EmbOptimType.ADAM, EmbOptimType.LARS_SGD]),
+    mode=st.sampled_from([UpdateMode.FUSED, UpdateMode.DEFERRED]),
+    backend=st.sampled_from([None, "torch"]),
+    levels=st.integers(2, 3),
+)
+def test_each_table_has_its_own_learning_rate(
+    case: Case, algorithm: EmbOptimType, mode: UpdateMode, backend: str | None, levels: int
+) -> None:
+    """One lookup with a rate per table, beside one lookup at each rate: equal to the bit."""
+    rates = [0.1 * (1 + t % levels) for t in range(len(case.rows))]
+    mixed = case.build(spec_of(algorithm), mode, backend)
+    mixed.learning_rates = rates
+    run(mixed, case, mode)
+    for table, rate in enumerate(rates):
+        alone = case.build(spec_of(algorithm), mode, backend)
+        alone.set_learning_rate(rate)
+        run(alone, case, mode)
+        assert torch.equal(mixed.weights[table], alone.weights[table])
+        for name, value in alone.states[table].items():
+            assert torch.equal(mixed.states[table][name], value)
+
+
+def run(tbe: TableBatchedEmbedding, case: Case, mode: UpdateMode) -> None:
+    for step in range(3):
+        indices, offsets, weights = case.batch(step)
+        out = tbe.forward(indices, offsets, weights)
+        out.backward(output_gradient(case, step, out.shape))
+        if mode is UpdateMode.DEFERRED:
+            tbe.step()
+
+
+def test_learning_rates_must_be_one_per_table() -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED)
+    with pytest.raises(ValueError, match="one per table; received 1 for 3 tables"):
+        tbe.learning_rates = [0.1]
+
+
+def test_gradient_values_are_live_and_independent_of_the_batch() -> None:
+    tbe, expected = (SMALL.build(spec_of(EmbOptimType.SGD), UpdateMode.DEFERRED) for _ in range(2))
+    for each in (tbe, expected):
+        indices, offsets, _ = SMALL.batch(0)
+        out = each.forward(indices, offsets)
+        out.backward(output_gradient(SMALL, 0, out.shape))
+        each.reduce()
+        indices.zero_()  # the caller uses its memory for something else
+    for values in tbe.gradient_values:
+        values.mul_(2.0)
+    tbe.step()
+    expected.set_learning_rate(0.2)
+    expected.step()
+    assert_same(tbe, expected)
 
 
 @pytest.mark.parametrize("algorithm", [EmbOptimType.EXACT_ADAGRAD, EmbOptimType.ADAM])
@@ -427,6 +483,13 @@ def build_badly(**changes: object) -> None:
         ({"location": EmbeddingLocation.DEVICE}, "does not fit device cpu"),
         ({"weights": torch.zeros(3)}, r"contiguous \[36\] tensor"),
         ({"weights_dtype": torch.int8}, "weights_dtype must be floating"),
+        (
+            {
+                "update_mode": UpdateMode.FUSED,
+                "optimizer": OptimizerSpec(algorithm=EmbOptimType.SGD, stochastic_rounding=True),
+            },
+            "stochastic_rounding is for tables of torch.float16",
+        ),
         ({"weights_dtype": torch.bfloat16, "backend": "fbgemm"}, "cannot serve this lookup"),
     ],
 )

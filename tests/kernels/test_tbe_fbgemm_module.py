@@ -43,7 +43,7 @@ def test_the_module_trains_as_our_own_kernel(algorithm: EmbOptimType) -> None:
     spec = OptimizerSpec(algorithm=algorithm, learning_rate=0.1)
     module, tbe = build(spec), SMALL.build(spec, UpdateMode.FUSED)
     module.set_learning_rate(0.3)
-    tbe.learning_rate = 0.3
+    tbe.set_learning_rate(0.3)
     for step in range(2):
         indices, offsets, _ = SMALL.batch(step)
         out = module.forward(indices, offsets, None)
