@@ -1,4 +1,4 @@
-"""The optimizers of tables that update themselves, seen as one keyed optimizer."""
+"""The optimizers that tables own, seen as one keyed optimizer."""
 
 from __future__ import annotations
 
@@ -6,35 +6,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
-from recsys.distributed.lookup import Lookups
+from recsys.distributed.lookup import LocalShard
+from recsys.distributed.row_updates import DeferredUpdates
 from recsys.distributed.table_shards import TableShards
 from recsys.kernels.tbe import TableBatchedEmbedding
-from recsys.kernels.types import EmbOptimType, OptimizerSpec
-from recsys.optim.apply_optimizer_in_backward import attached_optimizer_spec
-from recsys.optim.keyed import KeyedOptimizer
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
+from recsys.optim.apply_optimizer_in_backward import attached_optimizer
+from recsys.optim.keyed import KeyedOptimizer, TableGradients
+from recsys.optim.specs import TableOptimizer, to_row_state, to_update_mode
 
 
-def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> OptimizerSpec:
+def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:
     """Returns the optimizer that a sharder's ``fused_params`` describe.
 
     Args:
         fused_params: ``optimizer`` (an :class:`~recsys.kernels.types.EmbOptimType`, FBGEMM's enum
             of the same name, or its name) and its hyperparameters: the fields of
-            :class:`~recsys.kernels.types.OptimizerSpec`.
+            :class:`~recsys.kernels.types.OptimizerSpec`; ``update_mode`` and ``row_state`` as for
+            :func:`~recsys.optim.apply_optimizer_in_backward`.
 
     Raises:
         ValueError: if no optimizer is named, or one that does not exist, or a hyperparameter that
             does not.
 
     Example:
-        >>> spec = optimizer_from_fused_params({"optimizer": "EXACT_SGD", "learning_rate": 0.5})
-        >>> spec.learning_rate
-        0.5
+        >>> optimizer = optimizer_from_fused_params(
+        ...     {"optimizer": "EXACT_SGD", "learning_rate": 0.5, "update_mode": "deferred"}
+        ... )
+        >>> optimizer.spec.learning_rate, optimizer.is_deferred
+        (0.5, True)
     """
     params = dict(fused_params)
     chosen = params.pop("optimizer", None)
+    update_mode = to_update_mode(params.pop("update_mode", UpdateMode.FUSED))
+    row_state = to_row_state(params.pop("row_state", RowState.EXACT))
     names = sorted(EmbOptimType.__members__)
     if chosen is None:
         raise ValueError(
@@ -53,15 +61,19 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> OptimizerSpe
     if unknown:
         raise ValueError(
             f"fused_params has settings that no optimizer reads: {unknown}; known are "
-            f"{sorted(known)}."
+            f"{sorted({*known, 'update_mode', 'row_state'})}."
         )
-    return OptimizerSpec(algorithm=EmbOptimType[name], **params)
+    return TableOptimizer(
+        spec=OptimizerSpec(algorithm=EmbOptimType[name], **params),
+        update_mode=update_mode,
+        row_state=row_state,
+    )
 
 
 def optimizer_of_table(
     weight: nn.Parameter, fused_params: Mapping[str, Any]
-) -> OptimizerSpec | None:
-    """Returns the optimizer that updates a table in backward: its own, else the sharder's.
+) -> TableOptimizer | None:
+    """Returns the optimizer that a table owns: the one attached to it, else the sharder's.
 
     Args:
         weight: of the table.
@@ -72,51 +84,85 @@ def optimizer_of_table(
     """
     if not weight.requires_grad:
         return None
-    attached = attached_optimizer_spec(weight)
+    attached = attached_optimizer(weight)
     if attached is not None or not fused_params:
-        return attached
+        return None if attached is None else attached.table_optimizer()
     return optimizer_from_fused_params(fused_params)
 
 
 @final
 class FusedTablesOptimizer(KeyedOptimizer):
-    """Learning rates and state of the tables that update themselves in the backward pass.
+    """Learning rates, state and held gradients of the tables that own an optimizer.
 
-    :meth:`step` and :meth:`zero_grad` have nothing left to do. Setting a group's ``lr`` takes
-    effect at the next backward pass. Every rank lists every table, also those it holds no part
-    of.
+    Fused tables update themselves in the backward pass: for them :meth:`step` and
+    :meth:`zero_grad` have nothing left to do. Deferred tables are updated by :meth:`step`, which
+    also drops their gradients: each is applied once. Setting a group's ``lr`` takes effect at the
+    next update; there is one group for tables that have all settings in common. Every rank lists
+    every table, also those it holds no part of, and must step alike.
 
     Args:
         tables: the parts of each table, by the name of its weight in the state dict.
-        lookups: the kernels that apply the updates.
+        optimizers: what each table owns, None if it owns nothing; in the same order.
+        deferred: the gradients of deferred tables.
     """
 
-    def __init__(self, tables: Mapping[str, TableShards], lookups: Sequence[Lookups]) -> None:
-        owned = {name: table for name, table in tables.items() if _optimizer_of(table) is not None}
-        params: dict[str, Tensor] = {name: table.whole() for name, table in owned.items()}
-        state = {params[name]: table.states() for name, table in owned.items()}
-        by_spec: dict[OptimizerSpec, list[Tensor]] = {}
-        for name, table in owned.items():
-            spec = _optimizer_of(table)
-            assert spec is not None
-            by_spec.setdefault(spec, []).append(params[name])
-        kernels: dict[OptimizerSpec, list[TableBatchedEmbedding]] = {}
-        for lookup in lookups:
-            for group, kernel in zip(lookup.groups, lookup.kernels, strict=True):
-                kernels.setdefault(group.key.optimizer, []).append(kernel)  # type: ignore[attr-defined]
+    def __init__(
+        self,
+        tables: Mapping[str, TableShards],
+        optimizers: Sequence[TableOptimizer | None],
+        deferred: DeferredUpdates,
+    ) -> None:
+        owned = {
+            name: optimizer
+            for name, optimizer in zip(tables, optimizers, strict=True)
+            if optimizer is not None
+        }
+        params: dict[str, Tensor] = {name: tables[name].whole() for name in owned}
+        state = {params[name]: tables[name].states() for name in owned}
+        alike: dict[TableOptimizer, list[str]] = {}
+        for name, optimizer in owned.items():
+            alike.setdefault(optimizer, []).append(name)
         groups: list[dict[str, Any]] = [
-            _LiveGroup(spec, params_of, kernels.get(spec, []))
-            for spec, params_of in by_spec.items()
+            _LiveGroup(
+                optimizer,
+                [params[name] for name in names],
+                [shard for name in names for shard in tables[name].shards],
+            )
+            for optimizer, names in alike.items()
         ]
         super().__init__(params, state, groups)
         self._tables = list(tables.values())
+        self._fused = [name for name, optimizer in owned.items() if not optimizer.is_deferred]
+        self._deferred = deferred
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Does nothing: the backward pass has updated the tables."""
-        return closure() if closure is not None else None
+        """Applies the gradients of deferred tables; the others were updated in backward."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._deferred.step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: no gradient is kept."""
+        """Drops the gradients of deferred tables; the others keep none."""
+        self._deferred.zero_grad()
+
+    def table_gradients(self) -> list[TableGradients]:
+        """Returns the gradients of the deferred tables.
+
+        Raises:
+            ValueError: if there are fused tables, whose gradients are never kept.
+        """
+        if self._fused:
+            raise ValueError(
+                f"Gradients can be clipped only of deferred tables; received {len(self._fused)} "
+                f"whose optimizer updates them in backward: {self._fused[:5]}. Attach it by "
+                "apply_optimizer_in_backward(..., update_mode='deferred'), or set "
+                "fused_params['update_mode'] = 'deferred'."
+            )
+        return [self._deferred]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the tables' optimizer state by name; live."""
@@ -132,30 +178,31 @@ class FusedTablesOptimizer(KeyedOptimizer):
 
     def __repr__(self) -> str:
         groups = "; ".join(
-            f"{group['algorithm']} lr={group['lr']} of {len(group['params'])} tables"
+            f"{group['algorithm']} lr={group['lr']} of {len(group['params'])} "
+            f"{group['update_mode']} tables"
             for group in self.param_groups
         )
         return f"FusedTablesOptimizer({groups})"
-
-
-def _optimizer_of(table: TableShards) -> OptimizerSpec | None:
-    optimizer: OptimizerSpec | None = table.table.group.optimizer  # type: ignore[attr-defined]
-    return optimizer
 
 
 class _LiveGroup(dict[str, Any]):
     """A parameter group whose ``lr`` is the kernels' own, so that schedulers reach them."""
 
     def __init__(
-        self, spec: OptimizerSpec, params: list[Tensor], kernels: list[TableBatchedEmbedding]
+        self, optimizer: TableOptimizer, params: list[Tensor], shards: Sequence[LocalShard]
     ) -> None:
+        places: dict[int, tuple[TableBatchedEmbedding, list[int]]] = {}
+        for shard in shards:
+            places.setdefault(id(shard.kernel), (shard.kernel, []))[1].append(shard.place)
+        self._places = list(places.values())
         super().__init__(
             params=params,
-            lr=spec.learning_rate,
-            algorithm=spec.algorithm.value,
-            weight_decay=spec.weight_decay,
+            algorithm=optimizer.spec.algorithm.value,
+            weight_decay=optimizer.spec.weight_decay,
+            update_mode=optimizer.update_mode.value,
+            row_state=optimizer.row_state.value,
         )
-        self._kernels = kernels
+        self["lr"] = optimizer.spec.learning_rate
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)  # kernels are not pickled
@@ -167,5 +214,5 @@ class _LiveGroup(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if key == "lr":
-            for kernel in self._kernels:
-                kernel.set_learning_rate(float(value))
+            for kernel, tables in self._places:
+                kernel.set_learning_rate(float(value), tables)

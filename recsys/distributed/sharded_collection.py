@@ -16,8 +16,9 @@ from torch import nn
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.input_dist import HeaderExchange, InputDist
 from recsys.distributed.layout import PlacedTable, build_layout
-from recsys.distributed.lookup import BackwardFinisher, GroupSettings, Lookups
+from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
+from recsys.distributed.row_updates import BackwardFinisher
 from recsys.distributed.sharding_plan import check_plan_covers, rects_of
 from recsys.distributed.table_shards import TableShards, load_tables
 from recsys.distributed.types import (
@@ -28,7 +29,8 @@ from recsys.distributed.types import (
     ShardingEnv,
 )
 from recsys.kernels.row_update import is_row_reducing, row_wise_moment
-from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from recsys.kernels.support import shared_optimizer
+from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, PoolingMode, RowState
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_tables import TableCollection
@@ -101,7 +103,7 @@ class ShardedCollection(ShardedModule):
         self._options = list(options)
         features = list(dict.fromkeys(f for c in self._configs for f in c.feature_names))
         placed = [
-            _place(config, pooling, self._plan[config.name], option, features, env.world_size)
+            _place(config, pooling, self._plan[config.name], option, features, env, device)
             for config, pooling, option in zip(self._configs, self._poolings, options, strict=True)
         ]
         self._layout = layout = build_layout(
@@ -131,7 +133,8 @@ class ShardedCollection(ShardedModule):
         self.add_module(self.tables_name, tables)
         self._fused_optimizer = FusedTablesOptimizer(
             {f"{self.tables_name}.{name}.weight": table for name, table in self._tables().items()},
-            (self._lookups, self._replicas),
+            [option.optimizer for option in options],
+            self._finisher.deferred,
         )
 
     def _tables(self) -> dict[str, TableShards]:
@@ -217,9 +220,12 @@ def _place(
     sharding: ParameterSharding,
     option: _TableOptions,
     features: Sequence[str],
-    world_size: int,
+    env: ShardingEnv,
+    device: torch.device,
 ) -> PlacedTable:
-    rects = rects_of(config.name, config.num_embeddings, config.embedding_dim, sharding, world_size)
+    rects = rects_of(
+        config.name, config.num_embeddings, config.embedding_dim, sharding, env.world_size
+    )
     if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
         raise ValueError(
             f"Table {config.name!r} has compute_kernel 'quant', which is for inference; shard a "
@@ -233,13 +239,16 @@ def _place(
     splits_rows = len({rect.row_start for rect in rects}) > 1
     splits_columns = len({rect.col_start for rect in rects}) > 1
     exchanges = False
-    if splits_columns and option.optimizer is not None:
-        exchanges = is_row_reducing(option.optimizer.algorithm)
-        if exchanges and not row_wise_moment(option.optimizer.algorithm):
+    if owned is not None and owned.row_state is RowState.EXACT:
+        exchanges = reads_rows
+        if exchanges and not row_wise_moment(owned.spec.algorithm):
             raise ValueError(
                 f"Table {config.name!r} is split by columns, but its optimizer "
-                f"{option.optimizer.algorithm.name} "
-                "takes the norm of whole rows. Place it table_wise, row_wise or data_parallel."
+    owned = option.optimizer
+    reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
+                f"{owned.spec.algorithm.name} takes the norm of whole rows. Place it table_wise, "
+                "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
+                "part's columns for whole rows."
             )
     if splits_rows and pooling is PoolingMode.MEAN:
         pooling = PoolingMode.SUM  # divided by the bag length at the end
@@ -247,12 +256,17 @@ def _place(
         name=config.name,
         num_rows=config.num_embeddings,
         dim=config.embedding_dim,
+    if owned is not None and owned.spec.stochastic_rounding and not rects:
+        raise ValueError(
+            f"Table {config.name!r} is data_parallel and has stochastic_rounding, with which its "
+            "replicas would drift apart. Place it otherwise, or turn the rounding off."
+        )
         features=tuple(features.index(f) for f in config.feature_names),
         group=GroupSettings(
             pooling=pooling,
             weights_dtype=option.dtype,
             output_dtype=torch.float32,
-            optimizer=option.optimizer,
+            optimizer=owned and shared_optimizer(owned.spec, device, owned.update_mode),
             requires_grad=option.requires_grad,
             location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
             exchanges_row_statistics=exchanges,
@@ -261,7 +275,9 @@ def _place(
     )
 
 
+            deferred=owned is not None and owned.is_deferred,
 def _bounds_check_mode(
+            splits_row_state=reads_rows and not exchanges,
     plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
 ) -> BoundsCheckMode:
     """Returns the mode the plan asks for, the collection's own if it asks for none."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from recsys.distributed import comm
 from recsys.distributed.layout import PlacedTable
-from recsys.distributed.lookup import LocalShard
+from recsys.distributed.lookup import GroupSettings, LocalShard
 from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingEnv
 from recsys.kernels.row_update import STATE_KINDS
 from recsys.modules.embedding_tables import TableCollection
+from recsys.optim.clipping import mark_part
 
 _STATE_DIMS = {"element": 2, "row": 1, "table": 0}  # one value per element, row or table
 _BLOCK_BYTES = 64 << 20  # how much of a table is broadcast at a time
@@ -54,6 +55,8 @@ class TableShards(nn.Module):
         self.shards = tuple(shards)
         for i, shard in enumerate(shards):
             self.register_parameter(f"weight_{i}" if i else "weight", shard.parameter)
+            if table.rects and env.world_size > 1:
+                mark_part(shard.parameter)
 
     def whole(self) -> Tensor:
         """Returns the table's weights as they appear in a state dict; live."""
@@ -67,13 +70,22 @@ class TableShards(nn.Module):
 
     def states(self) -> dict[str, Tensor]:
         """Returns the optimizer's state as it appears in a state dict; live."""
-        optimizer = self.table.group.optimizer  # type: ignore[attr-defined]
-        if optimizer is None:
+        group = self.table.group
+        assert isinstance(group, GroupSettings)
+        if group.optimizer is None:
             return {}
         result: dict[str, Tensor] = {}
-        for name, kind in STATE_KINDS[optimizer.algorithm].items():
+        for name, kind in STATE_KINDS[group.optimizer.algorithm].items():
             held = [(shard, shard.states[name]) for shard in self.shards]
-            result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
+            if kind == "row" and group.splits_row_state:
+                # named by its columns, so that a load where they are split otherwise must fail
+                for start, end in sorted({(r.col_start, r.col_end) for r in self.table.rects}):
+                    own = [(s, state) for s, state in held if s.rect.col_start == start]
+                    result[f"{name}_of_columns_{start}_to_{end}"] = self._view(
+                        own, torch.float32, _STATE_DIMS[kind]
+                    )
+            else:
+                result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
         return result
 
     def _view(

@@ -303,12 +303,13 @@ class FbgemmCpuKernel(TorchKernel):
 
     @property
     def takes_row_moments(self) -> bool:
-        """Whether the fused update can be told the row moments: row-wise Adagrad, no decay."""
+        """Whether the fused update can be told the row moments: row-wise Adagrad, nothing else."""
         spec = self.optimizer
         return (
             spec is not None
             and spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
             and not spec.weight_decay
+            and not spec.stochastic_rounding
         )
 
     def row_statistics(

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+class TableGradients(Protocol):
+    """Gradients of embedding tables, which no ``.grad`` holds: see ``UpdateMode.DEFERRED``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    def process_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that hold the other parts; None for one rank."""
+
+    def power_sum(self, norm_type: float) -> Tensor:
+        """This rank's share of the sum of ``|g| ** norm_type``, or of the maximum for inf."""
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies them by a scalar, in place."""
+
+    def clamp_(self, limit: float) -> None:
+        """Limits each value to ``[-limit, limit]``, in place."""
 
 
 class KeyedOptimizer(Optimizer):
@@ -173,6 +194,14 @@ class KeyedOptimizer(Optimizer):
     def post_load_state_dict(self) -> None:
         """Called after a state was loaded; for subclasses."""
 
+    def table_gradients(self) -> list[TableGradients]:
+        """Returns the gradients that no ``.grad`` holds, for clipping.
+
+        Raises:
+            ValueError: if there are tables that keep no gradient, since backward applies it.
+        """
+        return []
+
     def add_param_group(self, param_group: Any) -> None:
         """Not supported: the parameters are fixed when the optimizer is made.
 
@@ -275,6 +304,10 @@ class CombinedOptimizer(KeyedOptimizer):
             optim.step()
         return loss
 
+    def table_gradients(self) -> list[TableGradients]:
+        """Returns the gradients that no ``.grad`` holds, of all."""
+        return [held for _, optim in self._optims for held in optim.table_gradients()]
+
     def post_load_state_dict(self) -> None:
         """Tells each optimizer that its state was loaded."""
         for _, optim in self._optims:
@@ -369,6 +402,18 @@ class OptimizerWrapper(KeyedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of the wrapped optimizer."""
         self._optimizer.load_state_dict(state_dict)
+
+    def post_load_state_dict(self) -> None:
+        """Tells the wrapped optimizer that its state was loaded."""
+        self._optimizer.post_load_state_dict()
+
+    def table_gradients(self) -> list[TableGradients]:
+        """Returns those of the wrapped optimizer."""
+        return self._optimizer.table_gradients()
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Creates the state of the wrapped optimizer."""
+        self._optimizer.init_state(sparse_grad_parameter_names)
 
     def save_param_groups(self, save: bool) -> None:
         """Sets whether state dicts hold the parameter groups too."""

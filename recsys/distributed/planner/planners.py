@@ -19,6 +19,7 @@ from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.layout import Rect
+from recsys.distributed.module_tree import outermost
 from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
@@ -36,6 +37,7 @@ from recsys.distributed.types import (
     ShardingType,
     format_table,
 )
+from recsys.modules.embedding_tables import TableCollection
 
 _DEFAULT_BATCH = 512
 _MIN_PARTITION = 32
@@ -182,20 +184,24 @@ class EmbeddingShardingPlanner:
     def _tables(
         self, module: nn.Module, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]
     ) -> Iterator[PlannedTable]:
-        for path, child in module.named_modules():
-            sharder = sharders.get(type(child))
-            if sharder is None:
-                continue
-            features = {c.name: c.feature_names for c in child.embedding_bag_configs()}
+        for path, child in outermost(module, lambda found: type(found) in sharders):
+            sharder = sharders[type(child)]
+            features = {
+                config.name: config.feature_names
+                for part in child.modules()
+                if isinstance(part, TableCollection)
+                for config in part.configs()
+            }
             for name, weight in sharder.shardable_parameters(child).items():
                 constraints = self._constraints.get(name, ParameterConstraints())
-                num_features = len(features[name])
+                num_features = len(features.get(name, [name]))
+                owned = optimizer_of_table(weight, sharder.fused_params)
                 pooling = constraints.pooling_factors or [1.0] * num_features
                 if len(pooling) != num_features:
                     raise PlannerError(
                         f"ParameterConstraints.pooling_factors of table {name!r} must have one "
                         f"number for each of "
-                        f"its features {features[name]}; received {pooling}."
+                        f"its features {features.get(name, [name])}; received {pooling}."
                     )
                 yield PlannedTable(
                     path=path,
@@ -203,7 +209,7 @@ class EmbeddingShardingPlanner:
                     rows=weight.shape[0],
                     dim=weight.shape[1],
                     element_bytes=weight.element_size(),
-                    optimizer=optimizer_of_table(weight, sharder.fused_params),
+                    optimizer=owned and owned.spec,
                     trains=weight.requires_grad,
                     ids_per_sample=sum(pooling),
                     num_features=num_features,

@@ -1,0 +1,238 @@
+"""Gradient clipping over dense parameters and embedding tables at once."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
+
+__all__ = ["GradientClipping", "GradientClippingOptimizer", "mark_part", "power_sum"]
+
+_PART = "_is_part_of_table"
+
+
+@final
+class GradientClipping(enum.Enum):
+    """What is limited."""
+
+    NORM = "norm"
+    """The norm of all gradients together: they are scaled alike, so their direction stays."""
+    VALUE = "value"
+    """Each value of the gradients by itself."""
+    NONE = "none"
+    """Nothing."""
+
+
+@final
+class GradientClippingOptimizer(OptimizerWrapper):
+    """Clips the gradients, then steps the optimizer that it wraps.
+
+    Gradients of sharded tables are clipped as those of one process would be: the norm is that of
+    whole tables, whatever the plan. Tables with an optimizer of their own must be deferred for it:
+    under a fused one there is no gradient left to clip.
+
+    Args:
+        optimizer: the optimizer to wrap, such as a
+            :class:`~recsys.optim.keyed.CombinedOptimizer` of a model's ``fused_optimizer`` and
+            that of its dense parameters.
+        clipping: what to limit.
+        max_gradient: the limit.
+        norm_type: of :attr:`GradientClipping.NORM`: 2.0, another exponent, or ``inf`` for the
+            largest value.
+        enable_global_grad_clip: add up the norm over the ranks, in one all-reduce of one number.
+            Every rank must then step alike. Needed where tables are sharded; parameters that every
+            rank holds count once.
+        param_to_pgs: further parameters of which each rank holds a part, and the groups that
+            share each.
+        track_grad_norm: keep the norm also where it is not needed.
+
+    Attributes:
+        last_total_grad_norm: the norm before the last clipping, None before it.
+
+    Raises:
+        ValueError: if ``max_gradient`` is not positive; at a step, if tables are fused, or their
+            norm is wanted without ``enable_global_grad_clip``.
+
+    Example:
+        >>> from recsys.optim.keyed import KeyedOptimizerWrapper
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> sgd = KeyedOptimizerWrapper({"w": weight}, lambda p: torch.optim.SGD(p, lr=1.0))
+        >>> optimizer = GradientClippingOptimizer(sgd, GradientClipping.NORM, max_gradient=1.0)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([-0.6000, -0.8000])
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        clipping: GradientClipping = GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+        enable_global_grad_clip: bool = False,
+        param_to_pgs: Mapping[nn.Parameter, Sequence[dist.ProcessGroup]] | None = None,
+        track_grad_norm: bool = False,
+    ) -> None:
+        super().__init__(optimizer)
+        if not max_gradient > 0:
+            raise ValueError(
+                f"max_gradient must be positive; received {max_gradient}. To leave gradients as "
+                "they are use GradientClipping.NONE."
+            )
+        self._clipping = clipping
+        self._max_gradient = max_gradient
+        self._norm_type = float(norm_type)
+        if not self._norm_type > 0:
+            raise ValueError(f"norm_type must be positive, or 'inf'; received {norm_type!r}.")
+        self._is_global = enable_global_grad_clip
+        self._groups_of: dict[Tensor, Sequence[dist.ProcessGroup]] = dict(param_to_pgs or {})
+        self._tracks_norm = track_grad_norm
+        self.last_total_grad_norm: Tensor | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clips, then steps.
+
+        Args:
+            closure: computes the gradients; called before they are clipped.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = closure() if closure is not None else None
+        if self._clipping is GradientClipping.NORM:
+            self.clip_grad_norm_()
+        elif self._tracks_norm:
+            self.last_total_grad_norm = self.compute_total_grad_norm()[0]
+        if self._clipping is GradientClipping.VALUE:
+            for tables in self.table_gradients():
+                tables.clamp_(self._max_gradient)
+            for _, values in self._gradients():
+                values.clamp_(-self._max_gradient, self._max_gradient)
+        self._optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self) -> Tensor:
+        """Scales all gradients so that their norm is at most ``max_gradient``.
+
+        Returns:
+            The norm before, a scalar; it is not read by the host.
+        """
+        total, dense = self.compute_total_grad_norm()
+        self.last_total_grad_norm = total
+        factor = (self._max_gradient / (total + 1e-6)).clamp_(max=1.0)
+        for tables in self.table_gradients():
+            tables.scale_(factor)
+        for values in dense:
+            values.mul_(factor.to(values.device))
+        return total
+
+    @torch.no_grad()
+    def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
+        """Computes the norm of all gradients together.
+
+        Returns:
+            The norm, a scalar, and the values of the gradients of dense parameters.
+        """
+        tables = self.table_gradients()
+        whole: list[Tensor] = []
+        parts: list[Tensor] = []
+        grouped: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {
+            tuple(groups): [] for groups in self._groups_of.values()
+        }
+        for parameter, values in self._gradients():
+            if parameter in self._groups_of:
+                grouped[tuple(self._groups_of[parameter])].append(values)
+            else:
+                (parts if getattr(parameter, _PART, False) else whole).append(values)
+        self._check_norm(tables, parts)
+        device = _device_of(self, tables)
+        shares = [table.power_sum(self._norm_type).to(device) for table in tables]
+        shares.append(power_sum(parts, self._norm_type, device))
+        shared = self._join(shares)
+        group = next((t.process_group for t in tables if t.process_group is not None), None)
+        if self._is_global and dist.is_available() and dist.is_initialized():
+            self._add_up(shared, group)
+        sums = [shared, power_sum(whole, self._norm_type, device)]
+        for groups, values_of in grouped.items():
+            share = power_sum(values_of, self._norm_type, device)
+            for each in groups:
+                self._add_up(share, each)
+            sums.append(share)
+        total = self._join(sums)
+        if not math.isinf(self._norm_type):
+            total = total.pow(1.0 / self._norm_type)
+        return total, [values for _, values in self._gradients()]
+
+    def _join(self, shares: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(list(shares))
+        return stacked.amax() if math.isinf(self._norm_type) else stacked.sum()
+
+    def _add_up(self, share: Tensor, group: dist.ProcessGroup | None) -> None:
+        is_max = math.isinf(self._norm_type)
+        dist.all_reduce(share, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+
+    def _check_norm(self, tables: Sequence[TableGradients], parts: Sequence[Tensor]) -> None:
+        if self._is_global or not dist.is_available() or not dist.is_initialized():
+            return
+        if parts or any(table.process_group is not None for table in tables):
+            raise ValueError(
+                "The norm of sharded tables is that of all ranks' parts; received "
+                "enable_global_grad_clip=False, which would scale each rank's gradients by "
+                "another factor. Set it to True."
+            )
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each parameter that has a gradient, and the gradient's values; live."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.coalesce()
+                    yield parameter, parameter.grad.values()
+                else:
+                    yield parameter, parameter.grad
+
+
+def _device_of(optimizer: KeyedOptimizer, tables: Sequence[TableGradients]) -> torch.device:
+    """Returns where norms are added up: on the GPU, if there is any."""
+    devices = [table.device for table in tables]
+    devices.extend(parameter.device for parameter in optimizer.params.values())
+    on_gpu = [device for device in devices if device.type != "cpu"]
+    return next(iter(on_gpu), torch.device("cpu"))
+
+
+def power_sum(values: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Adds up ``|v| ** norm_type`` over tensors; for ``inf`` takes their largest ``|v|``.
+
+    Args:
+        values: any tensors; empty ones count as zero.
+        norm_type: which norm.
+        device: where the result goes.
+
+    Returns:
+        A scalar, fp32.
+
+    Example:
+        >>> power_sum([torch.tensor([3.0, -4.0])], 2.0, torch.device("cpu"))
+        tensor(25.)
+    """
+    values = [value.float() for value in values if value.numel()]
+    if not values:
+        return torch.zeros((), device=device)
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(values, norm_type)])
+    return norms.amax() if math.isinf(norm_type) else norms.pow_(norm_type).sum()
+
+
+def mark_part(parameter: nn.Parameter) -> None:
+    """Records that a parameter is a part of a table: its norm is added up over the ranks."""
+    setattr(parameter, _PART, True)
