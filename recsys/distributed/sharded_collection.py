@@ -238,29 +238,29 @@ def _place(
         )
     splits_rows = len({rect.row_start for rect in rects}) > 1
     splits_columns = len({rect.col_start for rect in rects}) > 1
+    owned = option.optimizer
+    reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
     exchanges = False
     if owned is not None and owned.row_state is RowState.EXACT:
         exchanges = reads_rows
         if exchanges and not row_wise_moment(owned.spec.algorithm):
             raise ValueError(
                 f"Table {config.name!r} is split by columns, but its optimizer "
-    owned = option.optimizer
-    reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
                 f"{owned.spec.algorithm.name} takes the norm of whole rows. Place it table_wise, "
                 "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
                 "part's columns for whole rows."
             )
+    if owned is not None and owned.spec.stochastic_rounding and not rects:
+        raise ValueError(
+            f"Table {config.name!r} is data_parallel and has stochastic_rounding, with which its "
+            "replicas would drift apart. Place it otherwise, or turn the rounding off."
+        )
     if splits_rows and pooling is PoolingMode.MEAN:
         pooling = PoolingMode.SUM  # divided by the bag length at the end
     return PlacedTable(
         name=config.name,
         num_rows=config.num_embeddings,
         dim=config.embedding_dim,
-    if owned is not None and owned.spec.stochastic_rounding and not rects:
-        raise ValueError(
-            f"Table {config.name!r} is data_parallel and has stochastic_rounding, with which its "
-            "replicas would drift apart. Place it otherwise, or turn the rounding off."
-        )
         features=tuple(features.index(f) for f in config.feature_names),
         group=GroupSettings(
             pooling=pooling,
@@ -269,15 +269,15 @@ def _place(
             optimizer=owned and shared_optimizer(owned.spec, device, owned.update_mode),
             requires_grad=option.requires_grad,
             location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
+            deferred=owned is not None and owned.is_deferred,
             exchanges_row_statistics=exchanges,
+            splits_row_state=reads_rows and not exchanges,
         ),
         rects=rects,
     )
 
 
-            deferred=owned is not None and owned.is_deferred,
 def _bounds_check_mode(
-            splits_row_state=reads_rows and not exchanges,
     plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
 ) -> BoundsCheckMode:
     """Returns the mode the plan asks for, the collection's own if it asks for none."""
