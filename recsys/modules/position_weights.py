@@ -139,10 +139,11 @@ class PositionGather:
         num_ids = features.values().shape[0]
         first_M, last_M, limit_M = _per_bag(route.table_3K, features)
         self._check_lengths(lengths_M > limit_M, features, route.limits)
-        bag_N = torch.repeat_interleave(lengths_M, output_size=num_ids)
-        shift_N = (first_M - offsets_M1[:-1]).index_select(0, bag_N)
-        place_N = torch.arange(num_ids, device=device) + shift_N
-        place_N = torch.minimum(place_N, last_M.index_select(0, bag_N))
+        place_N = (first_M - offsets_M1[:-1]).repeat_interleave(lengths_M, output_size=num_ids)
+        place_N += torch.arange(num_ids, device=device)
+        if route.has_others or place_N.is_cuda:  # else every bag is known to fit
+            ends_N = last_M.repeat_interleave(lengths_M, output_size=num_ids)
+            place_N = torch.minimum(place_N, ends_N)
         dtype = weights[0].dtype if weights else torch.float32
         ones = [torch.ones(1, dtype=dtype, device=device)] if route.has_others else []
         return torch.cat([*weights, *ones]).index_select(0, place_N)
