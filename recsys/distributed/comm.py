@@ -8,7 +8,7 @@ and does not block the host.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -16,22 +16,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.distributed.types import ShardingEnv
+from recsys.distributed.wire import EXACT, WireFormat
 
 
 @final
 class Pending:
-    """A tensor that an exchange is filling."""
+    """A tensor that an exchange is filling.
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None, keep: Tensor | None = None) -> None:
+    Args:
+        tensor: what is being filled.
+        work: the exchange, if there is one.
+        keep: the input, which must outlive the exchange.
+        decode: turns what arrived into the result.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: dist.Work | None,
+        keep: Tensor | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._tensor = tensor
         self._work = work
-        self._keep = keep  # the input must outlive the exchange
+        self._keep = keep
+        self._decode = decode
 
     def wait(self) -> Tensor:
         """Waits for the exchange and returns the tensor."""
         if self._work is not None:
             self._work.wait()
             self._work = self._keep = None
+        if self._decode is not None:
+            self._tensor = self._decode(self._tensor)
+            self._decode = None
         return self._tensor
 
 
@@ -41,6 +59,7 @@ def all_to_all(
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     out: Tensor | None = None,
+    wire: WireFormat = EXACT,
 ) -> Pending:
     """Starts an all-to-all of stretches of a flat tensor.
 
@@ -50,6 +69,7 @@ def all_to_all(
         send_sizes: elements for each rank.
         recv_sizes: elements from each rank.
         out: ``[sum(recv_sizes)]``, to receive into; allocated if None.
+        wire: what fp32 values look like while they travel.
 
     Returns:
         The pending ``[sum(recv_sizes)]``, the stretch from rank 0 first.
@@ -59,6 +79,16 @@ def all_to_all(
         if out is None:
             return Pending(send, None)
         return Pending(out.copy_(send), None)
+    decode = None
+    if not wire.is_exact:
+        final, value_sizes = out, recv_sizes
+        send, send_sizes = wire.encode(send, send_sizes)
+        out, recv_sizes = None, wire.encoded_sizes(recv_sizes)
+
+        def decode(arrived: Tensor) -> Tensor:
+            values = wire.decode(arrived, value_sizes)
+            return values if final is None else final.copy_(values)
+
     if out is None:
         out = send.new_empty(sum(recv_sizes))
     send_sizes, recv_sizes = list(send_sizes), list(recv_sizes)
@@ -77,7 +107,7 @@ def all_to_all(
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
         out[own_to].copy_(send[own_from])
-    return Pending(out, work, send)
+    return Pending(out, work, send, decode)
 
 
 def all_reduce(env: ShardingEnv, tensor: Tensor) -> Pending:

@@ -17,6 +17,7 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardingEnv,
 )
+from recsys.distributed.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
@@ -36,6 +37,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         env: the ranks.
         fused_params: optimizer settings for the tables that have no optimizer attached.
         device: where the tables go.
+        qcomm_codecs_registry: what embeddings and gradients look like while they travel.
         use_index_dedup: whether each id of a feature travels, and is looked up, once per batch.
             The result is the same; it pays where ids repeat, and costs a sort where they do not.
 
@@ -52,10 +54,18 @@ class ShardedEmbeddingCollection(ShardedCollection):
         env: ShardingEnv,
         fused_params: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
     ) -> None:
         self._use_index_dedup = use_index_dedup
-        super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
+        super().__init__(
+            module,
+            table_name_to_parameter_sharding,
+            env,
+            fused_params,
+            device,
+            qcomm_codecs_registry,
+        )
 
     def _adopt(self, module: Any) -> None:
         self._need_indices: bool = module.need_indices()
@@ -76,7 +86,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _new_output_dist(self) -> SequenceDist:
         return SequenceDist(
-            self._layout, self._env, self._device, torch.float32, self._finisher.schedule
+            self._layout,
+            self._env,
+            self._device,
+            torch.float32,
+            self._finisher.schedule,
+            codecs_for(self._qcomm_codecs_registry, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL),
         )
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -147,6 +162,8 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
 
     Args:
         fused_params: optimizer settings for tables that have no optimizer attached.
+        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
+            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
         use_index_dedup: whether each id of a feature travels once; see
             :class:`ShardedEmbeddingCollection`.
 
@@ -156,9 +173,13 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
     """
 
     def __init__(
-        self, fused_params: Mapping[str, Any] | None = None, use_index_dedup: bool = False
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
     ) -> None:
         self.fused_params = dict(fused_params or {})
+        self.qcomm_codecs_registry = qcomm_codecs_registry
         self.use_index_dedup = use_index_dedup
 
     @property
@@ -175,7 +196,13 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
     ) -> ShardedEmbeddingCollection:
         """Returns the sharded collection with the given one's weights."""
         return ShardedEmbeddingCollection(
-            module, params, env, self.fused_params, device, self.use_index_dedup
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            self.qcomm_codecs_registry,
+            self.use_index_dedup,
         )
 
     def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:

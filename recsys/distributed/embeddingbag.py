@@ -17,6 +17,7 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardingEnv,
 )
+from recsys.distributed.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_inputs import expand_bags
@@ -57,7 +58,17 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         )
         self._dims = [slot.dim for slot in layout.slots]
         return OutputDist(
-            layout, mean_slots, self._env, self._device, torch.float32, self._finisher.schedule
+            layout,
+            mean_slots,
+            self._env,
+            self._device,
+            torch.float32,
+            self._finisher.schedule,
+            codecs_for(
+                self._qcomm_codecs_registry,
+                CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+                CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+            ),
         )
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:
@@ -113,6 +124,8 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
     Args:
         fused_params: optimizer settings for tables that have no optimizer attached; see
             :class:`ShardedEmbeddingBagCollection`.
+        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
+            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
 
     Example:
         >>> sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})
@@ -120,8 +133,13 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         'EmbeddingBagCollection'
     """
 
-    def __init__(self, fused_params: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
         self.fused_params = dict(fused_params or {})
+        self.qcomm_codecs_registry = qcomm_codecs_registry
 
     @property
     def module_type(self) -> type[EmbeddingBagCollection]:
@@ -136,7 +154,9 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         device: torch.device | None = None,
     ) -> ShardedEmbeddingBagCollection:
         """Returns the sharded collection with the given one's weights."""
-        return ShardedEmbeddingBagCollection(module, params, env, self.fused_params, device)
+        return ShardedEmbeddingBagCollection(
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry
+        )
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns table name to weight."""

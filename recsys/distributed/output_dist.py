@@ -31,6 +31,7 @@ from recsys.distributed.exchange import Exchange, start_exchange
 from recsys.distributed.input_dist import Receipt
 from recsys.distributed.layout import Layout, Stream, merge_ranges
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
+from recsys.distributed.wire import QuantizedCommCodecs
 
 _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
 
@@ -136,9 +137,12 @@ class NodeHop:
         layout: the compiled placement.
         env: the ranks.
         device: where the embeddings are.
+        codecs: what they look like while they travel.
     """
 
-    def __init__(self, layout: Layout, env: ShardingEnv, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
+    ) -> None:
         size = layout.node_size
         self._env = env.of_node(size)
         node, self._place = divmod(env.rank, size)
@@ -151,6 +155,7 @@ class NodeHop:
         self._gather = ColumnGather(
             [_within(self.columns, block) for block in blocks], self.width, device
         )
+        self._codecs = codecs.fitted(self._gather.chunk) if self.width else codecs
 
     def forward(self, parts_TC: Tensor, batch_sizes: Sequence[int]) -> Tensor:
         """Turns this rank's parts into the node's sums.
@@ -173,6 +178,7 @@ class NodeHop:
             sent,
             [count * own for count in samples],
             [samples[self._place] * width for width in self._widths],
+            wire=self._codecs.forward,
         ).wait()
         return self._gather.collect(received, samples[self._place])
 
@@ -188,6 +194,7 @@ class NodeHop:
             sent,
             [samples[self._place] * width for width in self._widths],
             [count * own for count in samples],
+            wire=self._codecs.backward,
         ).wait()
         order = self._by_place()
         pieces = received.view(sum(samples), own).split([batch_sizes[rank] for rank in order])
@@ -246,6 +253,7 @@ class OutputDist:
         device: where the embeddings are.
         dtype: of the embeddings.
         on_backward: called in every backward pass, on every rank in the same order.
+        codecs: what embeddings and gradients look like while they travel.
     """
 
     def __init__(
@@ -256,6 +264,7 @@ class OutputDist:
         device: torch.device,
         dtype: torch.dtype,
         on_backward: Callable[[], None],
+        codecs: QuantizedCommCodecs,
     ) -> None:
         self.layout = layout
         self.env = env
@@ -265,7 +274,7 @@ class OutputDist:
         self.mean_index = torch.tensor(mean_slots, dtype=torch.int64, device=device)
         self.on_backward = on_backward
         self.has_exchange = any(layout.rank_widths)
-        self.hop = NodeHop(layout, env, device) if layout.is_hierarchical else None
+        self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None
         # the columns of the received buffer, block by block: what each rank sends, then the
         # replicas'
         blocks: list[_Ranges] = []
@@ -281,6 +290,7 @@ class OutputDist:
             members = (layout.replica_streams[i] for i in group.streams)
             blocks.append(merge_ranges(stream.cols for stream in members))
         self.gather = ColumnGather(blocks, layout.width, device)
+        self.codecs = codecs.fitted(self.gather.chunk)
         self._is_identity = (
             env.world_size == 1
             and not mean_slots
@@ -367,6 +377,7 @@ class _PooledExchange(Exchange):
                 self.sends,
                 self.receives,
                 out=buffer[: self.num_received],
+                wire=stage.codecs.forward,
             )
         at = self.num_received
         for replica in replicas:
@@ -406,7 +417,9 @@ class _PooledExchange(Exchange):
         grad = self.stage.gather.spread(grad_BD)
         if self.stage.has_exchange:
             sent = self.mean_over_ranks(grad[: self.num_received])
-            self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends)
+            self.pending = comm.all_to_all(
+                self.env, sent, self.receives, self.sends, wire=self.stage.codecs.backward
+            )
         return grad
 
     def send_back(self, grad: Tensor) -> list[Tensor]:

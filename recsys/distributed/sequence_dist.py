@@ -23,6 +23,7 @@ from recsys.distributed.exchange import Exchange, start_exchange
 from recsys.distributed.id_routes import IdRoute
 from recsys.distributed.layout import Layout, Stream
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
+from recsys.distributed.wire import QuantizedCommCodecs
 from recsys.kernels import ops
 
 
@@ -36,6 +37,7 @@ class SequenceDist:
         device: where the embeddings are.
         dtype: of the embeddings.
         on_backward: called in every backward pass, on every rank in the same order.
+        codecs: what embeddings and gradients look like while they travel.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SequenceDist:
         device: torch.device,
         dtype: torch.dtype,
         on_backward: Callable[[], None],
+        codecs: QuantizedCommCodecs,
     ) -> None:
         self.layout = layout
         self.env = env
@@ -59,6 +62,7 @@ class SequenceDist:
         first_cols = [stream.cols[0] - layout.slots[stream.slot].col for stream in sent]
         widths = [stream.rect.num_cols for stream in sent]
         self.chunk = gcd(self.dim, *first_cols, *widths)
+        self.codecs = codecs.fitted(self.chunk)
         # of the streams sent to all ranks, then the replicas'
         self.sent_slots = np.array([stream.slot for stream in sent])
         self.sent_first_chunks = np.array(first_cols) // self.chunk
@@ -165,7 +169,12 @@ class _SequenceExchange(Exchange):
             sent = rows[0] if len(rows) == 1 else torch.cat(rows)
             sent = self._reorder(sent, stage.by_rank, self.received_chunks.T)
             self.pending = comm.all_to_all(
-                self.env, sent, self.sends, self.receives, out=buffer[: self.num_received]
+                self.env,
+                sent,
+                self.sends,
+                self.receives,
+                out=buffer[: self.num_received],
+                wire=stage.codecs.forward,
             )
         at = self.num_received
         for replica in replicas:
@@ -187,7 +196,9 @@ class _SequenceExchange(Exchange):
         spread = grad.reshape(-1, chunk).index_select(0, self.target).view(-1)
         if self.stage.has_exchange:
             sent = self.mean_over_ranks(spread[: self.num_received])
-            self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends)
+            self.pending = comm.all_to_all(
+                self.env, sent, self.receives, self.sends, wire=self.stage.codecs.backward
+            )
         return spread
 
     def send_back(self, grad: Tensor) -> list[Tensor]:

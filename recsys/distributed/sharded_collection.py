@@ -28,6 +28,7 @@ from recsys.distributed.types import (
     ShardedModule,
     ShardingEnv,
 )
+from recsys.distributed.wire import QuantizedCommCodecs
 from recsys.kernels.row_update import is_row_reducing, row_wise_moment
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, PoolingMode, RowState
@@ -57,6 +58,8 @@ class ShardedCollection(ShardedModule):
         fused_params: optimizer settings for the tables that have no optimizer attached, such as
             ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
         device: where the tables go.
+        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
+            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
 
     Raises:
         ValueError: if the plan misses a table, names an unknown one, does not cover a table
@@ -74,8 +77,10 @@ class ShardedCollection(ShardedModule):
         env: ShardingEnv,
         fused_params: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
     ) -> None:
         super().__init__()
+        self._qcomm_codecs_registry = qcomm_codecs_registry
         weights = module.table_weights()
         plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
         check_plan_covers(type(module).__name__, plan, list(weights))
@@ -182,6 +187,7 @@ class ShardedCollection(ShardedModule):
         other._configs = copy.deepcopy(self._configs)
         other._poolings = self._poolings
         other._plan = copy.deepcopy(self._plan)
+        other._qcomm_codecs_registry = self._qcomm_codecs_registry
         other._env = self._env
         other._bounds_check_mode = self._bounds_check_mode
         other._device = canonical_device(device)

@@ -191,12 +191,11 @@ class EachType(Case):
 
     is_weighted = False
 
-    def configs(self) -> list[EmbeddingBagConfig]:
+    def configs(self) -> list[Any]:
+        config = EmbeddingBagConfig if self.pooled else EmbeddingConfig
         return [
-            EmbeddingBagConfig(
-                name=kind.value, num_embeddings=12, embedding_dim=8, feature_names=[feature]
-            )
-            for kind, feature in zip(self.types, FEATURES, strict=True)
+            config(name=kind.value, num_embeddings=12, embedding_dim=8, feature_names=[feature])
+            for kind, feature in zip(self.types, FEATURES, strict=False)
         ]
 
     def plan(self, seed: int = 0) -> ShardingPlan:
@@ -241,8 +240,10 @@ def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     )
 
 
-def shard(case: Case, plan: ShardingPlan | None = None) -> DistributedModelParallel:
-    sharder = EmbeddingCollectionSharder(use_index_dedup=case.use_index_dedup)
+def shard(
+    case: Case, plan: ShardingPlan | None = None, sharders: list[Any] | None = None
+) -> DistributedModelParallel:
+    sequences = EmbeddingCollectionSharder(use_index_dedup=case.use_index_dedup)
     # the process serves other tests after this one
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(case.node_size or case.world_size)):
         return DistributedModelParallel(
@@ -250,7 +251,7 @@ def shard(case: Case, plan: ShardingPlan | None = None) -> DistributedModelParal
             env=ShardingEnv.default(),
             device=CPU,
             plan=plan or case.plan(),
-            sharders=[EmbeddingBagCollectionSharder(), sharder],
+            sharders=sharders or [EmbeddingBagCollectionSharder(), sequences],
         )
 
 
