@@ -149,6 +149,9 @@ class FusedTablesOptimizer(KeyedOptimizer):
         """Drops the gradients of deferred tables; the others keep none."""
         self._deferred.zero_grad()
 
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Does nothing: the tables have their state from the start."""
+
     def table_gradients(self) -> list[TableGradients]:
         """Returns the gradients of the deferred tables.
 

@@ -6,6 +6,7 @@ wraps optimizers so that their state is saved by parameter name.
 """
 
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.optim.clipping import GradientClipping, GradientClippingOptimizer
 from recsys.optim.keyed import (
     CombinedOptimizer,
     KeyedOptimizer,
@@ -22,6 +23,7 @@ from recsys.optim.optimizers import (
     RowWiseAdagrad,
     in_backward_optimizer_filter,
 )
+from recsys.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "LAMB",
@@ -29,12 +31,17 @@ __all__ = [
     "Adagrad",
     "Adam",
     "CombinedOptimizer",
+    "GradientClipping",
+    "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "LarsSGD",
     "OptimizerWrapper",
     "PartialRowWiseAdam",
     "RowWiseAdagrad",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
     "apply_optimizer_in_backward",
     "in_backward_optimizer_filter",
 ]

@@ -93,7 +93,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if not self._norm_type > 0:
             raise ValueError(f"norm_type must be positive, or 'inf'; received {norm_type!r}.")
         self._is_global = enable_global_grad_clip
-        self._groups_of: dict[Tensor, Sequence[dist.ProcessGroup]] = dict(param_to_pgs or {})
+        self._groups_of = {id(p): tuple(groups) for p, groups in (param_to_pgs or {}).items()}
         self._tracks_norm = track_grad_norm
         self.last_total_grad_norm: Tensor | None = None
 
@@ -146,11 +146,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
         whole: list[Tensor] = []
         parts: list[Tensor] = []
         grouped: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {
-            tuple(groups): [] for groups in self._groups_of.values()
+            groups: [] for groups in self._groups_of.values()
         }
         for parameter, values in self._gradients():
-            if parameter in self._groups_of:
-                grouped[tuple(self._groups_of[parameter])].append(values)
+            if id(parameter) in self._groups_of:
+                grouped[self._groups_of[id(parameter)]].append(values)
             else:
                 (parts if getattr(parameter, _PART, False) else whole).append(values)
         self._check_norm(tables, parts)

@@ -304,6 +304,13 @@ class CombinedOptimizer(KeyedOptimizer):
             optim.step()
         return loss
 
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Creates the state of each optimizer."""
+        sparse = sparse_grad_parameter_names or set()
+        for prefix, optim in self._optims:
+            own = {name for name in optim.params if self.prepend_opt_key(name, prefix) in sparse}
+            optim.init_state(own)
+
     def table_gradients(self) -> list[TableGradients]:
         """Returns the gradients that no ``.grad`` holds, of all."""
         return [held for _, optim in self._optims for held in optim.table_gradients()]
