@@ -94,6 +94,10 @@ class PositionWeightedModule(FeatureProcessor):
         """Set every weight to 1."""
         nn.init.ones_(self.position_weight)
 
+    def check_lengths(self) -> None:
+        """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
+        self._gather.check()
+
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Weigh a batch.
 
@@ -104,8 +108,8 @@ class PositionWeightedModule(FeatureProcessor):
             The same bags with weights, [N] of the parameter's dtype.
 
         Raises:
-            ValueError: A bag is too long (on CUDA one of an earlier batch), or the bags are on
-                another device than the weights.
+            ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
+                or the bags are on another device than the weights.
         """
         values, lengths, offsets = features.values(), features.lengths(), features.offsets()
         keyed = KeyedJaggedTensor.from_parts(
@@ -154,6 +158,10 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         """Set every weight to 1."""
         self.position_weights.reset_parameters()
 
+    def check_lengths(self) -> None:
+        """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
+        self._gather.check()
+
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Weigh a batch.
 
@@ -164,8 +172,8 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
             The same ids in the same bags with weights, [N] of the parameters' dtype.
 
         Raises:
-            ValueError: A bag is too long (on CUDA one of an earlier batch), or the batch is on
-                another device than the weights.
+            ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
+                or the batch is on another device than the weights.
         """
         return with_weights(features, self._gather(self.position_weights.tensors(), features))
 

@@ -74,6 +74,14 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
         weights = [self._weigh(name, bags) for name, bags in features.to_dict().items()]
         return with_weights(features, torch.cat(weights))
 
+    def check_lengths(self) -> None:
+        """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
+        if self._gather is not None:
+            self._gather.check()
+        for processor in self._modules.values():
+            if isinstance(processor, PositionWeightedModule):
+                processor.check_lengths()
+
     def _processors(self) -> dict[str, PositionWeightedModule]:
         return cast(dict[str, PositionWeightedModule], self._modules)
 
