@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from recsys.distributed.embedding import EmbeddingCollectionSharder
-from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
-from recsys.distributed.sharded_collection import canonical_device, default_device
+from recsys.distributed.planner import EmbeddingShardingPlanner
+from recsys.distributed.shard import (
+    exclude_sharded_from_ddp,
+    get_default_sharders,
+    make_plan,
+    materialize_dense,
+    move_dense,
+    replace_modules,
+    resolve_place,
+    sharded_modules,
+    sharded_names,
+    sharders_by_type,
+    why_no_exchange,
+)
+from recsys.distributed.sharded_collection import canonical_device
 from recsys.distributed.types import (
     LazyAwaitable,
     ModuleSharder,
     ShardedModule,
     ShardingEnv,
     ShardingPlan,
+    copy_around_sharded,
 )
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+__all__ = [
+    "DataParallelWrapper",
+    "DefaultDataParallelWrapper",
+    "DistributedModelParallel",
+    "get_default_sharders",
+    "get_module",
+    "get_unwrapped_module",
+]
 
 # torch 2.13 renamed `broadcast_buffers` and warns of the old name
 _BROADCAST_BUFFERS = (
@@ -32,11 +52,6 @@ _BROADCAST_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-
-
-def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Returns a sharder for every module type that can be sharded."""
-    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
@@ -89,12 +104,7 @@ class DefaultDataParallelWrapper:
         module = dmp._dmp_wrapped
         if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
-        sharded = {
-            name
-            for path, child in module.named_modules()
-            if isinstance(child, ShardedModule)
-            for name in _names_below(path, child)
-        }
+        sharded = sharded_names(module)
         everything = dict(module.named_parameters()) | dict(module.named_buffers())
         dense = {n: t for n, t in everything.items() if n not in sharded}
         if not any(t.requires_grad for t in dense.values()):
@@ -108,7 +118,7 @@ class DefaultDataParallelWrapper:
                 f"received some that are updated in backward: {in_backward}. Give "
                 "apply_optimizer_in_backward the tables only, and step the others' optimizer."
             )
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
+        exclude_sharded_from_ddp(module)
         broadcasts = self._broadcast_buffers
         if broadcasts is None:
             broadcasts = any(_has_running_statistics(child) for child in module.modules())
@@ -128,12 +138,6 @@ class DefaultDataParallelWrapper:
 
 def _has_running_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-
-
-def _names_below(path: str, module: nn.Module) -> Iterator[str]:
-    prefix = f"{path}." if path else ""
-    for name, _ in (*module.named_parameters(), *module.named_buffers()):
-        yield prefix + name
 
 
 class DistributedModelParallel(nn.Module):
@@ -186,28 +190,17 @@ class DistributedModelParallel(nn.Module):
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
-        self.env = env or ShardingEnv.default()
-        self.device = canonical_device(device or default_device(self.env))
-        self._obstacle = _why_no_exchange(self.env, self.device)
-        self._check_exchange()
-        self._sharders = {
-            s.module_type: s for s in (get_default_sharders() if sharders is None else sharders)
-        }
+        self.env, self.device = resolve_place(env, device)
+        self._obstacle = ""
+        by_type = sharders_by_type(sharders)
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        if plan is None:
-            topology = Topology(world_size=self.env.world_size, compute_device=self.device.type)
-            planner = planner or EmbeddingShardingPlanner(topology=topology)
-            sharder_list = list(self._sharders.values())
-            if self.env.world_size == 1:  # also one rank of a larger job by itself
-                plan = planner.plan(module, sharder_list)
-            else:
-                plan = planner.collective_plan(module, sharder_list, self.env.process_group)
-        self._plan = plan
-        self._check_plan_paths(module)
-        self._dmp_wrapped: nn.Module = self._shard(module, "", {})
+        self._plan = plan or make_plan(module, by_type, self.env, self.device, planner)
+        self._dmp_wrapped: nn.Module = replace_modules(
+            module, self._plan, by_type, self.env, self.device
+        )
         if init_parameters:
-            self._materialize_dense(self._dmp_wrapped)
-        self._to_device(self._dmp_wrapped)
+            materialize_dense(self._dmp_wrapped, self.device)
+        move_dense(self._dmp_wrapped, self.device)
         self._optimizer = self._collect_fused_optimizers()
         self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             self._rename_for_load
@@ -215,70 +208,9 @@ class DistributedModelParallel(nn.Module):
         if init_data_parallel:
             self.init_data_parallel()
 
-    # -- construction ------------------------------------------------------------------------------
-
-    def _check_plan_paths(self, module: nn.Module) -> None:
-        for path, child in module.named_modules():
-            if type(child) not in self._sharders and isinstance(child, tuple(self._sharders)):
-                raise ValueError(
-                    f"Module {path!r} is a {type(child).__name__}, a subclass that no sharder is "
-                    "made for; its forward would be lost. Pass a sharder for it in `sharders`."
-                )
-        paths = {path for path, child in module.named_modules() if type(child) in self._sharders}
-        planned = self._plan.plan.keys()
-        missing, unknown = sorted(paths - planned), sorted(planned - paths)
-        if unknown or missing:
-            raise ValueError(
-                f"The plan must name each shardable module of the model once; missing: {missing}, "
-                f"not shardable modules of the model: {unknown}. To leave a module on every rank, "
-                "place its tables data_parallel."
-            )
-
-    def _shard(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
-        """Replaces, in place, every module that the plan names; one used twice stays one."""
-        if id(module) in done:
-            return done[id(module)]
-        module_plan = self._plan.get_plan_for_module(path)
-        sharder = self._sharders.get(type(module))
-        result = module
-        if sharder is not None and module_plan is not None:
-            result = sharder.shard(module, module_plan, self.env, self.device)
-        else:
-            for name, child in list(module._modules.items()):
-                if child is not None:
-                    child_path = f"{path}.{name}" if path else name
-                    module._modules[name] = self._shard(child, child_path, done)
-        done[id(module)] = result
-        return result
-
-    def _materialize_dense(self, module: nn.Module) -> None:
-        for path, child in module.named_modules():
-            if isinstance(child, ShardedModule) or not _owns_meta(child):
-                continue
-            if not hasattr(child, "reset_parameters"):
-                raise ValueError(
-                    f"Module {path!r} ({type(child).__name__}) has parameters on the meta device "
-                    f"but no "
-                    "reset_parameters() to initialise them. Add one, or build the module on a "
-                    "real device."
-                )
-            child.to_empty(device=self.device, recurse=False)
-            cast(Any, child).reset_parameters()
-
-    def _to_device(self, module: nn.Module) -> None:
-        if isinstance(module, ShardedModule):
-            return
-        for child in module.children():
-            self._to_device(child)
-        module._apply(lambda t: t if t.is_meta else t.to(self.device), recurse=False)
-
     def _collect_fused_optimizers(self) -> CombinedOptimizer:
         return CombinedOptimizer(
-            [
-                (path, child.fused_optimizer)
-                for path, child in self._dmp_wrapped.named_modules()
-                if isinstance(child, ShardedModule)
-            ]
+            [(path, child.fused_optimizer) for path, child in sharded_modules(self._dmp_wrapped)]
         )
 
     def init_data_parallel(self) -> None:
@@ -338,16 +270,14 @@ class DistributedModelParallel(nn.Module):
         copied = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(copied)
         copied.env, copied._plan = self.env, self._plan
-        copied._sharders, copied._wrapper = self._sharders, self._wrapper
+        copied._wrapper = self._wrapper
         copied.device = canonical_device(device)
-        copied._obstacle = _why_no_exchange(copied.env, copied.device)
-        memo: dict[int, Any] = {
-            id(child): cast(Any, child).copy(copied.device)
-            for child in self.module.modules()
-            if isinstance(child, ShardedModule)
-        }
-        copied._dmp_wrapped = copy.deepcopy(self.module, memo)
-        copied._to_device(copied._dmp_wrapped)
+        copied._obstacle = why_no_exchange(copied.env, copied.device)
+        module = self.module
+        if isinstance(module, ShardedModule):
+            copied._dmp_wrapped = module.copy(copied.device)
+        else:
+            copied._dmp_wrapped = copy_around_sharded(module, copied.device)
         copied._optimizer = copied._collect_fused_optimizers()
         copied.training = self.training
         copied._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -432,25 +362,6 @@ class DistributedModelParallel(nn.Module):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields this rank's buffers under the unsharded model's names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-
-def _why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
-    """Returns why the ranks cannot exchange tensors of a device; empty if they can."""
-    if env.world_size == 1:
-        return ""
-    config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
-    if any(part.startswith(f"{device.type}:") for part in config.split(",")):
-        return ""
-    return (
-        f"The ranks' process group must exchange tensors of the model's device; received a model "
-        f"on {device} and the backends {config}. Keep the model on a device that they serve, or "
-        "initialise torch.distributed with a backend for each, such as 'cpu:gloo,cuda:nccl'."
-    )
-
-
-def _owns_meta(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in own)
 
 
 def _call_showing_tensors(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> Any:

@@ -1,240 +1,447 @@
-"""From a strategy's name to rectangles, and from a plan's shards to checked rectangles.
+"""Plans written by hand: one short call per table says where it goes.
 
-This is all a sharding strategy is: a function that returns rectangles. Nothing past this file knows
-their names.
+``row_wise()``, ``table_wise(rank=0)`` and their kin return *generators*: functions that place a
+table once its size and the ranks are known. :func:`construct_module_sharding_plan` calls them. The
+rectangles come from ``strategies``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
 
 from recsys.distributed.layout import Rect
 from recsys.distributed.node import get_local_size
+from recsys.distributed.strategies import (
+    STRATEGIES,
+    check_plan_covers,
+    column_blocks,
+    parameter_sharding,
+    placement,
+    rects_of,
+    row_blocks,
+    sharding_of_rects,
+    split_by_sizes,
+)
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
+    ModuleSharder,
     ParameterSharding,
+    ShardingEnv,
     ShardingType,
-    ShardMetadata,
 )
+from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
-_MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
+__all__ = [
+    "STRATEGIES",
+    "ParameterShardingGenerator",
+    "apply_to_all",
+    "check_plan_covers",
+    "column_wise",
+    "construct_module_sharding_plan",
+    "data_parallel",
+    "grid_shard",
+    "parameter_sharding",
+    "placement",
+    "rects_of",
+    "row_wise",
+    "table_column_wise",
+    "table_row_wise",
+    "table_wise",
+]
+
+ParameterShardingGenerator = Callable[
+    [nn.Parameter, int, int, str, ModuleSharder[Any]], ParameterSharding
+]
+"""Places one table: ``(weight, ranks per node, ranks, device type, sharder)`` to its placement."""
 
 
-def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Cuts ``0..size`` into blocks of equal size, the last ones smaller; empty blocks are left out.
+def table_wise(
+    rank: int, device: str | None = None, compute_kernel: str | None = None
+) -> ParameterShardingGenerator:
+    """Places the whole table on one rank.
 
     Args:
-        size: what to cut.
-        parts: the number of blocks wanted.
-        multiple: every block but the last is a multiple of this.
+        rank: the owner.
+        device: the kind of device that the plan names, "cpu" or "cuda"; that of the whole plan if
+            None.
+        compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value. If None,
+            "fused" for a table with an optimizer attached or a sharder that has one, else "dense".
 
     Returns:
-        ``(start, end)`` per block, at most ``parts`` of them.
+        The generator.
 
     Example:
-        >>> split_evenly(10, 4)
-        [(0, 3), (3, 6), (6, 9), (9, 10)]
-        >>> split_evenly(24, 4, multiple=4)
-        [(0, 8), (8, 16), (16, 24)]
+        >>> plan = {"countries": table_wise(rank=0), "cities": table_wise(rank=1)}
     """
-    block = -(-size // parts)
-    block = max(-(-block // multiple) * multiple, 1)
-    return [(start, min(start + block, size)) for start in range(0, size, block)]
+    return _on_ranks(ShardingType.TABLE_WISE, lambda *_: [rank], device, compute_kernel)
 
 
-def _table_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return [Rect(row_start=0, row_end=rows, col_start=0, col_end=dim, rank=ranks[0])]
-
-
-def _row_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return [
-        Rect(row_start=start, row_end=end, col_start=0, col_end=dim, rank=rank)
-        for (start, end), rank in zip(split_evenly(rows, len(ranks)), ranks, strict=False)
-    ]
-
-
-def _column_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return [
-        Rect(row_start=0, row_end=rows, col_start=start, col_end=end, rank=rank)
-        for (start, end), rank in zip(
-            split_evenly(dim, len(ranks), _MIN_COLUMNS), ranks, strict=False
-        )
-    ]
-
-
-def _grid(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    nodes = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
-    return [
-        Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
-        for (left, right), node in zip(
-            split_evenly(dim, len(nodes), _MIN_COLUMNS), nodes, strict=False
-        )
-        for (top, bottom), rank in zip(split_evenly(rows, len(node)), node, strict=False)
-    ]
-
-
-STRATEGIES: Mapping[ShardingType, Callable[[int, int, Sequence[int], int], list[Rect]]] = {
-    ShardingType.TABLE_WISE: _table_wise,
-    ShardingType.ROW_WISE: _row_wise,
-    ShardingType.COLUMN_WISE: _column_wise,
-    ShardingType.TABLE_ROW_WISE: _row_wise,
-    ShardingType.TABLE_COLUMN_WISE: _column_wise,
-    ShardingType.GRID_SHARD: _grid,
-}
-"""Per strategy the function from (rows, columns, owning ranks, ranks per node) to rectangles."""
-
-
-def parameter_sharding(
-    sharding_type: ShardingType,
-    num_rows: int,
-    dim: int,
-    ranks: Sequence[int],
-    *,
-    device_type: str = "cpu",
-    compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
-    local_size: int | None = None,
-) -> ParameterSharding:
-    """Places one table.
+def row_wise(
+    sizes_placement: tuple[list[int], str | list[str]] | None = None,
+    compute_kernel: str | None = None,
+    num_buckets: int | None = None,
+) -> ParameterShardingGenerator:
+    """Divides the rows among all ranks, evenly unless sizes are given.
 
     Args:
-        sharding_type: the strategy.
-        num_rows: rows of the table.
-        dim: columns of the table.
-        ranks: the owners, in order of their part; all ranks for a data-parallel table, the ranks of
-            one node for ``table_row_wise`` and ``table_column_wise``, of some nodes, node by node,
-            for ``grid_shard``.
-        device_type: "cpu" or "cuda", for the placements.
-        compute_kernel: where the table lives.
-        local_size: ranks per node, which number their GPUs from 0; all on one node if None.
+        sizes_placement: the rows of rank 0, 1, ..., and the kind of device that the plan names, one
+            for all or one for each. The sizes must add up to the table's rows; 0 leaves a rank out.
+        compute_kernel: as for :func:`table_wise`.
+        num_buckets: cut the rows into this many buckets of equal size, and never split one.
 
-    Example:
-        >>> placed = parameter_sharding(ShardingType.ROW_WISE, 10, 8, [0, 1])
-        >>> [shard.shard_sizes for shard in placed.sharding_spec.shards]
-        [[5, 8], [5, 8]]
-    """
-    spec = None
-    if sharding_type is not ShardingType.DATA_PARALLEL:
-        local_size = local_size or max(ranks) + 1
-        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, local_size)
-        ranks = [rect.rank for rect in rects]
-        shards = [
-            ShardMetadata(
-                shard_offsets=[rect.row_start, rect.col_start],
-                shard_sizes=[rect.num_rows, rect.num_cols],
-                placement=placement(device_type, rect.rank, local_size),
-            )
-            for rect in rects
-        ]
-        spec = EnumerableShardingSpec(shards)
-    return ParameterSharding(sharding_type.value, compute_kernel.value, list(ranks), spec)
-
-
-def placement(compute_device: str, rank: int, local_size: int) -> str:
-    """Returns where a rank keeps its shards, as a plan writes it.
-
-    Args:
-        compute_device: "cpu" or "cuda".
-        rank: among all ranks.
-        local_size: ranks per node; every node numbers its GPUs from 0.
-
-    Example:
-        >>> placement("cuda", rank=5, local_size=4)
-        'rank:5/cuda:1'
-    """
-    device = f"cuda:{rank % local_size}" if compute_device == "cuda" else compute_device
-    return f"rank:{rank}/{device}"
-
-
-def rects_of(
-    name: str, num_rows: int, dim: int, sharding: ParameterSharding, world_size: int
-) -> tuple[Rect, ...]:
-    """Returns the rectangles a plan gives a table, neighbours merged; none if replicated.
-
-    Args:
-        name: of the table.
-        num_rows: rows of the table.
-        dim: columns of the table.
-        sharding: the plan's entry. Without shards they follow from its type and ranks.
-        world_size: the number of ranks there are.
+    Returns:
+        The generator. It raises ValueError if sizes or buckets do not fit the table or the ranks.
 
     Raises:
-        ValueError: if a rank does not exist, or the plan has neither shards nor ranks. (Gaps and
-            overlaps are found when the layout is built.)
+        ValueError: if both sizes and buckets are given, or not one device for each size.
+
+    Example:
+        >>> plan = {"users": row_wise(), "items": row_wise(([600, 400], "cpu"))}
     """
-    sharding_type = ShardingType(sharding.sharding_type)
-    if sharding_type is ShardingType.DATA_PARALLEL:
-        return ()
-    if sharding.sharding_spec is not None:
-        rects = [
-            Rect(
-                row_start=shard.shard_offsets[0],
-                row_end=shard.shard_offsets[0] + shard.shard_sizes[0],
-                col_start=shard.shard_offsets[1],
-                col_end=shard.shard_offsets[1] + shard.shard_sizes[1],
-                rank=shard.rank,
-            )
-            for shard in sharding.sharding_spec.shards
-        ]
-    else:
-        ranks = sharding.ranks
-        if not ranks:
-            if sharding_type is not ShardingType.ROW_WISE:
-                raise ValueError(
-                    f"The plan for table {name!r} ({sharding_type.value}) must name its ranks or "
-                    f"its shards; "
-                    "received neither. Set ParameterSharding.ranks."
-                )
-            ranks = list(range(world_size))
-        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, get_local_size(world_size))
-    for rect in rects:
-        if not 0 <= rect.rank < world_size:
-            raise ValueError(
-                f"The plan places a shard of table {name!r} on rank {rect.rank}, but there are "
-                f"{world_size} "
-                f"ranks (0..{world_size - 1}). Make the plan for this world size."
-            )
-    kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
-    return tuple(_merge_neighbours(kept))
-
-
-def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
-    """Merges column neighbours of the same rows on the same rank, where all rows are cut alike."""
-    cuts: dict[tuple[int, int], list[Rect]] = {}
-    for rect in rects:
-        cuts.setdefault((rect.row_start, rect.row_end), []).append(rect)
-    if len(cuts) > 1:
-        return list(rects)
-    merged: list[Rect] = []
-    for rect in sorted(rects, key=lambda r: r.col_start):
-        last = merged[-1] if merged else None
-        if last and last.rank == rect.rank and last.col_end == rect.col_start:
-            rect = Rect(
-                row_start=rect.row_start,
-                row_end=rect.row_end,
-                col_start=last.col_start,
-                col_end=rect.col_end,
-                rank=rect.rank,
-            )
-            merged.pop()
-        merged.append(rect)
-    return merged
-
-
-def check_plan_covers(
-    module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Sequence[str]
-) -> None:
-    """Checks that a plan names exactly the tables of a module.
-
-    Raises:
-        ValueError: listing the tables that are missing from the plan, or not in the module.
-    """
-    missing = [name for name in table_names if name not in plan]
-    unknown = [name for name in plan if name not in table_names]
-    if missing or unknown:
+    if sizes_placement is None and num_buckets is None:
+        return _on_ranks(
+            ShardingType.ROW_WISE, lambda _, world: range(world), compute_kernel=compute_kernel
+        )
+    sizes, devices = sizes_placement or (None, None)
+    if sizes is not None and num_buckets is not None:
         raise ValueError(
-            f"The plan of module {module_path!r} must name each of its tables once; missing: "
-            f"{missing}, not in the module: {unknown}. Give it one ParameterSharding for each of "
-            f"{list(table_names)}."
+            "row_wise takes sizes_placement or num_buckets; received both. Give sizes that are "
+            "multiples of a bucket."
         )
+    _check_one_each("row_wise", sizes=sizes, placement=devices)
+
+    def cut(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
+        own = _bucket_rows(rows, num_buckets or 0, world_size) if sizes is None else sizes
+        return row_blocks(_blocks("row_wise", "rows", rows, own), dim, range(len(own)))
+
+    return _generator(ShardingType.ROW_WISE, cut, devices, compute_kernel)
+
+
+def column_wise(
+    ranks: list[int] | None = None,
+    size_per_rank: list[int] | None = None,
+    compute_kernel: str | None = None,
+    device_types: list[str] | None = None,
+) -> ParameterShardingGenerator:
+    """Divides the columns among ranks.
+
+    Args:
+        ranks: the owners in order of their columns; a rank may come up several times. Without
+            sizes, each gets as many columns, in multiples of 4.
+        size_per_rank: the columns of each part, on ``ranks``, or on rank 0, 1, ... if that is None.
+            The sizes must add up to the table's columns.
+        compute_kernel: as for :func:`table_wise`.
+        device_types: the kind of device that the plan names for each part.
+
+    Returns:
+        The generator. It raises ValueError if the sizes do not fit the table.
+
+    Raises:
+        ValueError: if neither ranks nor sizes are given, or not as many of each.
+
+    Example:
+        >>> plan = {"a": column_wise(ranks=[1, 0]), "b": column_wise(size_per_rank=[4, 12])}
+    """
+    _check_one_each(
+        "column_wise", ranks=ranks, size_per_rank=size_per_rank, device_types=device_types
+    )
+    if size_per_rank is None:
+        if ranks is None:
+            raise ValueError(
+                "column_wise needs the ranks that own the columns, or size_per_rank; received "
+                "neither. Name them: column_wise(ranks=[0, 1])."
+            )
+        owners = ranks
+        return _on_ranks(ShardingType.COLUMN_WISE, lambda *_: owners, device_types, compute_kernel)
+    sizes, places = size_per_rank, range(len(size_per_rank)) if ranks is None else ranks
+
+    def cut(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
+        return column_blocks(rows, _blocks("column_wise", "columns", dim, sizes), places)
+
+    return _generator(ShardingType.COLUMN_WISE, cut, device_types, compute_kernel)
+
+
+def table_row_wise(host_index: int) -> ParameterShardingGenerator:
+    """Divides the rows among the ranks of one node, which adds its parts up before it sends them.
+
+    Args:
+        host_index: the node, from 0.
+
+    Returns:
+        The generator.
+
+    Example:
+        >>> plan = {"users": table_row_wise(host_index=1)}
+    """
+    return _on_ranks(ShardingType.TABLE_ROW_WISE, lambda local, _: _node(host_index, local))
+
+
+def table_column_wise(host_index: int) -> ParameterShardingGenerator:
+    """Divides the columns among the ranks of one node.
+
+    Args:
+        host_index: the node, from 0.
+
+    Returns:
+        The generator.
+
+    Example:
+        >>> plan = {"users": table_column_wise(host_index=1)}
+    """
+    return _on_ranks(ShardingType.TABLE_COLUMN_WISE, lambda local, _: _node(host_index, local))
+
+
+def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
+    """Divides the columns among nodes, and the rows of each part among the ranks of its node.
+
+    Args:
+        host_indexes: the nodes, from 0, in order of their columns.
+
+    Returns:
+        The generator.
+
+    Raises:
+        ValueError: if no node is given.
+
+    Example:
+        >>> plan = {"users": grid_shard(host_indexes=[0, 1])}
+    """
+    if not host_indexes:
+        raise ValueError(
+            "grid_shard.host_indexes must name one node or more; received none. Write "
+            "grid_shard([0, 1])."
+        )
+    return _on_ranks(
+        ShardingType.GRID_SHARD,
+        lambda local, _: [rank for host in host_indexes for rank in _node(host, local)],
+    )
+
+
+def data_parallel() -> ParameterShardingGenerator:
+    """Keeps a copy of the table on every rank.
+
+    Returns:
+        The generator.
+
+    Example:
+        >>> plan = {"countries": data_parallel()}
+    """
+
+    def generate(
+        weight: nn.Parameter,
+        local_size: int,
+        world_size: int,
+        device_type: str,
+        sharder: ModuleSharder[Any],
+    ) -> ParameterSharding:
+        return parameter_sharding(
+            ShardingType.DATA_PARALLEL,
+            weight.shape[0],
+            weight.shape[1],
+            range(world_size),
+            compute_kernel=EmbeddingComputeKernel.DENSE,
+        )
+
+    return generate
+
+
+def apply_to_all(
+    module: nn.Module,
+    parameter_sharding_generator: ParameterShardingGenerator,
+    sharder: ModuleSharder[Any] | None = None,
+) -> dict[str, ParameterShardingGenerator]:
+    """Names the same generator for every table of a module.
+
+    Args:
+        module: such as an EmbeddingBagCollection.
+        parameter_sharding_generator: such as ``row_wise()``.
+        sharder: of the module; the default one for its type if None.
+
+    Returns:
+        By table name, for :func:`construct_module_sharding_plan`.
+
+    Raises:
+        ValueError: if there is no default sharder for the module.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> list(apply_to_all(EmbeddingBagCollection(tables=[table]), row_wise()))
+        ['t']
+    """
+    sharder = sharder or _default_sharder(module)
+    return dict.fromkeys(sharder.shardable_parameters(module), parameter_sharding_generator)
+
+
+def construct_module_sharding_plan(
+    module: nn.Module,
+    per_param_sharding: Mapping[str, ParameterShardingGenerator],
+    sharder: ModuleSharder[Any] | None = None,
+    local_size: int | None = None,
+    world_size: int | None = None,
+    device_type: str | None = None,
+) -> EmbeddingModuleShardingPlan:
+    """Writes the plan of one module.
+
+    Args:
+        module: such as an EmbeddingBagCollection; may be on the ``meta`` device.
+        per_param_sharding: by table name, where it goes.
+        sharder: of the module; the default one for its type if None.
+        local_size: ranks per node; those of this job if None.
+        world_size: ranks; those of this job if None.
+        device_type: "cpu" or "cuda"; what the ranks of this job work on if None.
+
+    Returns:
+        One :class:`ParameterSharding` per table.
+
+    Raises:
+        ValueError: if a table is missing, unknown, or cannot be placed so; if the sharder does not
+            know a sharding type; or if there is no default sharder for the module.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> small, large = (
+        ...     EmbeddingBagConfig(name=n, embedding_dim=4, num_embeddings=10, feature_names=[n])
+        ...     for n in ("small", "large")
+        ... )
+        >>> plan = construct_module_sharding_plan(
+        ...     EmbeddingBagCollection(tables=[small, large]),
+        ...     {"small": data_parallel(), "large": row_wise()},
+        ...     world_size=2,
+        ...     device_type="cpu",
+        ... )
+        >>> [shard.shard_sizes for shard in plan["large"].sharding_spec.shards]
+        [[5, 4], [5, 4]]
+    """
+    sharder = sharder or _default_sharder(module)
+    tables = sharder.shardable_parameters(module)
+    if tables.keys() != per_param_sharding.keys():
+        raise ValueError(
+            f"per_param_sharding must name each table of the {type(module).__name__} once; "
+            f"missing: {sorted(tables.keys() - per_param_sharding.keys())}, not in the module: "
+            f"{sorted(per_param_sharding.keys() - tables.keys())}. apply_to_all(module, row_wise())"
+            " names them all."
+        )
+    world_size = world_size or ShardingEnv.default().world_size
+    local_size = local_size or get_local_size(world_size)
+    if world_size % local_size:
+        raise ValueError(
+            f"local_size must divide world_size: nodes have equally many ranks; received "
+            f"local_size={local_size}, world_size={world_size}."
+        )
+    device_type = device_type or _default_device_type()
+    plan = EmbeddingModuleShardingPlan()
+    for name, weight in tables.items():
+        generate = per_param_sharding[name]
+        placed = generate(weight, local_size, world_size, device_type, sharder)
+        known = sharder.sharding_types(device_type)
+        if placed.sharding_type not in known:
+            raise ValueError(
+                f"Table {name!r} must be placed by a sharding type that {type(sharder).__name__} "
+                f"knows on {device_type}, one of {', '.join(known)}; received "
+                f"{placed.sharding_type}."
+            )
+        # raises if there is no such rank
+        rects_of(name, weight.shape[0], weight.shape[1], placed, world_size)
+        plan[name] = placed
+    return plan
+
+
+_Cut = Callable[[int, int, int, int], list[Rect]]  # rows, columns, ranks per node, ranks
+
+
+def _generator(
+    kind: ShardingType,
+    cut: _Cut,
+    devices: str | list[str] | None = None,
+    compute_kernel: str | None = None,
+) -> ParameterShardingGenerator:
+    def generate(
+        weight: nn.Parameter,
+        local_size: int,
+        world_size: int,
+        device_type: str,
+        sharder: ModuleSharder[Any],
+    ) -> ParameterSharding:
+        num_rows, dim = weight.shape
+        rects = cut(num_rows, dim, local_size, world_size)
+        named = devices or device_type
+        kinds = [named] * len(rects) if isinstance(named, str) else named
+        placements = [
+            placement(device, rect.rank, local_size)
+            for rect, device in zip(rects, kinds, strict=False)  # narrow tables have fewer parts
+        ]
+        updates_itself = attached_optimizer(weight) is not None or sharder.fused_params
+        default = EmbeddingComputeKernel.FUSED if updates_itself else EmbeddingComputeKernel.DENSE
+        kernel = EmbeddingComputeKernel(compute_kernel) if compute_kernel else default
+        return sharding_of_rects(kind, rects, placements, kernel)
+
+    return generate
+
+
+def _on_ranks(
+    kind: ShardingType,
+    ranks_of: Callable[[int, int], Sequence[int]],
+    devices: str | list[str] | None = None,
+    compute_kernel: str | None = None,
+) -> ParameterShardingGenerator:
+    """Makes a generator from ``(ranks per node, ranks)`` to the owners."""
+
+    def cut(num_rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
+        return STRATEGIES[kind](num_rows, dim, ranks_of(local_size, world_size), local_size)
+
+    return _generator(kind, cut, devices, compute_kernel)
+
+
+def _node(index: int, local_size: int) -> range:
+    return range(index * local_size, (index + 1) * local_size)
+
+
+def _bucket_rows(num_rows: int, num_buckets: int, world_size: int) -> list[int]:
+    """Returns the rows of each rank when the first ranks get the buckets that are left over."""
+    if num_rows % num_buckets or num_buckets < world_size:
+        raise ValueError(
+            f"row_wise.num_buckets must divide the table's rows and be at least the number of "
+            f"ranks; received num_buckets={num_buckets} for {num_rows} rows on {world_size} ranks."
+        )
+    each, more = divmod(num_buckets, world_size)
+    return [(each + (rank < more)) * (num_rows // num_buckets) for rank in range(world_size)]
+
+
+def _blocks(helper: str, what: str, size: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    if sum(sizes) != size or min(sizes) < 0:
+        raise ValueError(
+            f"The sizes given to {helper} must add up to the table's {what}; received "
+            f"{list(sizes)}, which is {sum(sizes)}, for {size} {what}."
+        )
+    return split_by_sizes(sizes)
+
+
+def _check_one_each(helper: str, **given: Sequence[object] | None) -> None:
+    lists = {name: value for name, value in given.items() if isinstance(value, list)}
+    if len({len(value) for value in lists.values()}) > 1 or [] in lists.values():
+        raise ValueError(
+            f"{helper} needs one entry for each part in each of {', '.join(lists)}; received "
+            f"{', '.join(str(value) for value in lists.values())}."
+        )
+
+
+def _default_sharder(module: nn.Module) -> ModuleSharder[Any]:
+    # here, because the sharded modules that it knows import the functions above
+    from recsys.distributed.shard import sharder_of
+
+    return sharder_of(module)
+
+
+def _default_device_type() -> str:
+    from recsys.distributed.sharded_collection import default_device
+
+    return default_device(ShardingEnv.default()).type

@@ -8,17 +8,19 @@ moves a tensor.
 from __future__ import annotations
 
 import abc
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, unique
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Self, TypeVar, cast, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from recsys.distributed.module_tree import outermost, walk
 from recsys.kernels.types import BoundsCheckMode
 
 T = TypeVar("T")
@@ -410,12 +412,62 @@ class LazyNoWait(LazyAwaitable[T]):
 
 
 class ShardedModule(nn.Module, abc.ABC):
-    """A module whose tables are placed on ranks by a plan."""
+    """A module whose tables are placed on ranks by a plan.
+
+    It answers for all that is below it: nobody else replicates, moves, copies or updates that. If a
+    part of yours is to be replicated, let :meth:`sharded_parameter_names` leave it out, or let the
+    sharder return a plain module that contains the sharded one.
+    """
 
     @property
     @abc.abstractmethod
     def fused_optimizer(self) -> Any:
         """The keyed optimizer of the tables that update themselves in backward."""
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Yields the names of the parameters and buffers that differ from rank to rank.
+
+        Args:
+            prefix: the module's path, which leads every name.
+        """
+        for name, _ in (*self.named_parameters(prefix), *self.named_buffers(prefix)):
+            yield name
+
+    def copy(self, device: torch.device) -> Self:
+        """Returns a copy on another device; sharded modules inside are copied by themselves."""
+        return copy_around_sharded(self, device)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copy_around_sharded(module: M, device: torch.device) -> M:
+    """Returns a deep copy on another device; sharded modules below make their own.
+
+    Args:
+        module: whose parameters and buffers, outside of sharded modules, move to ``device``.
+        device: where the copy goes.
+    """
+
+    def is_inner(root: nn.Module) -> Callable[[nn.Module], bool]:
+        return lambda found: found is not root and isinstance(found, ShardedModule)
+
+    copies: dict[int, Any] = {
+        id(inner): cast(ShardedModule, inner).copy(device)
+        for _, inner in outermost(module, is_inner(module))
+    }
+    copied = copy.deepcopy(module, copies)
+    move_parts(copied, device, is_inner(copied))
+    return copied
+
+
+def move_parts(
+    module: nn.Module, device: torch.device, is_leaf: Callable[[nn.Module], bool]
+) -> None:
+    """Moves the tensors of a model, in place, save those of leaves and those on ``meta``."""
+    for _, part in walk(module, is_leaf):
+        if not is_leaf(part):
+            part._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
 
 
 class ModuleSharder(abc.ABC, Generic[T]):
@@ -436,8 +488,12 @@ class ModuleSharder(abc.ABC, Generic[T]):
         params: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
         device: torch.device | None = None,
-    ) -> ShardedModule:
-        """Returns the sharded module; the given module's weights are kept."""
+    ) -> nn.Module:
+        """Returns what takes the module's place, with its weights.
+
+        That is a :class:`ShardedModule`, or a module that contains some. Name the parts as in the
+        given module, so that the state dict keeps its names.
+        """
 
     @abc.abstractmethod
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:

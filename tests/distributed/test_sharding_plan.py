@@ -1,172 +1,256 @@
-"""From the name of a strategy to rectangles, and from a plan to rectangles that were checked."""
+"""Plans by hand: what each helper places where, as TorchRec 1.8.0 does unless a test says not."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
-from recsys.distributed.layout import PlacedTable, Rect
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.sharding_plan import (
-    STRATEGIES,
-    check_plan_covers,
-    parameter_sharding,
-    placement,
-    rects_of,
-    split_evenly,
+    ParameterShardingGenerator,
+    apply_to_all,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
 )
-from recsys.distributed.types import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ParameterSharding,
-    ShardingType,
-    ShardMetadata,
-)
-
-TW, RW, CW = ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE
+from recsys.distributed.types import ParameterSharding
+from recsys.kernels.types import EmbOptimType
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 
-def corners(rects: tuple[Rect, ...] | list[Rect]) -> list[tuple[int, ...]]:
-    return [(r.row_start, r.row_end, r.col_start, r.col_end, r.rank) for r in rects]
-
-
-@pytest.mark.parametrize(
-    ("size", "parts", "multiple", "expected"),
-    [
-        (10, 1, 1, [(0, 10)]),
-        (10, 4, 1, [(0, 3), (3, 6), (6, 9), (9, 10)]),
-        (2, 4, 1, [(0, 1), (1, 2)]),
-        (9, 4, 1, [(0, 3), (3, 6), (6, 9)]),
-        (0, 4, 1, []),
-        (10, 2, 4, [(0, 8), (8, 10)]),
-        (3, 2, 4, [(0, 3)]),
-    ],
-)
-def test_split_evenly(
-    size: int, parts: int, multiple: int, expected: list[tuple[int, int]]
-) -> None:
-    assert split_evenly(size, parts, multiple) == expected
-
-
-@pytest.mark.parametrize("sharding_type", list(STRATEGIES))
-@pytest.mark.parametrize("rows", [1, 2, 7, 8])
-@pytest.mark.parametrize("dim", [1, 4, 6, 32])
-@pytest.mark.parametrize("ranks", [[0], [2, 0, 1], [3, 3], [0, 1, 2, 3, 4]])
-def test_every_strategy_covers_the_table_once(
-    sharding_type: ShardingType, rows: int, dim: int, ranks: list[int]
-) -> None:
-    sharding = parameter_sharding(sharding_type, rows, dim, ranks)
-    rects = rects_of("t", rows, dim, sharding, world_size=5)
-    # raises if the rectangles leave a gap or overlap
-    placed = PlacedTable(name="t", num_rows=rows, dim=dim, features=(0,), group=0, rects=rects)
-    assert {r.rank for r in placed.rects} <= set(ranks)
-
-
-def test_shards_of_each_strategy() -> None:
-    def of(sharding_type: ShardingType, ranks: list[int]) -> list[tuple[int, ...]]:
-        return corners(rects_of("t", 10, 16, parameter_sharding(sharding_type, 10, 16, ranks), 4))
-
-    assert of(TW, [2]) == [(0, 10, 0, 16, 2)]
-    assert of(RW, [0, 1, 2, 3]) == [
-        (0, 3, 0, 16, 0),
-        (3, 6, 0, 16, 1),
-        (6, 9, 0, 16, 2),
-        (9, 10, 0, 16, 3),
+def collection(*names: str, rows: int = 10, dim: int = 16) -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(name=n, embedding_dim=dim, num_embeddings=rows, feature_names=[n])
+        for n in names
     ]
-    assert of(CW, [3, 1]) == [(0, 10, 0, 8, 3), (0, 10, 8, 16, 1)]
-    assert of(CW, [1, 1]) == [(0, 10, 0, 16, 1)], "neighbours on one rank are one shard"
-    assert of(CW, [1, 0, 1, 1]) == [(0, 10, 0, 4, 1), (0, 10, 4, 8, 0), (0, 10, 8, 16, 1)]
-    assert of(ShardingType.DATA_PARALLEL, [0, 1, 2, 3]) == []
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
 
 
-def test_ranks_that_get_nothing_are_not_named() -> None:
-    assert parameter_sharding(RW, 2, 8, [0, 1, 2, 3]).ranks == [0, 1]
-    assert parameter_sharding(CW, 2, 8, [0, 1, 2, 3]).ranks == [0, 1]
-
-
-def test_placements_name_the_device() -> None:
-    on_cpu = parameter_sharding(TW, 4, 4, [1])
-    on_gpu = parameter_sharding(
-        TW, 4, 4, [1], device_type="cuda", compute_kernel=EmbeddingComputeKernel.FUSED_UVM
+def place(
+    generator: ParameterShardingGenerator, rows: int = 10, dim: int = 16, device: str = "cuda"
+) -> ParameterSharding:
+    """Places a table on two nodes of two ranks each."""
+    plan = construct_module_sharding_plan(
+        collection("t", rows=rows, dim=dim),
+        {"t": generator},
+        local_size=2,
+        world_size=4,
+        device_type=device,
     )
-    assert on_cpu.sharding_spec is not None
-    assert on_gpu.sharding_spec is not None
-    assert on_cpu.sharding_spec.shards[0].placement == "rank:1/cpu"
-    assert on_gpu.sharding_spec.shards[0].placement == "rank:1/cuda:1"
-    assert on_gpu.compute_kernel == "fused_uvm"
+    return plan["t"]
 
 
-def test_gpus_are_numbered_by_node() -> None:
-    assert placement("cuda", 5, 4) == "rank:5/cuda:1"
-    assert placement("cpu", 5, 4) == "rank:5/cpu"
-    spec = parameter_sharding(
-        RW, 4, 4, [0, 1, 2, 3], device_type="cuda", local_size=2
-    ).sharding_spec
-    assert spec is not None
-    assert [s.placement for s in spec.shards] == [f"rank:{r}/cuda:{r % 2}" for r in range(4)]
-    assert [s.rank for s in spec.shards] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("sharding_type", "ranks"), [(TW, [1]), (CW, [1, 0]), (RW, [0, 1])])
-def test_shards_follow_from_type_and_ranks(sharding_type: ShardingType, ranks: list[int]) -> None:
-    short = ParameterSharding(sharding_type.value, "fused", ranks)
-    full = parameter_sharding(sharding_type, 10, 8, ranks)
-    assert rects_of("t", 10, 8, short, 2) == rects_of("t", 10, 8, full, 2)
-
-
-def test_row_wise_is_on_all_ranks_unless_said() -> None:
-    short = ParameterSharding("row_wise", "fused")
-    assert corners(rects_of("t", 10, 8, short, 2)) == [(0, 5, 0, 8, 0), (5, 10, 0, 8, 1)]
-
-
-def test_shards_by_hand_may_be_uneven_and_empty() -> None:
-    spec = EnumerableShardingSpec(
-        [
-            ShardMetadata([0, 0], [7, 8], "rank:1/cpu"),
-            ShardMetadata([7, 0], [0, 8], "rank:2/cpu"),
-            ShardMetadata([7, 0], [3, 8], "rank:0/cpu"),
-        ]
-    )
-    sharding = ParameterSharding("row_wise", "fused", [1, 2, 0], spec)
-    assert corners(rects_of("t", 10, 8, sharding, 3)) == [(0, 7, 0, 8, 1), (7, 10, 0, 8, 0)]
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'t' on rank 2, but there are 2 ranks \(0\.\.1\)\. Make"):
-        rects_of("t", 10, 8, parameter_sharding(TW, 10, 8, [2]), 2)
-    with pytest.raises(ValueError, match=r"table 't' \(table_wise\) must name its ranks .* Set P"):
-        rects_of("t", 10, 8, ParameterSharding("table_wise", "fused"), 2)
+def shards_of(placed: ParameterSharding) -> list[tuple[list[int], list[int], object]]:
+    assert placed.sharding_spec is not None
+    shards = placed.sharding_spec.shards
+    assert placed.ranks == [shard.rank for shard in shards]
+    return [(shard.shard_offsets, shard.shard_sizes, shard.placement) for shard in shards]
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "expected"),
+    ("generator", "kind", "expected"),
     [
-        (ShardingType.TABLE_ROW_WISE, [2, 3], [((0, 5), (0, 8), 2), ((5, 10), (0, 8), 3)]),
-        (ShardingType.TABLE_COLUMN_WISE, [2, 3], [((0, 10), (0, 4), 2), ((0, 10), (4, 8), 3)]),
+        (table_wise(rank=3), "table_wise", [([0, 0], [10, 16], "rank:3/cuda:1")]),
         (
-            ShardingType.GRID_SHARD,
-            [0, 1, 2, 3],
+            row_wise(),
+            "row_wise",
             [
-                ((0, 5), (0, 4), 0),
-                ((5, 10), (0, 4), 1),
-                ((0, 5), (4, 8), 2),
-                ((5, 10), (4, 8), 3),
+                ([0, 0], [3, 16], "rank:0/cuda:0"),
+                ([3, 0], [3, 16], "rank:1/cuda:1"),
+                ([6, 0], [3, 16], "rank:2/cuda:0"),
+                ([9, 0], [1, 16], "rank:3/cuda:1"),
             ],
+        ),
+        (
+            row_wise(num_buckets=5),
+            "row_wise",
+            [
+                ([0, 0], [4, 16], "rank:0/cuda:0"),
+                ([4, 0], [2, 16], "rank:1/cuda:1"),
+                ([6, 0], [2, 16], "rank:2/cuda:0"),
+                ([8, 0], [2, 16], "rank:3/cuda:1"),
+            ],
+        ),
+        (
+            row_wise(([7, 3], "cuda")),
+            "row_wise",
+            [([0, 0], [7, 16], "rank:0/cuda:0"), ([7, 0], [3, 16], "rank:1/cuda:1")],
+        ),
+        (
+            column_wise(ranks=[3, 1]),
+            "column_wise",
+            [([0, 0], [10, 8], "rank:3/cuda:1"), ([0, 8], [10, 8], "rank:1/cuda:1")],
+        ),
+        (
+            column_wise(ranks=[1, 1, 0, 1]),
+            "column_wise",
+            [
+                ([0, 0], [10, 4], "rank:1/cuda:1"),
+                ([0, 4], [10, 4], "rank:1/cuda:1"),
+                ([0, 8], [10, 4], "rank:0/cuda:0"),
+                ([0, 12], [10, 4], "rank:1/cuda:1"),
+            ],
+        ),
+        (
+            column_wise(size_per_rank=[4, 12]),
+            "column_wise",
+            [([0, 0], [10, 4], "rank:0/cuda:0"), ([0, 4], [10, 12], "rank:1/cuda:1")],
+        ),
+        (
+            table_row_wise(host_index=1),
+            "table_row_wise",
+            [([0, 0], [5, 16], "rank:2/cuda:0"), ([5, 0], [5, 16], "rank:3/cuda:1")],
+        ),
+        (
+            grid_shard(host_indexes=[1]),
+            "grid_shard",
+            [([0, 0], [5, 16], "rank:2/cuda:0"), ([5, 0], [5, 16], "rank:3/cuda:1")],
         ),
     ],
 )
-def test_strategies_of_several_nodes(
-    kind: ShardingType, ranks: list[int], expected: list[object]
+def test_places_as_torchrec_does(
+    generator: ParameterShardingGenerator, kind: str, expected: list[Any]
 ) -> None:
-    placed = parameter_sharding(kind, 10, 8, ranks, local_size=2)
-    found = [
-        ((r.row_start, r.row_end), (r.col_start, r.col_end), r.rank)
-        for r in rects_of("t", 10, 8, placed, 4)
+    placed = place(generator)
+    assert placed.sharding_type == kind
+    assert placed.compute_kernel == "dense"
+    assert shards_of(placed) == expected
+
+
+def test_a_copy_on_every_rank() -> None:
+    placed = place(data_parallel())
+    assert placed == ParameterSharding("data_parallel", "dense", [0, 1, 2, 3], None)
+
+
+def test_what_torchrec_refuses_or_lacks() -> None:
+    assert shards_of(place(grid_shard([1, 0]), device="cpu")) == [
+        ([0, 0], [5, 8], "rank:2/cpu"),
+        ([5, 0], [5, 8], "rank:3/cpu"),
+        ([0, 8], [5, 8], "rank:0/cpu"),
+        ([5, 8], [5, 8], "rank:1/cpu"),
     ]
-    assert sorted(found, key=lambda r: r[2]) == expected
+    assert shards_of(place(table_column_wise(host_index=1), device="cpu")) == [
+        ([0, 0], [10, 8], "rank:2/cpu"),
+        ([0, 8], [10, 8], "rank:3/cpu"),
+    ]
+    # columns that do not divide, and owners of given sizes
+    sizes = [sizes for _, sizes, _ in shards_of(place(column_wise(ranks=[0, 1, 2])))]
+    assert sizes == [[10, 8], [10, 8]]
+    placed = place(column_wise(ranks=[2, 0], size_per_rank=[12, 4]), device="cpu")
+    assert [p for _, _, p in shards_of(placed)] == ["rank:2/cpu", "rank:0/cpu"]
 
 
-def test_a_plan_names_every_table_and_no_other() -> None:
-    plan = EmbeddingModuleShardingPlan({name: parameter_sharding(TW, 1, 1, [0]) for name in "ab"})
-    check_plan_covers("ebc", plan, ["b", "a"])
-    with pytest.raises(ValueError, match=r"missing: \['c'\], not in the module: \['b'\]"):
-        check_plan_covers("ebc", plan, ["a", "c"])
+def test_a_named_device_leaves_the_rank_as_it_is() -> None:
+    [(_, _, place_of_one)] = shards_of(place(table_wise(rank=3, device="cpu")))
+    assert place_of_one == "rank:3/cpu"
+    placed = place(row_wise(([6, 0, 3, 1], ["cpu", "cuda", "cuda", "cpu"])))
+    assert [p for _, _, p in shards_of(placed)] == [
+        "rank:0/cpu",
+        "rank:1/cuda:1",
+        "rank:2/cuda:0",
+        "rank:3/cpu",
+    ]
+    placed = place(column_wise(ranks=[0, 1], device_types=["cpu", "cuda"]))
+    assert [p for _, _, p in shards_of(placed)] == ["rank:0/cpu", "rank:1/cuda:1"]
+
+
+@pytest.mark.parametrize("generator", [table_wise(0), row_wise(), row_wise(([10], "cpu"))])
+def test_kernel_of_tables_that_update_themselves(generator: ParameterShardingGenerator) -> None:
+    where: dict[str, Any] = {"world_size": 1, "local_size": 1, "device_type": "cpu"}
+    ebc = collection("t")
+    attached = collection("t")
+    apply_optimizer_in_backward(torch.optim.SGD, attached.parameters(), {"lr": 0.1})
+    fused = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD})
+    of = construct_module_sharding_plan
+    assert of(ebc, {"t": generator}, **where)["t"].compute_kernel == "dense"
+    assert of(attached, {"t": generator}, **where)["t"].compute_kernel == "fused"
+    assert of(ebc, {"t": generator}, fused, **where)["t"].compute_kernel == "fused"
+
+
+def test_kernels_can_be_named() -> None:
+    for generator in (
+        table_wise(0, compute_kernel="fused_uvm"),
+        row_wise(compute_kernel="fused_uvm"),
+        column_wise([0], compute_kernel="fused_uvm"),
+    ):
+        assert place(generator).compute_kernel == "fused_uvm"
+
+
+def test_this_job_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    ebc = collection("a", "b")
+    plan = construct_module_sharding_plan(ebc, apply_to_all(ebc, row_wise()), device_type="cpu")
+    assert list(plan) == ["a", "b"]
+    assert plan["b"].ranks == [0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    generators = apply_to_all(ebc, table_row_wise(1))
+    plan = construct_module_sharding_plan(ebc, generators, world_size=4, device_type="cpu")
+    assert plan["a"].ranks == [2, 3]
+
+
+class _OnlyWhole(EmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return ["table_wise"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: column_wise(), r"column_wise needs the ranks .* received neither\. Name them"),
+        (lambda: column_wise(ranks=[]), r"one entry for each part in each of ranks; received \[\]"),
+        (
+            lambda: column_wise(ranks=[0], size_per_rank=[4, 4]),
+            r"each part in each of ranks, size_per_rank; received \[0\], \[4, 4\]",
+        ),
+        (lambda: row_wise(([5, 5], ["cpu"])), r"each of sizes, placement; received \[5, 5\], \['c"),
+        (lambda: row_wise(([10], "cpu"), num_buckets=2), r"sizes_placement or num_buckets; rec"),
+        (lambda: grid_shard([]), r"must name one node or more; received none\. Write grid_shard"),
+        (
+            lambda: place(row_wise(([4, 3], "cpu"))),
+            r"row_wise must add up to the table's rows; received \[4, 3\], which is 7, for 10 rows",
+        ),
+        (
+            lambda: place(column_wise(size_per_rank=[4, 16])),
+            r"column_wise must add up to the table's columns; received \[4, 16\], which is 20, for",
+        ),
+        (lambda: place(row_wise(num_buckets=3)), r"num_buckets=3 for 10 rows on 4 ranks"),
+        (lambda: place(row_wise(num_buckets=2)), r"num_buckets=2 for 10 rows on 4 ranks"),
+        (lambda: place(table_wise(rank=4)), r"table 't' on rank 4, but there are 4 ranks"),
+        (lambda: place(table_row_wise(2)), r"table 't' on rank 4, but there are 4 ranks"),
+        (
+            lambda: construct_module_sharding_plan(
+                collection("a", "b"), {"a": row_wise(), "c": row_wise()}, world_size=1
+            ),
+            r"each table of the EmbeddingBagCollection once; missing: \['b'\], not in .*: \['c'\]",
+        ),
+        (
+            lambda: construct_module_sharding_plan(
+                collection("a"), {"a": row_wise()}, local_size=3, world_size=4
+            ),
+            r"local_size must divide world_size: .* local_size=3, world_size=4",
+        ),
+        (
+            lambda: construct_module_sharding_plan(
+                collection("a"), {"a": row_wise()}, _OnlyWhole(), world_size=1, device_type="cpu"
+            ),
+            r"type that _OnlyWhole knows on cpu, one of table_wise; received row_wise",
+        ),
+        (
+            lambda: apply_to_all(nn.Linear(1, 1), row_wise()),
+            r"received a Linear, .* default ones for EmbeddingBagCollection, .* Pass sharder=",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,366 @@
+"""Sharding in place: a collection, or every collection of a model, becomes its sharded counterpart.
+
+:func:`shard` and :func:`shard_modules` leave the rest of the model to you: wrap it in
+DistributedDataParallel, or step it by hand.
+:class:`~recsys.distributed.model_parallel.DistributedModelParallel` takes the same steps, and
+replicates the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.distributed.embedding import EmbeddingCollectionSharder
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.module_tree import outermost, walk
+from recsys.distributed.node import get_local_size
+from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
+from recsys.distributed.sharded_collection import canonical_device, default_device
+from recsys.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    apply_to_all,
+    construct_module_sharding_plan,
+)
+from recsys.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardedModule,
+    ShardingEnv,
+    ShardingPlan,
+    move_parts,
+)
+
+
+def get_default_sharders() -> list[ModuleSharder[Any]]:
+    """Returns a sharder for every module type that can be sharded."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[Any]]:
+    """Returns the default sharders by the module type that each replaces."""
+    return {sharder.module_type: sharder for sharder in get_default_sharders()}
+
+
+def sharder_of(module: nn.Module) -> ModuleSharder[Any]:
+    """Returns the default sharder for a module.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    known = get_module_to_default_sharders()
+    if type(module) not in known:
+        raise ValueError(
+            "A module needs a sharder made for its very type; received a "
+            f"{type(module).__name__}, and there are default ones for "
+            f"{', '.join(t.__name__ for t in known)}. Pass sharder=..."
+        )
+    return known[type(module)]
+
+
+def shard(
+    module: nn.Module,
+    plan: Mapping[str, ParameterSharding]
+    | Mapping[str, ParameterShardingGenerator]
+    | ParameterShardingGenerator,
+    env: ShardingEnv | None = None,
+    device: torch.device | None = None,
+    sharder: ModuleSharder[Any] | None = None,
+) -> nn.Module:
+    """Returns the sharded counterpart of one collection, with its weights.
+
+    Put it where the collection was. Before DistributedDataParallel wraps a model with it, call
+    :func:`exclude_sharded_from_ddp`.
+
+    Args:
+        module: such as an EmbeddingBagCollection; tables on the ``meta`` device are allocated here.
+        plan: by table name its placement or a generator such as ``row_wise()``, or one generator
+            for all tables. Every rank must pass the same.
+        env: the ranks; the default process group if None.
+        device: where this rank works; its current GPU under NCCL, else the CPU.
+        sharder: of the module; the default one for its type if None.
+
+    Raises:
+        ValueError: if the plan does not fit the module or the ranks, if there is no default sharder
+            for the module, or if the process group cannot exchange tensors of the device.
+
+    Example:
+        >>> from recsys.distributed.sharding_plan import row_wise
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> ebc = shard(
+        ...     EmbeddingBagCollection(tables=[table]), row_wise(), device=torch.device("cpu")
+        ... )
+        >>> type(ebc).__name__, list(ebc.state_dict())
+        ('ShardedEmbeddingBagCollection', ['embedding_bags.t.weight'])
+    """
+    env, device = resolve_place(env, device)
+    sharder = sharder or sharder_of(module)
+    if not isinstance(plan, Mapping):
+        plan = apply_to_all(module, plan, sharder)
+    generators = {name: entry for name, entry in plan.items() if callable(entry)}
+    placed = {n: entry for n, entry in plan.items() if isinstance(entry, ParameterSharding)}
+    if generators and placed:
+        raise ValueError(
+            "A plan holds placements or generators; received placements for "
+            f"{sorted(placed)} and generators for {sorted(generators)}. Turn the generators into "
+            "placements by construct_module_sharding_plan."
+        )
+    if generators:
+        placed = construct_module_sharding_plan(
+            module,
+            generators,
+            sharder,
+            get_local_size(env.world_size),
+            env.world_size,
+            device.type,
+        )
+    return sharder.shard(module, EmbeddingModuleShardingPlan(placed), env, device)
+
+
+def shard_modules(
+    module: nn.Module,
+    env: ShardingEnv | None = None,
+    device: torch.device | None = None,
+    plan: ShardingPlan | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    init_params: bool = False,
+) -> nn.Module:
+    """Replaces, in place, every collection of a model by its sharded counterpart.
+
+    What is left is neither replicated nor synchronised; wrap the model in DistributedDataParallel,
+    which leaves the sharded tables alone.
+
+    Args:
+        module: the model.
+        env: the ranks; the default process group if None.
+        device: where this rank works; its current GPU under NCCL, else the CPU.
+        plan: the placement; planned here if None. Every rank must pass the same.
+        sharders: one per module type to shard; those of :func:`get_default_sharders` if None.
+        init_params: also materialise dense parts on the ``meta`` device, by their
+            ``reset_parameters``, and move the dense parts to ``device``.
+
+    Returns:
+        The given model, or the sharded module if the model is itself one to shard.
+
+    Raises:
+        ValueError: if the plan does not fit the model or the ranks, or the process group cannot
+            exchange tensors of the device.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
+        >>> model = shard_modules(model, device=torch.device("cpu"))
+        >>> type(model["ebc"]).__name__
+        'ShardedEmbeddingBagCollection'
+    """
+    env, device = resolve_place(env, device)
+    by_type = sharders_by_type(sharders)
+    plan = plan or make_plan(module, by_type, env, device)
+    module = replace_modules(module, plan, by_type, env, device)
+    if init_params:
+        materialize_dense(module, device)
+        move_dense(module, device)
+    exclude_sharded_from_ddp(module)
+    return module
+
+
+# -- the steps, which DistributedModelParallel takes as well ---------------------------------------
+
+
+def resolve_place(
+    env: ShardingEnv | None, device: torch.device | None
+) -> tuple[ShardingEnv, torch.device]:
+    """Returns the ranks and this rank's device, with defaults filled in.
+
+    Raises:
+        ValueError: if the ranks cannot exchange tensors of that device.
+    """
+    env = env or ShardingEnv.default()
+    device = canonical_device(device or default_device(env))
+    obstacle = why_no_exchange(env, device)
+    if obstacle:
+        raise ValueError(obstacle)
+    return env, device
+
+
+def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
+    """Returns why the ranks cannot exchange tensors of a device; empty if they can."""
+    if env.world_size == 1:
+        return ""
+    config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
+    if any(part.startswith(f"{device.type}:") for part in config.split(",")):
+        return ""
+    return (
+        f"The ranks' process group must exchange tensors of the model's device; received a model "
+        f"on {device} and the backends {config}. Keep the model on a device that they serve, or "
+        "initialise torch.distributed with a backend for each, such as 'cpu:gloo,cuda:nccl'."
+    )
+
+
+def sharders_by_type(
+    sharders: Sequence[ModuleSharder[Any]] | None,
+) -> dict[type[nn.Module], ModuleSharder[Any]]:
+    """Returns the sharders, the default ones if None, by the module type that each replaces."""
+    chosen = get_default_sharders() if sharders is None else sharders
+    return {sharder.module_type: sharder for sharder in chosen}
+
+
+def make_plan(
+    module: nn.Module,
+    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
+    env: ShardingEnv,
+    device: torch.device,
+    planner: EmbeddingShardingPlanner | None = None,
+) -> ShardingPlan:
+    """Plans a model on its ranks; every rank gets the same plan."""
+    topology = Topology(world_size=env.world_size, compute_device=device.type)
+    planner = planner or EmbeddingShardingPlanner(topology=topology)
+    if env.world_size == 1:  # also one rank of a larger job by itself
+        return planner.plan(module, list(sharders.values()))
+    return planner.collective_plan(module, list(sharders.values()), env.process_group)
+
+
+def replace_modules(
+    module: nn.Module,
+    plan: ShardingPlan,
+    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
+    env: ShardingEnv,
+    device: torch.device,
+) -> nn.Module:
+    """Replaces, in place, every module that the plan names; one used twice stays one.
+
+    Raises:
+        ValueError: if the plan does not name each shardable module once, or a module is of a
+            subclass that no sharder is made for.
+    """
+    _check_plan_paths(module, plan, sharders)
+    return _replace(module, "", plan, sharders, env, device, {})
+
+
+def _replace(
+    module: nn.Module,
+    path: str,
+    plan: ShardingPlan,
+    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
+    env: ShardingEnv,
+    device: torch.device,
+    done: dict[int, nn.Module],
+) -> nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    module_plan = plan.get_plan_for_module(path)
+    sharder = sharders.get(type(module))
+    result = module
+    if sharder is not None and module_plan is not None:
+        result = sharder.shard(module, module_plan, env, device)
+    elif not isinstance(module, ShardedModule):
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                child_path = f"{path}.{name}" if path else name
+                module._modules[name] = _replace(
+                    child, child_path, plan, sharders, env, device, done
+                )
+    done[id(module)] = result
+    return result
+
+
+def _check_plan_paths(
+    module: nn.Module,
+    plan: ShardingPlan,
+    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
+) -> None:
+    shardable = dict(outermost(module, lambda child: type(child) in sharders))
+    for path, child in walk(module, lambda child: type(child) in sharders):
+        if type(child) not in sharders and isinstance(child, tuple(sharders)):
+            raise ValueError(
+                f"Module {path!r} is a {type(child).__name__}, a subclass that no sharder is "
+                "made for; its forward would be lost. Pass a sharder for it in `sharders`."
+            )
+    missing = sorted(shardable.keys() - plan.plan.keys())
+    unknown = sorted(plan.plan.keys() - shardable.keys())
+    if unknown or missing:
+        raise ValueError(
+            f"The plan must name each shardable module of the model once; missing: {missing}, "
+            f"not shardable modules of the model: {unknown}. To leave a module on every rank, "
+            "place its tables data_parallel."
+        )
+
+
+def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ShardedModule]]:
+    """Yields, by path, the sharded modules of a model that are not inside another one."""
+    for path, child in outermost(module, _is_sharded):
+        yield path, cast(ShardedModule, child)
+
+
+def sharded_names(module: nn.Module) -> set[str]:
+    """Returns the names of the parameters and buffers that differ from rank to rank."""
+    return {
+        name
+        for path, child in sharded_modules(module)
+        for name in child.sharded_parameter_names(path)
+    }
+
+
+def exclude_sharded_from_ddp(module: nn.Module) -> None:
+    """Tells DistributedDataParallel to leave alone what is sharded in a model it will wrap.
+
+    Otherwise it would spread rank 0's part of each table over the other ranks' parts. Call it on
+    the very module that is wrapped; :func:`shard_modules` does it for the model it returns.
+
+    Args:
+        module: what is to be wrapped, with its sharded modules in place.
+
+    Example:
+        >>> model = nn.ModuleDict({"over": nn.Linear(4, 1)})  # and model["ebc"] = shard(ebc, ...)
+        >>> exclude_sharded_from_ddp(model)
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, sorted(sharded_names(module))
+    )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, ShardedModule)
+
+
+def materialize_dense(module: nn.Module, device: torch.device) -> None:
+    """Initialises, by their ``reset_parameters``, what dense parts have on the ``meta`` device.
+
+    Raises:
+        ValueError: naming a module that has no ``reset_parameters``.
+    """
+    for path, child in walk(module, _is_sharded):
+        if _is_sharded(child) or not _owns_meta(child):
+            continue
+        if not hasattr(child, "reset_parameters"):
+            raise ValueError(
+                f"Module {path!r} ({type(child).__name__}) has parameters on the meta device "
+                f"but no "
+                "reset_parameters() to initialise them. Add one, or build the module on a "
+                "real device."
+            )
+        child.to_empty(device=device, recurse=False)
+        cast(Any, child).reset_parameters()
+
+
+def move_dense(module: nn.Module, device: torch.device) -> None:
+    """Moves, in place, what is not sharded."""
+    move_parts(module, device, _is_sharded)
+
+
+def _owns_meta(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)
