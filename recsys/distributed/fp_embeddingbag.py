@@ -22,6 +22,7 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardingEnv,
 )
+from recsys.distributed.wire import QuantizedCommCodecs
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
@@ -89,15 +90,30 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
     """Shards the tables of a ``FeatureProcessedEmbeddingBagCollection``.
 
     Args:
-        ebc_sharder: shards the tables; an ``EmbeddingBagCollectionSharder()`` if None.
+        ebc_sharder: shards the tables; an ``EmbeddingBagCollectionSharder`` if None.
+        qcomm_codecs_registry: what the latter is made with; an ``ebc_sharder`` brings its own.
+
+    Raises:
+        ValueError: if both are given.
 
     Example:
         >>> FeatureProcessedEmbeddingBagCollectionSharder().module_type.__name__
         'FeatureProcessedEmbeddingBagCollection'
     """
 
-    def __init__(self, ebc_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
-        self._ebc_sharder = ebc_sharder or EmbeddingBagCollectionSharder()
+    def __init__(
+        self,
+        ebc_sharder: EmbeddingBagCollectionSharder | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        if ebc_sharder is not None and qcomm_codecs_registry is not None:
+            raise ValueError(
+                "FeatureProcessedEmbeddingBagCollectionSharder takes an ebc_sharder or a "
+                "qcomm_codecs_registry; received both. Give the registry to the ebc_sharder."
+            )
+        self._ebc_sharder = ebc_sharder or EmbeddingBagCollectionSharder(
+            qcomm_codecs_registry=qcomm_codecs_registry
+        )
         self.fused_params = self._ebc_sharder.fused_params
 
     @property
@@ -105,7 +121,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         """The module type this sharder replaces."""
         return FeatureProcessedEmbeddingBagCollection
 
-    def shard(  # type: ignore[override]
+    def shard(
         self,
         module: FeatureProcessedEmbeddingBagCollection,
         params: Mapping[str, ParameterSharding],

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (
     FeatureProcessor,
@@ -172,10 +171,6 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
     def split(self) -> tuple[FeatureProcessorsCollection, EmbeddingBagCollection]:
         """The processors and the tables."""
         return self._feature_processors, self._embedding_bag_collection
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables, in order."""
-        return self._embedding_bag_collection.embedding_bag_configs()
 
     def is_weighted(self) -> bool:
         """Whether ids come with weights: they do, from the processors."""

@@ -212,7 +212,7 @@ def _per_bag(table_3K: Tensor, features: KeyedJaggedTensor) -> tuple[Tensor, ...
     if not features.variable_stride_per_key():
         return table_3K.repeat_interleave(features.stride(), dim=1).unbind()
     strides = features.stride_per_key()
-    strides_K = torch.tensor(strides, device=table_3K.device)
+    strides_K = torch.tensor(strides).to(table_3K.device, non_blocking=True)
     return table_3K.repeat_interleave(strides_K, dim=1, output_size=sum(strides)).unbind()
 
 

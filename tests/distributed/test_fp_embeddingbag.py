@@ -16,6 +16,7 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardedModule, ShardingEnv, ShardingPlan, ShardingType
+from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.kernels.types import EmbOptimType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (
@@ -90,7 +91,11 @@ def _shard(case: FpCase, **settings: Any) -> DistributedModelParallel:
             case.model(),
             env=ShardingEnv.default(),
             device=CPU,
-            sharders=[FeatureProcessedEmbeddingBagCollectionSharder()],
+            # that of the tables has none left to do
+            sharders=[
+                EmbeddingBagCollectionSharder(),
+                FeatureProcessedEmbeddingBagCollectionSharder(),
+            ],
             **({"plan": case.plan()} | settings),
         )
 
@@ -258,3 +263,11 @@ def test_the_sharder_of_the_tables_is_the_users() -> None:
     sharded = sharder.shard(model.fp, case.plan().plan["fp"], ShardingEnv.from_local(), CPU)
     inner = sharded._embedding_bag_collection
     assert {group["lr"] for group in inner.fused_optimizer.param_groups} == {0.5}
+
+
+def test_the_registry_belongs_to_one_sharder() -> None:
+    registry = get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.FP16))
+    sharder = FeatureProcessedEmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+    assert sharder._ebc_sharder.qcomm_codecs_registry is registry
+    with pytest.raises(ValueError, match="received both"):
+        FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(), registry)
