@@ -31,8 +31,23 @@ from recsys.kernels import ops
 from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
 
-# bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back
-_FAILED, _WARNED, _WEIGHTS_NEED_GRAD = 1, 2, 4
+# bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, and
+# the sender has no batch after this one
+_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST = 1, 2, 4, 8
+
+
+@final
+class LastBatches:
+    """What ranks tell each other of the end of their data.
+
+    Attributes:
+        is_last: whether this rank's batch is its last; goes into the header.
+        ranks: ``[R]`` bool, what the last header said; None before it.
+    """
+
+    def __init__(self) -> None:
+        self.is_last = False
+        self.ranks: np.ndarray | None = None
 
 
 @final
@@ -113,6 +128,7 @@ class InputDist:
         self.cutter = BatchCutter(
             layout, feature_names, is_weighted, device, mode, pooled=pooled, distinct=distinct
         )
+        self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.has_streams = any(layout.send_segments)
         narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
@@ -158,6 +174,8 @@ class InputDist:
             )
         if batch.weights_need_grad:
             head[FLAG] += _WEIGHTS_NEED_GRAD
+        if self.last_batches is not None and self.last_batches.is_last:
+            head[FLAG] += _IS_LAST
         return torch.cat([head, batch.counts_G])[batch.routes.header]
 
     def payload_of(self, batch: Segments, total: int) -> Tensor:
@@ -288,6 +306,8 @@ class HeaderExchange:
                 self._error = IndexError(message)
         if (host_RH[:, FLAG] & _FAILED).any():
             comm.raise_together(stage.env, self._error)
+        if stage.last_batches is not None:
+            stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
         assert batch is not None
         counts_G, given_counts = np.split(host[num_ranks * width :], [batch.counts_G.numel()])
         parts = 2 if stage.is_weighted else 1

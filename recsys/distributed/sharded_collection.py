@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
-from recsys.distributed.input_dist import HeaderExchange, InputDist
+from recsys.distributed.input_dist import HeaderExchange, InputDist, LastBatches
 from recsys.distributed.layout import PlacedTable, build_layout
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
@@ -149,6 +149,15 @@ class ShardedCollection(ShardedModule):
     def input_dist(self, features: KeyedJaggedTensor) -> HeaderExchange:
         """Starts sending ids to the ranks that own their rows."""
         return self._input_dist.start(features)
+
+    @property
+    def last_batches(self) -> LastBatches | None:
+        """Through which ranks tell each other of the end of their data, if they do."""
+        return self._input_dist.last_batches
+
+    @last_batches.setter
+    def last_batches(self, news: LastBatches | None) -> None:
+        self._input_dist.last_batches = news
 
     @property
     def fused_optimizer(self) -> FusedTablesOptimizer:

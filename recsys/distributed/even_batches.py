@@ -1,0 +1,175 @@
+"""Ranks whose data end at different times finish an epoch together.
+
+A rank looks one batch ahead, and says in the header of the sharded modules (see ``input_dist``),
+which travels anyway, whether its batch is its last. So after each step every rank knows who goes
+on, and all leave the loop at the same step: no collective is added and none waits for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from enum import Enum, unique
+from typing import Any, Generic, TypeVar, final
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recsys.distributed.input_dist import LastBatches
+from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.sparse import KeyedJaggedTensor
+
+B = TypeVar("B")
+
+
+@unique
+class UnevenPolicy(Enum):
+    """What happens when some ranks have no more batches and others have."""
+
+    DROP = "drop"
+    """The epoch ends for all; what the others still had is not used."""
+    PAD = "pad"
+    """Ranks that have run out repeat their last batch until all have; its samples count again."""
+    JOIN = "join"
+    """Ranks that have run out take part with empty batches until all have; they add nothing to
+    gradients. As ever with different batch sizes, the loss is the mean over ranks of each rank's
+    loss."""
+
+
+@final
+class EvenBatches(Generic[B]):
+    """Iterates over a rank's batches for as many steps as every other rank.
+
+    In each step call the model once or more with what is yielded.
+
+    Args:
+        batches: this rank's batches of an epoch, such as a ``DataLoader``; at least one.
+        model: the model that is called; it contains at least one sharded collection.
+        policy: an :class:`UnevenPolicy` or its value, the same on every rank.
+
+    Attributes:
+        is_filler: whether the batch of this step was made up: repeated, or empty. Leave such steps
+            out of metrics; the mean loss of an empty batch is NaN, and its gradient zero.
+
+    Raises:
+        ValueError: if the policy is unknown, the model has no sharded collection, there is no batch
+            at all, or a step passed without a call of the model.
+
+    Example:
+        >>> import torch
+        >>> from recsys.distributed.model_parallel import DistributedModelParallel
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> model = DistributedModelParallel(
+        ...     EmbeddingBagCollection(tables=[table]), device=torch.device("cpu")
+        ... )
+        >>> batch = KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+        >>> [list(model(ids).values().shape) for ids in EvenBatches([batch] * 2, model, "join")]
+        [[1, 4], [1, 4]]
+    """
+
+    def __init__(
+        self, batches: Iterable[B], model: nn.Module, policy: UnevenPolicy | str = UnevenPolicy.DROP
+    ) -> None:
+        choices = [choice.value for choice in UnevenPolicy]
+        if not isinstance(policy, UnevenPolicy) and policy not in choices:
+            raise ValueError(
+                f"EvenBatches.policy must be one of {', '.join(choices)}; received {policy!r}."
+            )
+        self._batches = batches
+        self._policy = UnevenPolicy(policy)
+        self._stages = [
+            module for module in model.modules() if isinstance(module, ShardedCollection)
+        ]
+        if not self._stages:
+            raise ValueError(
+                "EvenBatches needs a model with a sharded collection, in whose exchanges the ranks "
+                f"hear of each other; received a {type(model).__name__} without. Wrap the model in "
+                "DistributedModelParallel first."
+            )
+        self.is_filler = False
+
+    def __iter__(self) -> Iterator[B]:
+        batches = iter(self._batches)
+        missing: Any = object()
+        batch = next(batches, missing)
+        if batch is missing:
+            raise ValueError(
+                "EvenBatches needs at least one batch on every rank; received none. Give this rank "
+                "an empty batch, or other data."
+            )
+        news = LastBatches()
+        self.is_filler = False
+        try:
+            for stage in self._stages:
+                stage.last_batches = news
+            while True:
+                following = missing if self.is_filler else next(batches, missing)
+                news.is_last = following is missing
+                news.ranks = None
+                yield batch
+                if news.ranks is None:
+                    raise ValueError(
+                        "EvenBatches needs the model to be called with each batch, or the ranks "
+                        "do not hear of each other; received a step without a call."
+                    )
+                ended = news.ranks.any() if self._policy is UnevenPolicy.DROP else news.ranks.all()
+                if ended:
+                    return
+                if following is not missing:
+                    batch = following
+                elif not self.is_filler:
+                    self.is_filler = True
+                    if self._policy is UnevenPolicy.JOIN:
+                        batch = empty_batch(batch)
+        finally:
+            self.is_filler = False
+            for stage in self._stages:
+                stage.last_batches = None
+
+
+def empty_batch(batch: B) -> B:
+    """Returns a batch of the same kind without samples.
+
+    Args:
+        batch: tensors with samples first, jagged tensors, and dataclasses, tuples, lists and dicts
+            of them.
+
+    Example:
+        >>> import torch
+        >>> ids = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        >>> dense, empty = empty_batch((torch.ones(2, 3), ids))
+        >>> dense.shape, empty.stride(), empty.keys()
+        (torch.Size([0, 3]), 0, ['f'])
+    """
+
+    def is_leaf(part: Any) -> bool:
+        return isinstance(part, KeyedJaggedTensor) or dataclasses.is_dataclass(part)
+
+    def without_samples(part: Any) -> Any:
+        if isinstance(part, KeyedJaggedTensor):
+            return _empty_features(part)
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
+            return dataclasses.replace(part, **{k: empty_batch(v) for k, v in fields.items()})
+        return part[:0] if isinstance(part, Tensor) and part.dim() else part
+
+    result: B = pytree.tree_map(without_samples, batch, is_leaf=is_leaf)
+    return result
+
+
+def _empty_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values()[:0],
+        None if weights is None else weights[:0],
+        features.lengths()[:0],
+        stride=None if variable else 0,
+        stride_per_key_per_rank=[[0]] * len(features.keys()) if variable else None,
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1][:, :0]),
+    )
