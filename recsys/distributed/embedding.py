@@ -146,7 +146,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             KeyError: on every rank, if a batch lacks a feature.
             TypeError: on every rank, if ids are not integers.
         """
-        return self.compute_and_output_dist(self.input_dist(features).send().wait())
+        return self.compute_and_output_dist(self._local_ids(features))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configuration of each table."""

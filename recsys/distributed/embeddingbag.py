@@ -107,7 +107,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             KeyError: on every rank, if a batch lacks a feature.
             TypeError: on every rank, if ids are not integers.
         """
-        return self.compute_and_output_dist(self.input_dist(features).send().wait())
+        return self.compute_and_output_dist(self._local_ids(features))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configuration of each table."""

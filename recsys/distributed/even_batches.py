@@ -109,14 +109,14 @@ class EvenBatches(Generic[B]):
             while True:
                 following = missing if self.is_filler else next(batches, missing)
                 news.is_last = following is missing
-                news.ranks = None
                 yield batch
-                if news.ranks is None:
+                said = news.heard()
+                if said is None:
                     raise ValueError(
                         "EvenBatches needs the model to be called with each batch, or the ranks "
                         "do not hear of each other; received a step without a call."
                     )
-                ended = news.ranks.any() if self._policy is UnevenPolicy.DROP else news.ranks.all()
+                ended = said.any() if self._policy is UnevenPolicy.DROP else said.all()
                 if ended:
                     return
                 if following is not missing:

@@ -49,6 +49,11 @@ class LastBatches:
         self.is_last = False
         self.ranks: np.ndarray | None = None
 
+    def heard(self) -> np.ndarray | None:
+        """Returns what the last header said, and forgets it."""
+        said, self.ranks = self.ranks, None
+        return said
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,23 +154,27 @@ class InputDist:
 
     def start(self, features: KeyedJaggedTensor) -> HeaderExchange:
         """Checks the batch, cuts it into segments, and starts the header exchange."""
-        error: Exception | None = None
-        batch: Segments | None = None
-        try:
-            batch = self.cutter.cut(features)
-        except Exception as raised:  # every rank must hear of it: it raises from the header
-            error = raised
-        sent = self._header(batch)
-        counts = [len(segments) + COUNTS for segments in self.layout.send_segments]
-        own = [self.num_streams + COUNTS] * self.env.world_size
-        received = comm.all_to_all(self.env, sent, counts, own)
-        return HeaderExchange(self, batch, error, received)
+        (started,) = start_together([(self, features)])
+        return started
 
-    def _header(self, batch: Segments | None) -> Tensor:
+    def cut(self, features: KeyedJaggedTensor) -> Segments | Exception:
+        """Checks and cuts a batch; every rank hears of an error, which raises from the header."""
+        try:
+            return self.cutter.cut(features)
+        except Exception as error:
+            return error
+
+    @property
+    def header_width(self) -> int:
+        """Words that each rank sends this one."""
+        return self.num_streams + COUNTS
+
+    def header_of(self, batch: Segments | Exception) -> tuple[Tensor, ...]:
         """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
-        if batch is None:
-            size = sum(len(s) + COUNTS for s in self.layout.send_segments)
-            return torch.full((size,), _FAILED, dtype=torch.int64, device=self.device)
+        sizes = [len(segments) + COUNTS for segments in self.layout.send_segments]
+        if isinstance(batch, Exception):
+            failed = torch.full((sum(sizes),), _FAILED, dtype=torch.int64, device=self.device)
+            return torch.split(failed, sizes)
         head = torch.zeros(COUNTS, dtype=torch.int64, device=self.device)
         head[BATCH] = batch.batch_size
         if batch.bad_N is not None:
@@ -176,7 +185,7 @@ class InputDist:
             head[FLAG] += _WEIGHTS_NEED_GRAD
         if self.last_batches is not None and self.last_batches.is_last:
             head[FLAG] += _IS_LAST
-        return torch.cat([head, batch.counts_G])[batch.routes.header]
+        return torch.split(torch.cat([head, batch.counts_G])[batch.routes.header], sizes)
 
     def payload_of(self, batch: Segments, total: int) -> Tensor:
         """Builds the payload ``[total]``: per destination its lengths, ids and weights."""
@@ -270,20 +279,81 @@ def split_bags(
 
 
 @final
+class _Header:
+    """The header of one or several modules: one exchange, and one read by the host."""
+
+    def __init__(
+        self, stages: Sequence[InputDist], batches: Sequence[Segments | Exception]
+    ) -> None:
+        self._stages, self._batches = stages, batches
+        env = stages[0].env
+        self._widths = [stage.header_width for stage in stages]
+        parts = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
+        by_rank = [part[rank] for rank in range(env.world_size) for part in parts]
+        sizes = [sum(part[rank].numel() for part in parts) for rank in range(env.world_size)]
+        own = [sum(self._widths)] * env.world_size
+        self._pending = comm.all_to_all(env, torch.cat(by_rank), sizes, own)
+        self._read: list[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def read(self, module: int) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
+        """Waits, and returns for one of the modules what the ranks said.
+
+        Returns:
+            ``[R, H]`` on the device and on the host; and of this rank's own batch ``counts_G`` and
+            ``given_counts`` on the host.
+        """
+        if not self._read:
+            header_RH = self._pending.wait().view(-1, sum(self._widths))
+            own = [
+                counts
+                for batch in self._batches
+                if not isinstance(batch, Exception)
+                for counts in (batch.counts_G, batch.given_counts)
+            ]
+            flat = [header_RH.flatten(), *(counts.to(header_RH.dtype) for counts in own)]
+            host = torch.cat(flat).cpu().numpy()  # the one device-to-host read
+            edges = np.cumsum([header_RH.numel()] + [counts.numel() for counts in own])
+            first, *counts = np.split(host, edges[:-1])
+            counts_of = iter(counts)
+            columns = np.cumsum(self._widths)[:-1]
+            on_device = header_RH.split(self._widths, dim=1)
+            on_host = np.split(first.reshape(tuple(header_RH.shape)), columns, axis=1)
+            none = np.zeros(0, dtype=np.int64)
+            for batch, header, seen in zip(self._batches, on_device, on_host, strict=True):
+                failed = isinstance(batch, Exception)
+                mine = (none, none) if failed else (next(counts_of), next(counts_of))
+                self._read.append((header, seen, *mine))
+        return self._read[module]
+
+
+def start_together(
+    requests: Sequence[tuple[InputDist, KeyedJaggedTensor]],
+) -> list[HeaderExchange]:
+    """Starts the input stages of several modules of the same ranks with one header exchange.
+
+    Args:
+        requests: stages and their batches, in the same order on every rank.
+    """
+    stages = [stage for stage, _ in requests]
+    batches = [stage.cut(features) for stage, features in requests]
+    header = _Header(stages, batches)
+    return [
+        HeaderExchange(stage, batch, header, module)
+        for module, (stage, batch) in enumerate(zip(stages, batches, strict=True))
+    ]
+
+
+@final
 class HeaderExchange:
     """The header is under way; :meth:`send` reads it and sends the ids."""
 
     def __init__(
-        self,
-        stage: InputDist,
-        batch: Segments | None,
-        error: Exception | None,
-        received: comm.Pending,
+        self, stage: InputDist, batch: Segments | Exception, header: _Header, module: int
     ) -> None:
         self._stage = stage
         self._batch = batch
-        self._error = error
-        self._received = received
+        self._header = header
+        self._module = module
 
     def send(self) -> IdExchange:
         """Waits for the header and starts the payload exchange.
@@ -292,24 +362,20 @@ class HeaderExchange:
             Exception: the error of the lowest rank that found one in its input, on every rank.
         """
         stage, batch = self._stage, self._batch
-        num_ranks, width = stage.env.world_size, stage.num_streams + COUNTS
-        header = self._received.wait()
-        own_counts = [] if batch is None else [batch.counts_G, batch.given_counts.to(header.dtype)]
-        host = torch.cat([header, *own_counts]).cpu().numpy()  # the one device-to-host read
-        host_RH = host[: num_ranks * width].reshape(num_ranks, width)
+        header_RH, host_RH, counts_G, given_counts = self._header.read(self._module)
+        error = batch if isinstance(batch, Exception) else None
         own_flag = host_RH[stage.env.rank, FLAG]
         message = ""
-        if batch is not None and own_flag & (_FAILED | _WARNED):
+        if not isinstance(batch, Exception) and own_flag & (_FAILED | _WARNED):
             assert batch.bad_N is not None
             message = stage.cutter.describe_bad_ids(batch.checked, batch.bad_N)
             if own_flag & _FAILED:
-                self._error = IndexError(message)
+                error = IndexError(message)
         if (host_RH[:, FLAG] & _FAILED).any():
-            comm.raise_together(stage.env, self._error)
+            comm.raise_together(stage.env, error)
         if stage.last_batches is not None:
             stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
-        assert batch is not None
-        counts_G, given_counts = np.split(host[num_ranks * width :], [batch.counts_G.numel()])
+        assert not isinstance(batch, Exception)
         parts = 2 if stage.is_weighted else 1
         send_sizes = [
             len(segments) * batch.batch_size + parts * int(counts_G[segments].sum())
@@ -325,9 +391,7 @@ class HeaderExchange:
         if message and stage.mode is BoundsCheckMode.WARNING:
             # after the exchange has begun: where warnings are errors, the others need not wait
             warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
-        return IdExchange(
-            stage, batch, counts_G, given_counts, header.view(num_ranks, width), host_RH, received
-        )
+        return IdExchange(stage, batch, counts_G, given_counts, header_RH, host_RH, received)
 
 
 @final

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from recsys.distributed.ahead import InputsAhead
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
@@ -202,6 +203,7 @@ class DistributedModelParallel(nn.Module):
             materialize_dense(self._dmp_wrapped, self.device)
         move_dense(self._dmp_wrapped, self.device)
         self._optimizer = self._collect_fused_optimizers()
+        self._ahead = InputsAhead(self._dmp_wrapped)
         self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             self._rename_for_load
         )
@@ -237,11 +239,12 @@ class DistributedModelParallel(nn.Module):
         """Calls the model."""
         self._check_exchange()
         wrapped = self._dmp_wrapped
-        if isinstance(wrapped, DistributedDataParallel) and (
-            wrapped.find_unused_parameters or wrapped.static_graph
-        ):
-            return _call_showing_tensors(wrapped, args, kwargs)
-        return wrapped(*args, **kwargs)
+        with self._ahead.around(args, kwargs):
+            if isinstance(wrapped, DistributedDataParallel) and (
+                wrapped.find_unused_parameters or wrapped.static_graph
+            ):
+                return _call_showing_tensors(wrapped, args, kwargs)
+            return wrapped(*args, **kwargs)
 
     def _check_exchange(self) -> None:
         if self._obstacle:
@@ -279,6 +282,7 @@ class DistributedModelParallel(nn.Module):
         else:
             copied._dmp_wrapped = copy_around_sharded(module, copied.device)
         copied._optimizer = copied._collect_fused_optimizers()
+        copied._ahead = InputsAhead(copied._dmp_wrapped)
         copied.training = self.training
         copied._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             copied._rename_for_load

@@ -7,14 +7,20 @@ must remember of a batch, and in the output stage; the rest is here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import nn
 
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
-from recsys.distributed.input_dist import HeaderExchange, InputDist, LastBatches
+from recsys.distributed.input_dist import (
+    HeaderExchange,
+    IdExchange,
+    InputDist,
+    LastBatches,
+    LocalIds,
+)
 from recsys.distributed.layout import PlacedTable, build_layout
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
@@ -69,6 +75,8 @@ class ShardedCollection(ShardedModule):
 
     tables_name: ClassVar[str]
     """The attribute that holds the tables, as in the unsharded collection."""
+    sent_ahead: Callable[[ShardedCollection, KeyedJaggedTensor], IdExchange | None] | None
+    """Asked at each call for the exchange of these features, if it has been started already."""
 
     def __init__(
         self,
@@ -80,6 +88,7 @@ class ShardedCollection(ShardedModule):
         qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
     ) -> None:
         super().__init__()
+        self.sent_ahead = None
         self._qcomm_codecs_registry = qcomm_codecs_registry
         weights = module.table_weights()
         plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
@@ -151,6 +160,16 @@ class ShardedCollection(ShardedModule):
         return self._input_dist.start(features)
 
     @property
+    def input_stage(self) -> InputDist:
+        """The stage that sends ids to the ranks that own their rows."""
+        return self._input_dist
+
+    def _local_ids(self, features: KeyedJaggedTensor) -> LocalIds:
+        """Returns the ids this rank looks up, of exchanges that start now or started ahead."""
+        ahead = None if self.sent_ahead is None else self.sent_ahead(self, features)
+        return (ahead or self.input_dist(features).send()).wait()
+
+    @property
     def last_batches(self) -> LastBatches | None:
         """Through which ranks tell each other of the end of their data, if they do."""
         return self._input_dist.last_batches
@@ -196,6 +215,7 @@ class ShardedCollection(ShardedModule):
         other._configs = copy.deepcopy(self._configs)
         other._poolings = self._poolings
         other._plan = copy.deepcopy(self._plan)
+        other.sent_ahead = None
         other._qcomm_codecs_registry = self._qcomm_codecs_registry
         other._env = self._env
         other._bounds_check_mode = self._bounds_check_mode

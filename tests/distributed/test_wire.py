@@ -168,7 +168,7 @@ def _outputs(case: Case, config: QCommsConfig | None) -> list[Tensor]:
     model = shard(case, sharders=None if config is None else _sharders(config))
     values, _ = model(case.batches(3)[dist.get_rank()])
     (values * values.detach().sin()).sum().backward()
-    parameters = [p.detach().clone() for _, p in sorted(model.module.ebc.named_parameters())]
+    parameters = [p.detach().clone() for _, p in sorted(model.module.get_submodule("ebc").named_parameters())]
     return [values.detach(), *parameters]
 
 
