@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @final
@@ -191,6 +194,28 @@ class Layout:
     def is_hierarchical(self) -> bool:
         """Whether outputs travel in two hops."""
         return bool(self.node_tables)
+
+    def plot(
+        self, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
+    ) -> Figure:
+        """Draws the tables over the ranks, and the bytes that a forward pass exchanges.
+
+        Args:
+            samples_per_rank: batch size of each rank.
+            ids_per_sample: of each feature, on average.
+            pooled: whether one embedding per sample travels back, or one per id.
+
+        Returns:
+            A matplotlib figure; ``figure.savefig("plan.svg")`` keeps it.
+
+        Raises:
+            ImportError: if matplotlib is missing; the extra ``plot`` has it.
+        """
+        from recsys.distributed.layout_plot import plot_layout
+
+        return plot_layout(
+            self, samples_per_rank=samples_per_rank, ids_per_sample=ids_per_sample, pooled=pooled
+        )
 
 
 def build_layout(

@@ -53,7 +53,7 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# -- one module, and all modules of a model ----------------------------------------------------------
+# -- one module, and all modules of a model --------------------------------------------------------
 
 
 def _train_under_ddp(how: str) -> None:
@@ -125,7 +125,8 @@ def test_the_root_may_be_the_collection() -> None:
     sharded = shard_modules(one, device=CPU)
     assert type(sharded) is ShardedEmbeddingBagCollection
     assert sharded.state_dict().keys() == weights.keys()
-    close(sharded.state_dict()["embedding_bags.t0.weight"].full_tensor(), list(weights.values())[0])
+    name = "embedding_bags.t0.weight"
+    close(sharded.state_dict()[name].full_tensor(), weights[name])
 
 
 def test_dense_parts_are_left_alone_unless_asked() -> None:
@@ -158,7 +159,7 @@ def test_default_sharders_by_type() -> None:
     assert all(kind is sharder.module_type for kind, sharder in known.items())
 
 
-# -- a user's own module -------------------------------------------------------------------------------
+# -- a user's own module ---------------------------------------------------------------------------
 
 
 class Tower(nn.Module):

@@ -1,0 +1,78 @@
+"""The layout of a plan, without the ranks: to look at a placement before a job is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from recsys.distributed.layout import Layout, PlacedTable, build_layout
+from recsys.distributed.node import get_local_size
+from recsys.distributed.strategies import check_plan_covers, rects_of
+from recsys.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
+from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_tables import TableCollection
+
+
+def layout_of_plan(
+    module: TableCollection,
+    plan: Mapping[str, ParameterSharding],
+    world_size: int,
+    local_size: int | None = None,
+) -> Layout:
+    """Compiles the plan of one collection, as sharding it on so many ranks would.
+
+    Lookups are grouped by their pooling alone: other reasons to keep tables apart, such as
+    different optimizers, are known once the collection is sharded.
+
+    Args:
+        module: an EmbeddingBagCollection or EmbeddingCollection; may be on the ``meta`` device.
+        plan: by table name, such as ``construct_module_sharding_plan`` and planners make it.
+        world_size: number of ranks.
+        local_size: ranks per node; as in this job if None.
+
+    Returns:
+        The layout; ``layout.plot()`` draws it.
+
+    Raises:
+        ValueError: if the plan does not fit the tables or the ranks.
+
+    Example:
+        >>> from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> ebc = EmbeddingBagCollection(tables=[table])
+        >>> plan = construct_module_sharding_plan(ebc, {"t": row_wise()}, world_size=2)
+        >>> layout_of_plan(ebc, plan, world_size=2).rank_widths
+        (4, 4)
+    """
+    configs, poolings = module.configs(), module.poolings()
+    check_plan_covers(
+        type(module).__name__, EmbeddingModuleShardingPlan(plan), [c.name for c in configs]
+    )
+    features = list(dict.fromkeys(f for config in configs for f in config.feature_names))
+    placed = [
+        PlacedTable(
+            name=config.name,
+            num_rows=config.num_embeddings,
+            dim=config.embedding_dim,
+            features=tuple(features.index(f) for f in config.feature_names),
+            group=pooling,
+            rects=rects_of(
+                config.name,
+                config.num_embeddings,
+                config.embedding_dim,
+                plan[config.name],
+                world_size,
+            ),
+        )
+        for config, pooling in zip(configs, poolings, strict=True)
+    ]
+    return build_layout(
+        placed,
+        len(features),
+        world_size,
+        node_size=local_size or get_local_size(world_size),
+        equal_widths=PoolingMode.NONE in poolings,
+    )
