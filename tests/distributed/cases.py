@@ -24,6 +24,7 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -34,7 +35,10 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """A collection under a dense layer; returns the collection's values, and the layer's."""
+    """A collection under a dense layer; returns the collection's values, and the layer's.
+
+    ``keys`` are those of the last output.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -48,19 +52,21 @@ class Model(nn.Module):
             self.ebc = EmbeddingCollection(tables=configs, device=CPU)
             width = configs[0].embedding_dim
         self.over = nn.Linear(width, 3)
+        self.feeds_back = case.feeds_back
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         found = self.ebc(features)
+        self.keys = list(found.keys())
         if isinstance(self.ebc, EmbeddingBagCollection | ShardedEmbeddingBagCollection):
             values = found.values()
         else:
             values = torch.cat([jagged.values() for jagged in dict(found.items()).values()])
-        return values, self.over(values)
+        return values, self.over(values if self.feeds_back else values.detach())
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything random about one comparison; the same on every rank."""
+    """Everything random about one comparison; the same on every rank. What is None is random."""
 
     seed: int
     world_size: int
@@ -75,6 +81,13 @@ class Case:
     variable_batch: bool = False
     node_size: int | None = None
     use_index_dedup: bool = False
+    pooling: PoolingType | None = None
+    weighted: bool | None = None
+    wire: CommType = CommType.FP32
+    loss_scale: float | None = None
+    hyperparameters: tuple[tuple[str, float], ...] = (("lr", 0.1),)
+    feeds_back: bool = True
+    """Whether the dense layer's gradient reaches the tables."""
 
     def configs(self) -> list[Any]:
         rng = random.Random(self.seed)
@@ -92,18 +105,21 @@ class Case:
 
     def _config(self, i: int, *, pooling: PoolingType, **fields: Any) -> Any:
         if self.pooled:
-            return EmbeddingBagConfig(name=f"t{i}", pooling=pooling, **fields)
+            return EmbeddingBagConfig(name=f"t{i}", pooling=self.pooling or pooling, **fields)
         return EmbeddingConfig(name=f"t{i}", **fields)
 
     @property
     def is_weighted(self) -> bool:
-        return self.pooled and random.Random(self.seed + 1).random() < 0.5
+        chosen = random.Random(self.seed + 1).random() < 0.5
+        return self.pooled and (chosen if self.weighted is None else self.weighted)
 
     def model(self) -> Model:
         torch.manual_seed(self.seed)
         model = Model(self)
         if self.optimizer is not None:
-            apply_optimizer_in_backward(self.optimizer, model.ebc.parameters(), {"lr": 0.1})
+            apply_optimizer_in_backward(
+                self.optimizer, model.ebc.parameters(), dict(self.hyperparameters)
+            )
         return model
 
     def plan(self, seed: int = 0) -> ShardingPlan:
@@ -171,14 +187,26 @@ class Case:
         batches = self.batches(step)
         if self.pooled:
             return list(values.split([samples_of(batch) for batch in batches]))
-        sizes = [
-            int(batch[feature].values().numel())
-            for config in self.configs()
-            for feature in config.feature_names
-            for batch in batches
-        ]
-        pieces = values.split(sizes)
+        sizes = self._ids_of_outputs(step)
+        pieces = values.split([size for of_ranks in sizes for size in of_ranks])
         return [torch.cat(pieces[rank :: len(batches)]) for rank in range(len(batches))]
+
+    def join(self, parts: list[Tensor], step: int) -> Tensor:
+        """Undoes :meth:`parts`."""
+        if self.pooled:
+            return torch.cat(parts)
+        by_rank = zip(*self._ids_of_outputs(step), strict=True)
+        pieces = [part.split(sizes) for part, sizes in zip(parts, by_rank, strict=True)]
+        return torch.cat([piece for of_ranks in zip(*pieces, strict=True) for piece in of_ranks])
+
+    def _ids_of_outputs(self, step: int) -> list[list[int]]:
+        """For each feature of each table the ids that each rank has."""
+        found = [batch.to_dict() for batch in self.batches(step)]
+        return [
+            [int(features[name].values().numel()) for features in found]
+            for config in self.configs()
+            for name in config.feature_names
+        ]
 
 
 def samples_of(batch: KeyedJaggedTensor) -> int:
@@ -243,7 +271,14 @@ def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 def shard(
     case: Case, plan: ShardingPlan | None = None, sharders: list[Any] | None = None
 ) -> DistributedModelParallel:
-    sequences = EmbeddingCollectionSharder(use_index_dedup=case.use_index_dedup)
+    registry = None
+    if case.wire is not CommType.FP32:
+        config = QCommsConfig(case.wire, case.wire, backward_loss_scale=case.loss_scale)
+        registry = get_qcomm_codecs_registry(config)
+    bags = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+    sequences = EmbeddingCollectionSharder(
+        qcomm_codecs_registry=registry, use_index_dedup=case.use_index_dedup
+    )
     # the process serves other tests after this one
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(case.node_size or case.world_size)):
         return DistributedModelParallel(
@@ -251,7 +286,7 @@ def shard(
             env=ShardingEnv.default(),
             device=CPU,
             plan=plan or case.plan(),
-            sharders=sharders or [EmbeddingBagCollectionSharder(), sequences],
+            sharders=sharders or [bags, sequences],
         )
 
 
