@@ -1,66 +1,25 @@
-"""Runs the whole matrix, and writes what came of it: ``make conformance``.
+"""Runs everything, and writes what came of it: ``make conformance``.
 
-python -m tests.conformance [--only topology=2x2 wire=fp8 ...] [--pools 2]
+python -m tests.conformance [--pools 2]
+python -m tests.conformance --only topology=2x2 wire=fp8  # some of the matrix; writes nothing
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from queue import SimpleQueue
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tests.conformance.checkpoints import Move, moves, try_moves
 from tests.conformance.compare import compare_all
 from tests.conformance.matrix import AXES, TOPOLOGIES, Cell, cells
+from tests.conformance.runner import in_pools, write
 from tests.ranks import RankError, RankPool
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _BATCH_S = 300.0
-
-
-def versions() -> dict[str, str]:
-    """Those that matter for a result."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def in_pools(
-    jobs: Sequence[Any], work: Callable[[RankPool, Any], list[Any]], pools: int, what: str
-) -> list[Any]:
-    """Does jobs side by side, each on a pool of ranks; returns their results in order."""
-    free: SimpleQueue[RankPool] = SimpleQueue()
-    for _ in range(pools):
-        free.put(RankPool())
-    start, done = time.monotonic(), itertools.count(1)
-
-    def one(job: Any) -> list[Any]:
-        pool = free.get()
-        try:
-            return work(pool, job)
-        finally:
-            free.put(pool)
-            count = next(done)
-            spent = time.monotonic() - start
-            print(f"{what}: {count} of {len(jobs)} batches, {spent:.0f} s", flush=True)
-
-    with ThreadPoolExecutor(pools) as threads:
-        results = [found for batch in threads.map(one, jobs) for found in batch]
-    while not free.empty():
-        free.get().close()
-    return results
 
 
 def _compare(pool: RankPool, batch: Sequence[Cell]) -> list[list[str]]:
@@ -99,18 +58,54 @@ def summary(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any
     }
 
 
-def write(name: str, result: dict[str, Any], seconds: float) -> None:
-    """Writes a result with what it was obtained by."""
-    stamp = {"date": datetime.now(UTC).date().isoformat(), "seconds": round(seconds)}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**stamp, "versions": versions(), **result}, indent=1)
-    (RESULTS / name).write_text(text + "\n")
-
-
 def matching(everything: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     """The cells with all of the values given as ``axis=value``."""
     wanted = [condition.partition("=")[::2] for condition in only]
     return [c for c in everything if all(getattr(c, axis) == v for axis, v in wanted)]
+
+
+def run_matrix(chosen: Sequence[Cell], pools: int) -> dict[str, Any]:
+    """Compares every cell; those that share an unsharded run on the same pool."""
+    grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
+    batches = [list(group) for _, group in grouped]
+    return summary(chosen, in_pools(batches, _compare, pools, "matrix"))
+
+
+def _try_moves(pool: RankPool, batch: list[Move]) -> list[list[str]]:
+    """As :func:`try_moves`; a batch that fails as a whole is tried move by move."""
+    try:
+        return try_moves(pool, batch)
+    except RankError as error:
+        if len(batch) == 1:
+            return [[str(error)[-1500:]]]
+        return [_try_moves(pool, [move])[0] for move in batch]
+
+
+def run_checkpoints(pools: int) -> dict[str, Any]:
+    """Makes every move; the loads of one checkpoint on the same pool."""
+    grouped = itertools.groupby(moves(), lambda m: (m.optimizer, m.saved))
+    batches = [list(group) for _, group in grouped]
+    found = in_pools(batches, _try_moves, pools, "checkpoints")
+    outcomes = ["differs" if problems else "equal" for problems in found]
+    return {
+        **outcomes_by_strategies(moves(), outcomes),
+        "differences": {
+            str(move): problems[:3]
+            for move, problems in zip(moves(), found, strict=True)
+            if problems
+        },
+    }
+
+
+def outcomes_by_strategies(tried: Sequence[Move], outcomes: Sequence[str]) -> dict[str, Any]:
+    """Counts outcomes by optimizer, and the strategies that saved and loaded."""
+    counts: dict[str, dict[str, dict[str, Counter[str]]]] = {}
+    for move, outcome in zip(tried, outcomes, strict=True):
+        by_saved = counts.setdefault(move.optimizer, {})
+        by_loaded = by_saved.setdefault(move.saved.strategy.value, {})
+        by_loaded.setdefault(move.loaded.strategy.value, Counter())[outcome] += 1
+    total = Counter(outcomes)
+    return {"moves": len(tried), "outcomes": dict(total), "counts": counts}
 
 
 def main() -> None:
@@ -118,22 +113,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], metavar="AXIS=VALUE")
     parser.add_argument("--pools", type=int, default=2, help="groups of ranks side by side")
+    parser.add_argument("--part", choices=["matrix", "checkpoints"], help="everything if left out")
     arguments = parser.parse_args()
-    start = time.monotonic()
-    chosen = matching(cells(), arguments.only)
-    batches = [
-        list(group)
-        for _, group in itertools.groupby(
-            chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer)
-        )
-    ]
-    found = in_pools(batches, _compare, arguments.pools, "matrix")
-    result = summary(chosen, found)
-    print(f"{result['equal']} of {result['cells']} combinations equal the unsharded model")
-    for name, problems in result["differences"].items():
-        print(name, *problems, sep="\n    ")
-    if not arguments.only:
-        write("conformance.json", result, time.monotonic() - start)
+    if arguments.part != "checkpoints":
+        start = time.monotonic()
+        result = run_matrix(matching(cells(), arguments.only), arguments.pools)
+        print(f"{result['equal']} of {result['cells']} combinations equal the unsharded model")
+        for name, problems in result["differences"].items():
+            print(name, *problems, sep="\n    ")
+        if not arguments.only:
+            write("conformance.json", result, time.monotonic() - start)
+    if arguments.part != "matrix" and not arguments.only:
+        start = time.monotonic()
+        result = run_checkpoints(arguments.pools)
+        print(f"{result['moves']} checkpoints loaded under other plans: {result['outcomes']}")
+        for name, problems in result["differences"].items():
+            print(name, *problems, sep="\n    ")
+        write("conformance-checkpoints.json", result, time.monotonic() - start)
 
 
 if __name__ == "__main__":

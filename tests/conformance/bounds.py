@@ -7,15 +7,15 @@ sum over the bounds: a second collection computes it, with bounds in place of we
 loss is linear, so that the gradients of later steps do not depend on the errors of earlier ones.
 
 An optimizer turns an error E of a row's gradients into one of its weights. SGD multiplies it by
-the learning rate. The others step by ``lr n / (d + eps)``, where n is a mean of the gradients so far,
-or the last one, and d is a root of a mean of their squares (a norm, so it moves by at
-most C, the sum of E over the steps). Then
+the learning rate. The others step by ``lr n / (d + eps)``, where n is a mean of the gradients so
+far, or the last one, and d is a root of a sum or mean of their squares: a norm, which moves by at
+most C, the sum of E over the steps. Then
 
     |step error| <= lr (|n's error| + |n| / (d + eps) |d's error|) / eps
 
-and ``|n| / (d + eps)`` is at most 1.01 for elementwise optimizers (Cauchy-Schwarz over three steps).
-For row-wise ones d is a mean over the row: there ``|n| |d's error| / (d + eps)`` is at most 1.01 times
-the length of the row of C.
+and ``|n| / (d + eps)`` is at most 1.01 for elementwise optimizers (Cauchy-Schwarz over three
+steps). For row-wise ones d is a mean over the row: there ``|n| |d's error| / (d + eps)`` is at most
+1.01 times the length of the row of C.
 
 All bounds hold up to rounding in fp32, for which the comparison allows 1e-5 of the largest value.
 """
@@ -69,13 +69,14 @@ _BACKWARD = _FORWARD | {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Errors allowed: of each step's output, of tables, of optimizer states and of the dense layer."""
+    """Errors allowed: of outputs by step; of the rest by table, at the end."""
 
     outputs: list[Tensor]
     tables: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
     gradients: dict[str, Tensor]
     dense: Tensor
+    """Of each row of the dense layer."""
 
 
 def hops_of(case: Case) -> int:

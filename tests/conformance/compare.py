@@ -55,7 +55,7 @@ def _upstream(case: Case, step: int, rank: int, output: Tensor) -> Tensor:
     return UNIT * size * torch.rand(output.shape, generator=generator).sub(0.5).sign()
 
 
-def _train(
+def train_step(
     model: nn.Module,
     batch: KeyedJaggedTensor,
     gradient: Callable[[Tensor], Tensor],
@@ -87,7 +87,7 @@ def _unsharded(case: Case) -> Run:
 
     for step in STEPS:
         weights.append({n: w.detach().clone() for n, w in model.ebc.table_weights().items()})
-        _train(model, concat_batches(_batches(case, step)), gradient, 1 / case.world_size)
+        train_step(model, concat_batches(_batches(case, step)), gradient, 1 / case.world_size)
     return Run(
         keys=model.keys,
         weights=weights,
@@ -127,7 +127,7 @@ def _local_parts(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         yield (), value
 
 
-class _Findings:
+class Findings:
     """Collects differences; all ranks finish their exchanges before any complains."""
 
     def __init__(self, *, exact: bool) -> None:
@@ -168,10 +168,10 @@ def compare(case: Case) -> list[str]:
     if case.wire is not CommType.FP32 and travels:
         bounds = _bounds(placeless, case.wire, hops_of(case))
     model = shard(case)
-    found = _Findings(exact=is_exact(case))
+    found = Findings(exact=is_exact(case))
     for step in STEPS:
         batch = _batches(placeless, step)[rank]
-        output = _train(model, batch, partial(_upstream, case, step, rank))
+        output = train_step(model, batch, partial(_upstream, case, step, rank))
         limit = None if bounds is None else bounds.outputs[step]
         found.close(f"output {step}", output, expected.outputs[step][rank], limit)
     found.same("keys", model.module.keys, expected.keys)
@@ -188,7 +188,7 @@ def compare(case: Case) -> list[str]:
             limit = None if bounds is None else bounds.states[table][key]
             found.close(f"{key} of {name}", received[key], states[key], limit)
     _compare_gradients(model, expected, bounds, found)
-    dense = _Findings(exact=False)
+    dense = Findings(exact=False)
     limit = None if bounds is None else bounds.dense.expand(3, -1)
     dense.close("over.weight", state["over.weight"], expected.state_dict["over.weight"], limit)
     dense.close("over.bias", state["over.bias"], expected.state_dict["over.bias"])
@@ -196,7 +196,7 @@ def compare(case: Case) -> list[str]:
 
 
 def _compare_gradients(
-    model: nn.Module, expected: Run, bounds: Bounds | None, found: _Findings
+    model: nn.Module, expected: Run, bounds: Bounds | None, found: Findings
 ) -> None:
     """Those of tables without an optimizer."""
     for path, table in model.module.ebc.named_modules():

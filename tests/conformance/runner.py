@@ -1,0 +1,64 @@
+"""Runs many batches of cases on pools of ranks, and writes results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tests.ranks import RankPool
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def versions() -> dict[str, str]:
+    """Those that matter for a result."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def in_pools(
+    jobs: Sequence[Any], work: Callable[[RankPool, Any], list[Any]], pools: int, what: str
+) -> list[Any]:
+    """Does jobs side by side, each on a pool of ranks; returns their results in order."""
+    free: SimpleQueue[RankPool] = SimpleQueue()
+    for _ in range(pools):
+        free.put(RankPool())
+    start, done = time.monotonic(), itertools.count(1)
+
+    def one(job: Any) -> list[Any]:
+        pool = free.get()
+        try:
+            return work(pool, job)
+        finally:
+            free.put(pool)
+            count = next(done)
+            spent = time.monotonic() - start
+            print(f"{what}: {count} of {len(jobs)} batches, {spent:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(pools) as threads:
+        results = [found for batch in threads.map(one, jobs) for found in batch]
+    while not free.empty():
+        free.get().close()
+    return results
+
+
+def write(name: str, result: dict[str, Any], seconds: float) -> None:
+    """Writes a result with what it was obtained by."""
+    stamp = {"date": datetime.now(UTC).date().isoformat(), "seconds": round(seconds)}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**stamp, "versions": versions(), **result}, indent=1)
+    (RESULTS / name).write_text(text + "\n")

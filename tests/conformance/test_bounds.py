@@ -1,0 +1,77 @@
+"""The bounds of narrow wires are worth something: faults, and coarser wires, exceed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from recsys.distributed.wire import CommType, WireFormat
+from tests.conformance import compare as comparison
+from tests.conformance.compare import compare
+from tests.conformance.matrix import OPTIMIZERS, Cell
+from tests.distributed.cases import Case, shard
+from tests.ranks import RankPool
+
+
+def _case(wire: str, optimizer: str = "SGD", strategy: str = "row_wise", kind: str = "sum") -> Case:
+    return Cell(
+        topology="2",
+        kind=kind,
+        batches="one size",
+        optimizer=optimizer,
+        strategy=strategy,
+        wire=wire,
+    ).case()
+
+
+def _compare_sharded_as(case: Case, other: Case) -> list[str]:
+    with mock.patch.object(comparison, "shard", lambda _: shard(other)):
+        return compare(case)
+
+
+def _differ(ranks: RankPool, case: Case, other: Case) -> list[str]:
+    return [text for found in ranks(2, _compare_sharded_as, case, other) for text in found]
+
+
+@pytest.mark.parametrize("strategy", ["row_wise", "table_wise", "column_wise"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_forgotten_loss_scale_exceeds_them(ranks: RankPool, optimizer: str, strategy: str) -> None:
+    case = _case("fp16", optimizer, strategy)
+    assert not _differ(ranks, case, case)
+    assert _differ(ranks, case, replace(case, loss_scale=None))
+
+
+@pytest.mark.parametrize("kind", ["sum", "weighted mean", "sequence"])
+@pytest.mark.parametrize(("wire", "coarser"), [("fp16", "bf16"), ("bf16", "fp8"), ("bf16", "int8")])
+def test_coarser_wires_exceed_them(ranks: RankPool, kind: str, wire: str, coarser: str) -> None:
+    case = _case(wire, kind=kind)
+    found = _differ(ranks, case, replace(case, wire=CommType(coarser)))
+    assert any("output 0" in text for text in found)
+    assert any("weight:" in text for text in found)
+
+
+@contextmanager
+def _fault(of_decoded: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    original = WireFormat.decode
+
+    def decode(self: WireFormat, encoded: Tensor, sizes: list[int]) -> Tensor:
+        return of_decoded(original(self, encoded, sizes))
+
+    with mock.patch.object(WireFormat, "decode", decode):
+        yield
+
+
+def _compare_with_values_moved(case: Case) -> list[str]:
+    with _fault(lambda values: values.roll(1)):
+        return compare(case)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "fp8", "int8"])
+def test_moved_values_exceed_them(ranks: RankPool, wire: str) -> None:
+    found = ranks(2, _compare_with_values_moved, _case(wire))
+    assert any(found)
