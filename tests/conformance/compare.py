@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.table_shards import TableShards
 from recsys.distributed.types import ShardingType
@@ -48,7 +47,7 @@ def _batches(placeless: Case, step: int) -> list[KeyedJaggedTensor]:
     return placeless.batches(step)
 
 
-def _upstream(case: Case, step: int, rank: int, output: Tensor) -> Tensor:
+def upstream_of(case: Case, step: int, rank: int, output: Tensor) -> Tensor:
     """The gradient of a rank's output: of either sign, from one to two units."""
     generator = torch.Generator().manual_seed(case.seed * 1000 + step * 10 + rank)
     size = 1 + torch.rand(output.shape, generator=generator)
@@ -62,7 +61,7 @@ def train_step(
     dense_scale: float = 1.0,
 ) -> Tensor:
     """Trains for a step under a loss whose gradient is given; returns the output."""
-    bare = model.module if isinstance(model, DistributedModelParallel) else model
+    bare = getattr(model, "module", model)
     values, logits = model(batch)
     bare.over.zero_grad()
     given = gradient(values.detach())
@@ -81,7 +80,7 @@ def _unsharded(case: Case) -> Run:
     def gradient(output: Tensor) -> Tensor:
         """Of the mean over ranks of their losses."""
         outputs.append([part.clone() for part in case.parts(output, step)])
-        own = [_upstream(case, step, rank, part) for rank, part in enumerate(outputs[-1])]
+        own = [upstream_of(case, step, rank, part) for rank, part in enumerate(outputs[-1])]
         upstream.append(case.join(own, step) / case.world_size)
         return upstream[-1]
 
@@ -171,7 +170,7 @@ def compare(case: Case) -> list[str]:
     found = Findings(exact=is_exact(case))
     for step in STEPS:
         batch = _batches(placeless, step)[rank]
-        output = train_step(model, batch, partial(_upstream, case, step, rank))
+        output = train_step(model, batch, partial(upstream_of, case, step, rank))
         limit = None if bounds is None else bounds.outputs[step]
         found.close(f"output {step}", output, expected.outputs[step][rank], limit)
     found.same("keys", model.module.keys, expected.keys)

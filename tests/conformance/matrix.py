@@ -100,10 +100,13 @@ def cells() -> Iterator[Cell]:
             yield cell
 
 
-def pairs(cell: Cell) -> set[tuple[str, str]]:
-    """All pairs of values that a cell combines, as ``axis=value``."""
-    values = [f"{axis}={getattr(cell, axis)}" for axis in AXES]
-    return set(itertools.combinations(values, 2))
+Value = tuple[str, str]
+"""An axis, and one of its values."""
+
+
+def pairs(cell: Cell) -> set[tuple[Value, Value]]:
+    """All pairs of values that a cell combines."""
+    return set(itertools.combinations([(axis, getattr(cell, axis)) for axis in AXES], 2))
 
 
 def pairwise_cover(seed: int = 0) -> list[Cell]:
@@ -117,7 +120,7 @@ def pairwise_cover(seed: int = 0) -> list[Cell]:
     chosen = []
     while missing:
         wanted = rng.choice(sorted(missing))
-        candidates = [cell for cell in everything if wanted in pairs(cell)]
+        candidates = [c for c in everything if all(getattr(c, axis) == v for axis, v in wanted)]
         tried = rng.sample(candidates, min(100, len(candidates)))
         best = max(tried, key=lambda cell: len(pairs(cell) & missing))
         chosen.append(best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -68,6 +68,8 @@ class Model(nn.Module):
 class Case:
     """Everything random about one comparison; the same on every rank. What is None is random."""
 
+    sizes: ClassVar[tuple[int, ...]] = (0, 1, 3, 6)
+    """Of batches."""
     seed: int
     world_size: int
     types: tuple[ShardingType, ...] = (
@@ -156,12 +158,12 @@ class Case:
         rng = random.Random(self.seed * 77 + step)
         generator = torch.Generator().manual_seed(self.seed * 91 + step)
         limits = {
-            f: min([c.num_embeddings for c in self.configs() if f in c.feature_names] + [5])
+            f: min([c.num_embeddings for c in self.configs() if f in c.feature_names] + [30])
             for f in FEATURES
         }
         batches = []
         for _ in range(self.world_size):
-            size = rng.choice([0, 1, 3, 6])
+            size = rng.choice(self.sizes)
             bags = [size] * len(FEATURES)
             if self.variable_batch:  # samples share bags
                 bags = [rng.randint(min(size, 1), size) for _ in FEATURES]

@@ -1,0 +1,95 @@
+"""The same model, plan, weights and batches in TorchRec and in ours, trained for five steps."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.conformance.compare import train_step, upstream_of
+from tests.conformance.matrix import Cell
+from tests.conformance.matrix import cells as all_cells
+from tests.distributed.cases import shard
+from tests.parity.peer import ParityCase, parts_of, peer_batch, peer_mood, shard_peer
+
+STEPS = range(5)
+CLOSE = 1e-5
+
+EQUAL = "equal"
+
+
+def cells() -> list[Cell]:
+    """Every strategy, kind, batch and optimizer on two ranks; every topology for one of them."""
+    chosen = []
+    for cell in all_cells():
+        plain = cell.kind == "sum" and cell.batches == "one size"
+        everywhere = plain and cell.optimizer in ("SGD", "RowWiseAdagrad")
+        peer_has = cell.wire == "fp32" and cell.strategy != "mixed" and cell.optimizer != "none"
+        if peer_has and (cell.topology == "2" or everywhere):
+            chosen.append(cell)
+    return chosen
+
+
+def parity_case(cell: Cell) -> ParityCase:
+    """The cell's case, on tables that both can place."""
+    case = cell.case()
+    return ParityCase(**{field.name: getattr(case, field.name) for field in fields(case)})
+
+
+def _train_peer(case: ParityCase) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    rank = dist.get_rank()
+    model, _, dense = shard_peer(case)
+    outputs = []
+    for step in STEPS:
+        if dense is not None:
+            dense.zero_grad()
+        batch = peer_batch(case.batches(step)[rank])
+        outputs.append(train_step(model, batch, partial(upstream_of, case, step, rank)))
+        if dense is not None:
+            dense.step()
+    return outputs, model.state_dict()
+
+
+def compare_with_peer(cell: Cell) -> str:
+    """Returns ``equal``, ``differs: ...`` or the peer's exception; every rank calls it."""
+    case = parity_case(cell)
+    rank = dist.get_rank()
+    try:
+        with peer_mood():
+            theirs, their_state = _train_peer(case)
+    except Exception as error:
+        return f"raises: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    model = shard(case)
+    ours = [
+        train_step(model, case.batches(step)[rank], partial(upstream_of, case, step, rank))
+        for step in STEPS
+    ]
+    our_state = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+    if sorted(our_state) != sorted(their_state):
+        return f"differs: names {sorted(our_state)}, the peer {sorted(their_state)}"
+    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one.shape != other.shape:
+            return f"differs: output {step} {list(one.shape)}, the peer {list(other.shape)}"
+        if not torch.allclose(one, other, rtol=CLOSE, atol=CLOSE):
+            return f"differs: output {step}"
+    for name, value in their_state.items():
+        for place, part in parts_of(value):
+            if not torch.allclose(our_state[name][place], part, rtol=CLOSE, atol=CLOSE):
+                return f"differs: {name}"
+    return EQUAL
+
+
+def compare_all_with_peer(chosen: list[Cell]) -> list[str]:
+    """:func:`compare_with_peer` for many cells of the same number of ranks."""
+    return [compare_with_peer(cell) for cell in chosen]
+
+
+def outcome_of(by_rank: tuple[str, ...]) -> str:
+    """The worst of what the ranks saw."""
+    return max(by_rank, key=lambda found: ("differs" in found, found != EQUAL))
