@@ -193,8 +193,9 @@ class DeferredUpdates:
         """Multiplies the gradients, in place.
 
         Args:
-            factor: a scalar on the tables' device.
+            factor: a scalar.
         """
+        factor = factor.to(self.device)
         for values in self._values():
             values.mul_(factor)
 
