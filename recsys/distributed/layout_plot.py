@@ -66,7 +66,7 @@ def plot_layout(
     axes = lower.subplots(1, len(exchanges), squeeze=False)[0]
     for axis, (title, bytes_RR) in zip(axes, exchanges, strict=True):
         cell_points = (_RANKS_WIDTH / len(exchanges) - 0.6) / layout.world_size * _POINTS
-        _draw_exchange(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 3.8))
+        _draw_exchange(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 4.3))
     axes[0].set_ylabel("from rank", fontsize=_FONT, color=_INK)
     each = "one sample" if samples_per_rank == 1 else f"{samples_per_rank:,} samples"
     lower.suptitle(
