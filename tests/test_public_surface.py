@@ -33,8 +33,9 @@ SURFACE = {
     """,
     "recsys.modules": "",
     "recsys.optim": """
-        Adagrad Adam CombinedOptimizer KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD
-        OptimizerWrapper PartialRowWiseAdam RowWiseAdagrad SGD apply_optimizer_in_backward
+        Adagrad Adam CombinedOptimizer GradientClipping GradientClippingOptimizer KeyedOptimizer
+        KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam RowWiseAdagrad SGD
+        WarmupOptimizer WarmupPolicy WarmupStage apply_optimizer_in_backward
         in_backward_optimizer_filter
     """,
     "recsys.sparse": """

@@ -49,7 +49,24 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.modules.activation", "recsys.modules.activation", "SwishLayerNorm"),
     ("torchrec.modules.crossnet", "recsys.modules.crossnet", "CrossNet, LowRankCrossNet"),
+    (
+        "torchrec.modules.feature_processor",
+        "recsys.modules.feature_processor",
+        "BaseFeatureProcessor, BaseGroupedFeatureProcessor, PositionWeightedProcessor",
+    ),
+    (
+        "torchrec.modules.feature_processor_",
+        "recsys.modules.feature_processor",
+        "FeatureProcessor, FeatureProcessorsCollection, PositionWeightedModule, "
+        "PositionWeightedModuleCollection",
+    ),
+    (
+        "torchrec.modules.fp_embedding_modules",
+        "recsys.modules.fp_embedding_modules",
+        "FeatureProcessedEmbeddingBagCollection, FeatureProcessorDictWrapper",
+    ),
     ("torchrec.modules.mlp", "recsys.modules.mlp", "MLP, Perceptron"),
+    ("torchrec.modules.regroup", "recsys.modules.regroup", "KTRegroupAsDict"),
     (
         "torchrec.models.dlrm",
         "recsys.modules.dlrm",
@@ -59,13 +76,20 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.optim",
         "recsys.optim",
-        "Adagrad, Adam, CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, LAMB, LarsSGD, "
-        "OptimizerWrapper, PartialRowWiseAdam, RowWiseAdagrad, SGD, apply_optimizer_in_backward",
+        "Adagrad, Adam, CombinedOptimizer, GradientClipping, GradientClippingOptimizer, "
+        "KeyedOptimizer, KeyedOptimizerWrapper, LAMB, LarsSGD, OptimizerWrapper, "
+        "PartialRowWiseAdam, RowWiseAdagrad, SGD, WarmupOptimizer, WarmupPolicy, WarmupStage, "
+        "apply_optimizer_in_backward",
     ),
     (
         "torchrec.optim.apply_optimizer_in_backward",
         "recsys.optim.apply_optimizer_in_backward",
         "apply_optimizer_in_backward",
+    ),
+    (
+        "torchrec.optim.clipping",
+        "recsys.optim.clipping",
+        "GradientClipping, GradientClippingOptimizer",
     ),
     (
         "torchrec.optim.keyed",
@@ -78,6 +102,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "Adagrad, Adam, LAMB, LarsSGD, PartialRowWiseAdam, SGD, in_backward_optimizer_filter",
     ),
     ("torchrec.optim.rowwise_adagrad", "recsys.optim.rowwise_adagrad", "RowWiseAdagrad"),
+    (
+        "torchrec.optim.warmup",
+        "recsys.optim.warmup",
+        "WarmupOptimizer, WarmupPolicy, WarmupStage",
+    ),
     # distributed
     (
         "torchrec.distributed",
@@ -96,11 +125,17 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "LazyNoWait, ModuleSharder, ParameterSharding, ShardMetadata, ShardedModule, ShardingEnv, "
         "ShardingPlan, ShardingType",
     ),
+    ("torchrec.distributed.types", "recsys.distributed.wire", "CommOp, QuantizedCommCodecs"),
     ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),
     (
         "torchrec.distributed.embedding_types",
         "recsys.distributed.types",
         "EmbeddingComputeKernel, ShardingType",
+    ),
+    (
+        "torchrec.distributed.embedding_types",
+        "recsys.modules.feature_processor",
+        "BaseGroupedFeatureProcessor",
     ),
     (
         "torchrec.distributed.embeddingbag",
@@ -120,11 +155,28 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.distributed.model_parallel", "recsys.distributed.types", "ShardedModule"),
     (
-        "torchrec.distributed.sharding_plan",
-        "recsys.distributed.model_parallel",
-        "get_default_sharders",
+        "torchrec.distributed.fp_embeddingbag",
+        "recsys.distributed.fp_embeddingbag",
+        "FeatureProcessedEmbeddingBagCollectionSharder, "
+        "ShardedFeatureProcessedEmbeddingBagCollection",
     ),
-    ("torchrec.distributed.sharding_plan", "recsys.distributed.sharding_plan", "placement"),
+    (
+        "torchrec.distributed.fbgemm_qcomm_codec",
+        "recsys.distributed.wire",
+        "CommType, QCommsConfig, get_qcomm_codecs_registry",
+    ),
+    ("torchrec.distributed.shard", "recsys.distributed.shard", "shard, shard_modules"),
+    (
+        "torchrec.distributed.sharding_plan",
+        "recsys.distributed.shard",
+        "get_default_sharders, get_module_to_default_sharders",
+    ),
+    (
+        "torchrec.distributed.sharding_plan",
+        "recsys.distributed.sharding_plan",
+        "ParameterShardingGenerator, apply_to_all, column_wise, construct_module_sharding_plan, "
+        "data_parallel, grid_shard, placement, row_wise, table_row_wise, table_wise",
+    ),
     ("torchrec.distributed.comm", "recsys.distributed.node", "get_local_rank, get_local_size"),
     # distributed.planner
     (

@@ -18,6 +18,7 @@ from recsys.distributed.types import (
     ShardingEnv,
 )
 from recsys.distributed.wire import CommOp, QuantizedCommCodecs, codecs_for
+from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
@@ -130,6 +131,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
         return LazyAwaitable(finish)
 
+    @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up this rank's batch.
 

@@ -19,6 +19,7 @@ from recsys.distributed.types import (
 )
 from recsys.distributed.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.kernels.types import PoolingMode
+from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -92,6 +93,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
         return LazyAwaitable(finish)
 
+    @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Looks up this rank's batch.
 

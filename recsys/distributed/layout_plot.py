@@ -66,7 +66,7 @@ def plot_layout(
     axes = lower.subplots(1, len(exchanges), squeeze=False)[0]
     for axis, (title, bytes_RR) in zip(axes, exchanges, strict=True):
         cell_points = (_RANKS_WIDTH / len(exchanges) - 0.6) / layout.world_size * _POINTS
-        _draw_exchange(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 3.8))
+        _draw_exchange(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 4.3))
     axes[0].set_ylabel("from rank", fontsize=_FONT, color=_INK)
     each = "one sample" if samples_per_rank == 1 else f"{samples_per_rank:,} samples"
     lower.suptitle(
@@ -104,10 +104,12 @@ def _draw_tables(
     cell: float,
 ) -> None:
     """Draws each table in a cell of a grid, in inches: by its columns and rows."""
+    from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
+    parts: list[Rectangle] = []
     font = min(_FONT, cell * 7.0)
-    label = 2.6 * font / _POINTS
+    label = 2.8 * font / _POINTS
     room = cell - label - 0.08
     most_columns = max(table.dim for table in layout.tables)
     most_rows = max(log(table.num_rows + 1) for table in layout.tables)
@@ -122,9 +124,7 @@ def _draw_tables(
             color = colors[rect.rank] if table.rects else _REPLICA
             corner, sides = (left + x * width, bottom + y * height), (w * width, h * height)
             line_width = min(0.6, 0.1 * min(sides) * _POINTS)  # thin parts keep their colour
-            axes.add_patch(
-                Rectangle(corner, *sides, facecolor=color, edgecolor="white", lw=line_width)
-            )
+            parts.append(Rectangle(corner, *sides, fc=color, ec="white", lw=line_width))
             name = str(rect.rank) if table.rects else "all"
             if sides[0] * _POINTS > 5 * len(name) and sides[1] * _POINTS > 9:
                 axes.text(
@@ -135,12 +135,15 @@ def _draw_tables(
                     va="center",
                     fontsize=_FONT,
                     color=_INK,
+                    in_layout=False,
                 )
         letters = int(cell * _POINTS / (0.56 * font))
         names = [_shorten(table.name, letters), f"{_short(table.num_rows)} x {table.dim}"]
         for place, (text, ink) in enumerate(zip(names, (_INK, _FAINT), strict=True)):
-            y = bottom - (0.3 + 1.1 * place) * font / _POINTS
-            axes.text(left, y, text, ha="left", va="top", fontsize=font, color=ink)
+            y = bottom - (0.3 + 1.25 * place) * font / _POINTS
+            axes.text(left, y, text, ha="left", va="top", fontsize=font, color=ink, in_layout=False)
+    # clipping would name its paths anew in each picture
+    axes.add_collection(PatchCollection(parts, match_original=True, clip_on=False))
     axes.set_xlim(0, columns * cell)
     axes.set_ylim(-ceil(len(layout.tables) / columns) * cell, 0)
     axes.set_aspect("equal", anchor="NW")
@@ -155,21 +158,21 @@ def _draw_tables(
 
 def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
     """Draws a bar per rank: the weights it holds, table by table."""
-    held: list[list[int]] = [[] for _ in colors]
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
     replicas = sum(table.num_rows * table.dim for table in layout.tables if not table.rects)
-    for table in layout.tables:
-        for rect in table.rects:
-            held[rect.rank].append(rect.num_rows * rect.num_cols)
-    most = max(replicas + sum(parts) for parts in held)
-    for rank, parts in enumerate(held):
-        axes.barh(rank, replicas, left=0, height=0.8, color=_REPLICA)
-        start = replicas
-        for size in parts:
-            edge = "white" if size > most / 50 else "none"
-            axes.barh(
-                rank, size, left=start, height=0.8, color=colors[rank], edgecolor=edge, lw=0.4
-            )
-            start += size
+    held = [replicas] * layout.world_size
+    parts = [Rectangle((0, r - 0.4), replicas, 0.8, fc=_REPLICA) for r in range(len(held))]
+    for rect in (rect for table in layout.tables for rect in table.rects):
+        size, rank = rect.num_rows * rect.num_cols, rect.rank
+        parts.append(Rectangle((held[rank], rank - 0.4), size, 0.8, fc=colors[rank]))
+        held[rank] += size
+    most = max(held)
+    for part in parts:
+        is_wide = part.get_width() > most / 50
+        part.set(edgecolor="white" if is_wide else "none", linewidth=0.4)
+    axes.add_collection(PatchCollection(parts, match_original=True, clip_on=False))
     axes.set_xlim(0, most * 1.02)
     axes.set_xticks([0, most], ["0", _short(most)])
     axes.set_title("Weights on each rank", fontsize=_FONT, loc="left", color=_INK)
@@ -182,7 +185,9 @@ def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
 def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, font: float) -> None:
     """Draws a matrix of bytes; darker is more."""
     world_size = layout.world_size
-    axes.imshow(bytes_RR.tolist(), cmap="Blues", vmin=0, vmax=max(float(bytes_RR.max()) * 1.6, 1.0))
+    darkest = max(float(bytes_RR.max()) * 1.6, 1.0)
+    image = axes.imshow(bytes_RR.tolist(), cmap="Blues", vmin=0, vmax=darkest)
+    image.set_clip_on(False)
     if font >= 4:  # else nobody could read it
         for source, line in enumerate(bytes_RR.tolist()):
             for target, size in enumerate(line):
@@ -195,10 +200,11 @@ def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, fon
                         va="center",
                         fontsize=font,
                         color=_INK,
+                        in_layout=False,
                     )
     for edge in range(layout.node_size, world_size, layout.node_size):
-        axes.axhline(edge - 0.5, color=_FAINT, lw=0.8)
-        axes.axvline(edge - 0.5, color=_FAINT, lw=0.8)
+        axes.axhline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
+        axes.axvline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
     total, kept = float(bytes_RR.sum()), float(bytes_RR.trace())
     axes.set_title(f"{title}\n{_short(total - kept, 'B')} travel", fontsize=_FONT, color=_INK)
     axes.set_xlabel("to rank", fontsize=_FONT, color=_INK)

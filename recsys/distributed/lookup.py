@@ -106,6 +106,7 @@ class Lookups:
                 update_mode=_update_mode(settings, replicated),
                 device=device,
                 location=settings.location,
+                keeps_batch=settings.exchanges_row_statistics and not settings.deferred,
                 sparse_grad=sparse_grad,
             )
             self.kernels.append(kernel)

@@ -151,14 +151,12 @@ class DeferredUpdates:
         self._arrived = False
 
     def end_backward(self) -> None:
-        """Called on every rank when a backward pass has ended."""
-        for kernel in self._kernels:
-            kernel.reduce()
+        """Called on every rank when a backward pass has ended; not needed with one rank."""
         self._arrived = self.exist
 
     def step(self) -> None:
         """Applies the gradients to the tables and drops them; without any it does nothing."""
-        if not self._arrived:
+        if not (self._arrived or any(kernel.has_gradients for kernel in self._kernels)):
             return
         self._columns.apply()
         for kernel in self._kernels:  # those of column splits have nothing left
@@ -195,8 +193,9 @@ class DeferredUpdates:
         """Multiplies the gradients, in place.
 
         Args:
-            factor: a scalar on the tables' device.
+            factor: a scalar.
         """
+        factor = factor.to(self.device)
         for values in self._values():
             values.mul_(factor)
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from recsys.distributed.module_tree import outermost, walk
 from recsys.distributed.node import get_local_size
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -39,7 +40,11 @@ from recsys.distributed.types import (
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Returns a sharder for every module type that can be sharded."""
-    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    return [
+        EmbeddingBagCollectionSharder(),
+        FeatureProcessedEmbeddingBagCollectionSharder(),
+        EmbeddingCollectionSharder(),
+    ]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[Any]]:

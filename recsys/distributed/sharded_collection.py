@@ -21,7 +21,7 @@ from recsys.distributed.input_dist import (
     LastBatches,
     LocalIds,
 )
-from recsys.distributed.layout import PlacedTable, build_layout
+from recsys.distributed.layout import Layout, PlacedTable, build_layout
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
 from recsys.distributed.row_updates import BackwardFinisher
@@ -187,6 +187,11 @@ class ShardedCollection(ShardedModule):
     def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
         """The plan."""
         return self._plan
+
+    @property
+    def layout(self) -> Layout:
+        """The plan, compiled; the same on every rank. ``layout.plot()`` draws it."""
+        return self._layout
 
     def extra_repr(self) -> str:
         """Shows the lookups of this rank and why each runs on its backend."""

@@ -56,6 +56,8 @@ class TableBatchedEmbedding:
         update_mode: See `UpdateMode`.
         device: Where the tables live; "meta" gives shapes only.
         location: Placement. None: HOST on a CPU, DEVICE elsewhere.
+        keeps_batch: DEFERRED mode: keep what a backward pass was given until the step, which can
+            then be fused. The memory of the batch's ids must be left alone until then.
         sparse_grad: GRADIENT mode: fill `.grad` with sparse tensors instead of dense ones.
         backend: Force "fbgemm" or "torch"; None: chosen by `support.choose_backend`.
         weights: [sum of R*D] storage to adopt, laid out as `layout` says; None: allocated here.
@@ -95,6 +97,7 @@ class TableBatchedEmbedding:
         update_mode: UpdateMode,
         device: torch.device,
         location: EmbeddingLocation | None = None,
+        keeps_batch: bool = False,
         sparse_grad: bool = False,
         backend: Backend | None = None,
         weights: Tensor | None = None,
@@ -107,7 +110,7 @@ class TableBatchedEmbedding:
         self.layout = StorageLayout(tables, feature_table_map, device)
         self.pooling, self.update_mode = pooling, update_mode
         self.output_dtype, self.optimizer = output_dtype, optimizer
-        self.sparse_grad = sparse_grad
+        self.keeps_batch, self.sparse_grad = keeps_batch, sparse_grad
         settings = LookupSettings(
             device=device,
             weights_dtype=weights_dtype,
@@ -348,13 +351,10 @@ class TableBatchedEmbedding:
         self._reduce()
         return [grads for _, grads in self._pending or ()]
 
-    def reduce(self) -> None:
-        """DEFERRED mode: turn what backward left into row gradients now.
-
-        Until then it refers to the batch's ids, which a caller who reuses their memory would
-        change.
-        """
-        self._reduce()
+    @property
+    def has_gradients(self) -> bool:
+        """DEFERRED mode: whether a backward pass has left any since the last step."""
+        return self._held is not None or self._pending is not None
 
     def row_statistics(self) -> list[Tensor]:
         """DEFERRED mode: per table [K], `row_statistic` of its `row_gradients`.
@@ -480,6 +480,8 @@ class TableBatchedEmbedding:
             else:
                 self._reduce()
                 self._held = (grad, indices, offsets, weights)
+                if not self.keeps_batch:
+                    self._reduce()
             return
         fresh = kernel.drop_frozen(kernel.row_gradients(grad, indices, offsets, weights), trained)
         if self.update_mode is UpdateMode.FUSED:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias, final
 
 import torch
@@ -227,33 +228,36 @@ class FbgemmCpuKernel(TorchKernel):
         offsets: Tensor,
         weights: Tensor | None,
     ) -> Iterator[tuple[float, _SumBatch]]:
-        num_features = len(rate_F)
-        num_bags = (offsets.numel() - 1) // num_features
-        sizes_F = offsets[::num_bags].diff().tolist()
+        """Yields each rate with the part of the batch that is looked up at it."""
+        num_bags = (offsets.numel() - 1) // len(rate_F)
+        ids_at = offsets[::num_bags].tolist()  # where each feature's ids begin, and the end
+        columns_at = [0, *accumulate(self.layout.feature_dims)]
         geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
+        pooled = geometry is self._geometry  # else the gradients are those of the ids
         features_of: dict[float, list[int]] = {}
         for feature, rate in enumerate(rate_F):
-            if sizes_F[feature]:
-                features_of.setdefault(rate, []).append(feature)
-        ids_F = indices.split(sizes_F)
-        weights_F = None if weights is None else weights.split(sizes_F)
-        pooled = geometry is self._geometry
-        if pooled:
-            grads_F = grad.split(self.layout.feature_dims, dim=1)
-            lengths_F = offsets.diff().split(num_bags)
-        else:  # without pooling the gradients are those of the ids
-            grads_F = grad.split(sizes_F)
+            features_of.setdefault(rate, []).append(feature)
         for rate, features in features_of.items():
-            own_ids = _cat(ids_F, features)
-            if pooled:
-                geometry = self._geometry_of(tuple(features))
-                own_offsets = functional.pad(_cat(lengths_F, features).cumsum(0), (1, 0))
-                own_offsets = own_offsets.to(indices.dtype)
-            else:
-                own_offsets = offsets[: own_ids.numel() + 1]
-            own_weights = None if weights_F is None else _cat(weights_F, features)
-            own_grad = _cat(grads_F, features, dim=int(pooled)).contiguous()
-            yield rate, (geometry, own_ids, own_offsets, own_weights, own_grad)
+            parts = []
+            for first, last in _runs(features):
+                ids = slice(ids_at[first], ids_at[last])
+                if pooled:
+                    bags = offsets[first * num_bags : last * num_bags + 1]
+                    rows = grad[:, columns_at[first] : columns_at[last]]
+                else:
+                    bags, rows = offsets[ids.start : ids.stop + 1], grad[ids]
+                own_weights = None if weights is None else weights[ids]
+                parts.append((indices[ids], bags - ids.start, own_weights, rows))
+            own_ids, own_offsets, own_weights, own_grad = parts[0]
+            if len(parts) > 1:
+                pieces, bags_of, weights_of, grads = zip(*parts, strict=True)
+                own_ids, own_grad = torch.cat(pieces), torch.cat(grads, int(pooled))
+                lengths = torch.cat([bags.diff() for bags in bags_of])
+                own_offsets = functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
+                own_weights = None if weights is None else torch.cat(weights_of)
+            if own_ids.numel():
+                own = self._geometry_of(tuple(features)) if pooled else geometry
+                yield rate, (own, own_ids, own_offsets, own_weights, own_grad.contiguous())
 
     def _geometry_of(self, features: tuple[int, ...]) -> _Geometry:
         if features not in self._geometries:
@@ -400,8 +404,13 @@ _SUM, _MEAN = 0, 1
 _ROUND_STOCHASTICALLY = False  # ignored: see `support.LIMITS`
 
 
-def _cat(parts: Sequence[Tensor], chosen: Sequence[int], dim: int = 0) -> Tensor:
-    return parts[chosen[0]] if len(chosen) == 1 else torch.cat([parts[i] for i in chosen], dim)
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the half-open stretches of ascending numbers that follow each other."""
+    start = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield numbers[start], numbers[i - 1] + 1
+            start = i
 
 
 def _geometry_of(layout: StorageLayout, features: tuple[int, ...]) -> _Geometry:

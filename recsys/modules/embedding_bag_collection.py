@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
@@ -87,6 +88,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         self.embedding_bags = self._new_tables()
         self._fill()
 
+    @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
 

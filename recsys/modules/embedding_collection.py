@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from recsys.kernels.types import BoundsCheckMode, PoolingMode
+from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_inputs import check_features
 from recsys.modules.embedding_interfaces import (
@@ -71,6 +72,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         self.embeddings = self._new_tables()
         self._fill()
 
+    @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch.
 

@@ -14,7 +14,7 @@ from tests.ranks import RankPool
 
 
 def _layout_of_rank(case: Case) -> Layout | None:
-    layout: Layout = shard(case).module.ebc._layout
+    layout: Layout = shard(case).module.ebc.layout
     return replace(layout, tables=()) if dist.get_rank() == 0 else None
 
 

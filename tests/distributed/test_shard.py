@@ -39,6 +39,7 @@ from recsys.distributed.types import (
 )
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizer
@@ -155,7 +156,11 @@ def test_plans_and_modules_that_do_not_fit() -> None:
 
 def test_default_sharders_by_type() -> None:
     known = get_module_to_default_sharders()
-    assert {EmbeddingBagCollection, EmbeddingCollection} <= known.keys()
+    assert list(known) == [
+        EmbeddingBagCollection,
+        FeatureProcessedEmbeddingBagCollection,
+        EmbeddingCollection,
+    ]
     assert all(kind is sharder.module_type for kind, sharder in known.items())
 
 

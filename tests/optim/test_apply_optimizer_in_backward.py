@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from recsys.kernels.types import RowState
 from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import (
     apply_optimizer_in_backward,
@@ -75,3 +77,40 @@ def test_a_marked_parameter_can_be_pickled() -> None:
     mark_in_backward(other, parameter)
     spec = attached_optimizer_spec(pickle.loads(pickle.dumps(other)))
     assert spec == attached_optimizer_spec(parameter)
+
+
+def test_modes_of_tables_travel_with_the_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    apply_optimizer_in_backward(
+        torch.optim.SGD,
+        [parameter],
+        {"lr": 0.5},
+        update_mode="deferred",
+        row_state="per_shard",
+        stochastic_rounding=True,
+    )
+    attached = attached_optimizer(pickle.loads(pickle.dumps(parameter)))
+    assert attached is not None
+    owned = attached.table_optimizer()
+    assert owned.is_deferred
+    assert owned.row_state is RowState.PER_SHARD
+    assert owned.spec.stochastic_rounding
+    assert "update_mode='deferred'" in repr(attached)
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [{"update_mode": "deferred"}, {"row_state": "per_shard"}, {"stochastic_rounding": True}],
+)
+def test_modes_of_tables_mean_nothing_to_other_parameters(modes: dict[str, Any]) -> None:
+    layer = nn.Linear(2, 1)
+    apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.5}, **modes)
+    with pytest.raises(ValueError, match="is for tables of embedding collections; received a par"):
+        layer(torch.ones(1, 2)).sum().backward()
+
+
+def test_unknown_modes_raise_at_once() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="one of 'fused', 'deferred'; received 'lazy'"):
+        apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 1.0}, update_mode="lazy")
+    assert attached_optimizer(parameter) is None
