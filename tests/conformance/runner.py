@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def versions() -> dict[str, str]:
     """Those that matter for a result."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu"):
+    for name in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

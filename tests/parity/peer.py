@@ -79,12 +79,20 @@ class ParityCase(Case):
 
 @contextmanager
 def peer_mood() -> Iterator[None]:
-    """TorchRec warns as it is imported and used, which is an error in our ranks."""
+    """Lets TorchRec warn, which is an error in our ranks, and forget earlier process groups.
+
+    It keeps those of a node for the life of the process; our ranks serve several jobs.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from torchrec.distributed import comm
+
+        comm._INTRA_PG = comm._CROSS_PG = None
         logging.disable(logging.WARNING)
-        yield
-        logging.disable(logging.NOTSET)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 class PeerModel(nn.Module):

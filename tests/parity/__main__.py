@@ -1,0 +1,90 @@
+"""Runs both in full, ours and TorchRec 1.8.0, and writes what came of it.
+
+python -m tests.parity [--part training] [--pools 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tests.conformance.__main__ import outcomes_by_strategies
+from tests.conformance.checkpoints import moves
+from tests.conformance.matrix import TOPOLOGIES, Cell
+from tests.conformance.runner import in_pools, write
+from tests.parity.checkpoints import try_moves
+from tests.parity.training import cells, compare_all_with_peer, outcome_of
+from tests.ranks import RankError, RankPool
+
+_BATCH_S = 120.0
+
+
+def compare_batch(pool: RankPool, batch: Sequence[Cell]) -> list[str]:
+    """The outcome of each cell. A batch that fails as a whole is tried cell by cell."""
+    world_size, _ = TOPOLOGIES[batch[0].topology]
+    try:
+        by_rank = pool(world_size, compare_all_with_peer, list(batch), timeout=_BATCH_S)
+    except RankError as error:
+        if len(batch) == 1:
+            return [f"raises: {str(error).strip().splitlines()[-1][:200]}"]
+        return [compare_batch(pool, [cell])[0] for cell in batch]
+    return [outcome_of(found) for found in zip(*by_rank, strict=True)]
+
+
+def _training(pools: int) -> dict[str, Any]:
+    chosen = cells()
+    grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
+    batches = [list(group) for _, group in grouped]
+    found = in_pools(batches, compare_batch, pools, "training")
+    counts: dict[str, dict[str, dict[str, Counter[str]]]] = {}
+    for cell, outcome in zip(chosen, found, strict=True):
+        for axis in ("topology", "kind", "batches", "optimizer"):
+            by_value = counts.setdefault(axis, {}).setdefault(cell.strategy, {})
+            by_value.setdefault(getattr(cell, axis), Counter())[outcome.partition(":")[0]] += 1
+    reasons: dict[str, list[str]] = {}
+    for cell, outcome in zip(chosen, found, strict=True):
+        if outcome != "equal":
+            reasons.setdefault(outcome, []).append(str(cell))
+    outcomes = Counter(outcome.partition(":")[0] for outcome in found)
+    return {
+        "cells": len(chosen),
+        "outcomes": dict(outcomes),
+        "counts": counts,
+        "not equal": reasons,
+    }
+
+
+def _checkpoints(pools: int) -> dict[str, Any]:
+    batches = [list(g) for _, g in itertools.groupby(moves(), lambda m: (m.optimizer, m.saved))]
+    found = in_pools(batches, try_moves, pools, "checkpoints")
+    plain = [outcome.partition(":")[0] for outcome in found]
+    reasons: dict[str, list[str]] = {}
+    for move, outcome in zip(moves(), found, strict=True):
+        if outcome != "equal":
+            reasons.setdefault(outcome, []).append(str(move))
+    return {**outcomes_by_strategies(moves(), plain), "not equal": reasons}
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pools", type=int, default=2, help="groups of ranks side by side")
+    parser.add_argument("--part", choices=["training", "checkpoints"])
+    arguments = parser.parse_args()
+    for part, run, name in (
+        ("training", _training, "parity.json"),
+        ("checkpoints", _checkpoints, "conformance-checkpoints-peer.json"),
+    ):
+        if arguments.part in (None, part):
+            start = time.monotonic()
+            result = run(arguments.pools)
+            print(f"{part}: {result['outcomes']}")
+            write(name, result, time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    main()

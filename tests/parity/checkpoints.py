@@ -1,0 +1,209 @@
+"""The checkpoint matrix in TorchRec, through torch.distributed.checkpoint, as its user would.
+
+It is held to itself: what is loaded must be what was saved, and three more steps must equal those
+of the run that never stopped.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.conformance.checkpoints import (
+    AFTER,
+    BEFORE,
+    OPTIMIZERS,
+    Move,
+    Place,
+    SameSamples,
+)
+from tests.conformance.compare import train_step
+from tests.conformance.matrix import UNIT
+from tests.parity.peer import ParityCase, Slices, parts_of, peer_batch, peer_mood, shard_peer
+from tests.ranks import RankError, RankPool
+
+Parts = dict[str, list[tuple[Slices, Tensor]]]
+TIMEOUT_S = 60.0
+CANNOT_RUN = "cannot run"
+
+
+class _PeerCase(ParityCase, SameSamples):
+    """Tables and owners that the peer can place, samples that do not depend on the ranks."""
+
+
+def _case(place: Place, optimizer: str) -> _PeerCase:
+    return _PeerCase(
+        17,
+        place.world_size,
+        types=(place.strategy,),
+        node_size=2 if place.world_size == 4 else None,
+        optimizer=OPTIMIZERS[optimizer],
+        hyperparameters=(("lr", 0.1), ("eps", 4 * UNIT)),
+        feeds_back=False,
+    )
+
+
+def _train(case: _PeerCase, model: nn.Module, dense: Any, steps: range) -> list[Tensor]:
+    rank, outputs = dist.get_rank(), []
+    for step in steps:
+        if dense is not None:
+            dense.zero_grad()
+        batch = peer_batch(case.batches(step)[rank])
+        gradient = partial(case.upstream, step, rank)
+        outputs.append(train_step(model, batch, gradient, float(case.world_size)))
+        if dense is not None:
+            dense.step()
+    return outputs
+
+
+def _held(model: nn.Module, optimizer: Any) -> Parts:
+    """What this rank holds of weights and optimizer state."""
+    values = dict(model.state_dict())
+    for name, states in optimizer.state_dict()["state"].items():
+        for key, value in states.items():
+            values[f"{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return {name: [(p, t.clone()) for p, t in parts_of(v)] for name, v in values.items()}
+
+
+def save_from(place: Place, optimizer: str, path: str) -> str:
+    """Trains, saves and trains on; what came of it is written beside the checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    case = _case(place, optimizer)
+    try:
+        with peer_mood():
+            model, optimizers, dense = shard_peer(case, crc32(str(place).encode()))
+            _train(case, model, dense, BEFORE)
+            halfway = _held(model, optimizers)
+            state = {"model": model.state_dict(), "optimizer": optimizers.state_dict()}
+            dcp.save(state, checkpoint_id=path)
+            outputs = _train(case, model, dense, AFTER)
+    except (Exception, CheckpointException) as error:
+        return _text(CANNOT_RUN, error)
+    run = {"halfway": halfway, "end": _held(model, optimizers), "outputs": outputs}
+    torch.save(run, f"{path}-{dist.get_rank()}.pt")
+    return "saved"
+
+
+def load_into(place: Place, optimizer: str, path: str) -> str:
+    """Loads and trains on; returns ``equal``, ``differs``, ``raises`` or ``cannot run``."""
+    import torch.distributed.checkpoint as dcp
+
+    case = _case(place, optimizer)
+    with peer_mood():
+        try:
+            model, optimizers, dense = shard_peer(case, crc32(str(place).encode()) + 1)
+        except Exception as error:
+            return _text(CANNOT_RUN, error)
+        try:
+            state = {"model": model.state_dict(), "optimizer": optimizers.state_dict()}
+            with torch.no_grad():
+                for value in state["model"].values():
+                    for _, part in parts_of(value):
+                        part.fill_(7.0)
+            dcp.load(state, checkpoint_id=path)
+            model.load_state_dict(state["model"])
+            optimizers.load_state_dict(state["optimizer"])
+            halfway = _held(model, optimizers)
+        except (Exception, CheckpointException) as error:
+            return _text("raises", error)
+        try:
+            outputs = _train(case, model, dense, AFTER)
+        except Exception as error:
+            return _text(CANNOT_RUN, error)
+    ranks = sorted(Path(path).parent.glob(f"{Path(path).name}-*.pt"))
+    runs = [torch.load(file, weights_only=False) for file in ranks]
+    for step, output in zip(AFTER, outputs, strict=True):
+        whole = torch.cat([run["outputs"][step - AFTER.start] for run in runs])
+        if not _near(output, case.parts(whole, step)[dist.get_rank()]):
+            return f"differs: output {step}"
+    return _difference(halfway, [run["halfway"] for run in runs]) or _difference(
+        _held(model, optimizers), [run["end"] for run in runs]
+    )
+
+
+def _difference(received: Parts, expected: list[Parts]) -> str:
+    names = {name for held in expected for name in held}
+    if received.keys() - names:
+        return f"differs: new {sorted(received.keys() - names)}"
+    for name, parts in received.items():
+        pieces = [piece for held in expected for piece in held.get(name, [])]
+        for place, part in parts:
+            if not _near(part, _whole(pieces)[place]):
+                return f"differs: {name}"
+    return ""
+
+
+def _whole(pieces: list[tuple[Slices, Tensor]]) -> Tensor:
+    if pieces[0][0] == ():
+        return pieces[0][1]
+    size = [max(place[dim].stop for place, _ in pieces) for dim in range(len(pieces[0][0]))]
+    whole = torch.full(size, torch.nan)
+    for place, part in pieces:
+        whole[place] = part
+    return whole
+
+
+def _near(received: Tensor, expected: Tensor) -> bool:
+    if received.shape != expected.shape:
+        return False
+    allowed = 1e-5 * float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((received - expected).abs() <= allowed).all())
+
+
+def _text(outcome: str, error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by rank
+    if failures:
+        error = next(iter(failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return f"{outcome}: {type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def load_into_all(places: list[Place], optimizer: str, path: str) -> list[str]:
+    """:func:`load_into` for many plans of the same number of ranks."""
+    return [load_into(place, optimizer, path) or "equal" for place in places]
+
+
+def try_moves(pool: RankPool, moves: list[Move]) -> list[str]:
+    """Makes moves from one checkpoint; returns the outcome of each."""
+    optimizer, saved = moves[0].optimizer, moves[0].saved
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/checkpoint"
+        try:
+            by_rank = pool(saved.world_size, save_from, saved, optimizer, path, timeout=TIMEOUT_S)
+        except RankError as error:
+            return [f"{CANNOT_RUN}: {_last_line(error)}"] * len(moves)
+        failed = [text for text in by_rank if text != "saved"]
+        if failed:
+            return [failed[0]] * len(moves)
+        found = {}
+        for world_size in sorted({move.loaded.world_size for move in moves}):
+            own = [move.loaded for move in moves if move.loaded.world_size == world_size]
+            found.update(zip(own, _load(pool, own, optimizer, path), strict=True))
+        return [found[move.loaded] for move in moves]
+
+
+def _load(pool: RankPool, own: list[Place], optimizer: str, path: str) -> list[str]:
+    world_size = own[0].world_size
+    try:
+        by_rank = pool(world_size, load_into_all, own, optimizer, path, timeout=TIMEOUT_S)
+    except RankError as error:
+        if len(own) == 1:
+            return [f"raises: {_last_line(error)}"]
+        return [_load(pool, [place], optimizer, path)[0] for place in own]
+    return [
+        next((text for text in found if text != "equal"), "equal")
+        for found in zip(*by_rank, strict=True)
+    ]
+
+
+def _last_line(error: RankError) -> str:
+    return str(error).strip().splitlines()[-1][:200]
