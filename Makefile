@@ -2,6 +2,7 @@
 #
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
+#   make conformance  every way to shard against the unsharded model, and against TorchRec: hours
 #   make bench      CPU benchmarks against TorchRec
 #   make gpu        tests and benchmarks that need a GPU
 #   make lint       ruff, codespell, mypy
@@ -26,7 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
-.PHONY: train test bench gpu lint docs peers clean
+.PHONY: train test conformance bench gpu lint docs peers clean
 .DELETE_ON_ERROR:
 
 train: $(BASE)
@@ -34,6 +35,11 @@ train: $(BASE)
 
 test: $(call stamp,test)
 	$(BIN)/python -m pytest $(ARGS)
+
+conformance: $(call stamp,test) $(call stamp,peers)
+	$(BIN)/python -m tests.conformance $(ARGS)
+	$(BIN)/python -W ignore -m tests.parity
+	$(BIN)/python -m tests.conformance.report
 
 bench: $(call stamp,peers)
 	$(BIN)/python -m benchmarks $(ARGS)
