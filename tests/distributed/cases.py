@@ -150,7 +150,7 @@ class Case:
         if kind in (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE):
             return world[first : first + size]
         if kind is ShardingType.ROW_WISE:
-            return sorted(rng.sample(world, rng.randint(1, len(world))))
+            return sorted(rng.sample(world, rng.randint(min(2, len(world)), len(world))))
         return world
 
     def batches(self, step: int) -> list[KeyedJaggedTensor]:

@@ -20,7 +20,7 @@ from tests.parity.checkpoints import try_moves
 from tests.parity.training import cells, compare_all_with_peer, outcome_of
 from tests.ranks import RankError, RankPool
 
-_BATCH_S = 120.0
+_BATCH_S = 600.0
 
 
 def compare_batch(pool: RankPool, batch: Sequence[Cell]) -> list[str]:

@@ -31,7 +31,7 @@ from tests.parity.peer import ParityCase, Slices, parts_of, peer_batch, peer_moo
 from tests.ranks import RankError, RankPool
 
 Parts = dict[str, list[tuple[Slices, Tensor]]]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 CANNOT_RUN = "cannot run"
 
 
