@@ -25,7 +25,7 @@ from recsys.distributed.layout import Layout, PlacedTable, build_layout
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
 from recsys.distributed.row_updates import BackwardFinisher
-from recsys.distributed.sharding_plan import check_plan_covers, rects_of
+from recsys.distributed.strategies import check_plan_covers, rects_of
 from recsys.distributed.table_shards import TableShards, load_tables
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
