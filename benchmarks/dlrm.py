@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

@@ -18,7 +18,7 @@ from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner import EmbeddingShardingPlanner, PlannerError, Topology
-from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

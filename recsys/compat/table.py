@@ -168,7 +168,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.distributed.shard", "recsys.distributed.shard", "shard, shard_modules"),
     (
         "torchrec.distributed.sharding_plan",
-        "recsys.distributed.shard",
+        "recsys.distributed.default_sharders",
         "get_default_sharders, get_module_to_default_sharders",
     ),
     (

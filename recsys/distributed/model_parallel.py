@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from recsys.distributed.ahead import InputsAhead
+from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
-    get_default_sharders,
     make_plan,
     materialize_dense,
     move_dense,

@@ -152,11 +152,9 @@ class _SequenceExchange(Exchange):
         stage = self.stage
         if stage.env.world_size == 1 or stage.num_streams <= 1:
             return rows
-        lengths = torch.from_numpy(np.ascontiguousarray(chunks).reshape(-1)).to(stage.device)
-        total = int(chunks.sum())
-        places = torch.arange(total, device=stage.device)
-        _, index, _ = ops.permute_1d(order, lengths, places, None, total)
-        return rows.view(-1, stage.chunk).index_select(0, index).view(-1)
+        sizes = torch.from_numpy(np.ascontiguousarray(chunks).reshape(-1) * stage.chunk)
+        _, moved, _ = ops.permute_1d(order, sizes.to(stage.device), rows, None, rows.numel())
+        return moved
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.distributed.embedding import EmbeddingCollectionSharder
-from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from recsys.distributed.default_sharders import get_default_sharders, sharder_of
 from recsys.distributed.module_tree import outermost, walk
 from recsys.distributed.node import get_local_size
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -36,36 +34,6 @@ from recsys.distributed.types import (
     ShardingPlan,
     move_parts,
 )
-
-
-def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Returns a sharder for every module type that can be sharded."""
-    return [
-        EmbeddingBagCollectionSharder(),
-        FeatureProcessedEmbeddingBagCollectionSharder(),
-        EmbeddingCollectionSharder(),
-    ]
-
-
-def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[Any]]:
-    """Returns the default sharders by the module type that each replaces."""
-    return {sharder.module_type: sharder for sharder in get_default_sharders()}
-
-
-def sharder_of(module: nn.Module) -> ModuleSharder[Any]:
-    """Returns the default sharder for a module.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    known = get_module_to_default_sharders()
-    if type(module) not in known:
-        raise ValueError(
-            "A module needs a sharder made for its very type; received a "
-            f"{type(module).__name__}, and there are default ones for "
-            f"{', '.join(t.__name__ for t in known)}. Pass sharder=..."
-        )
-    return known[type(module)]
 
 
 def shard(

@@ -25,7 +25,7 @@ from recsys.distributed.layout import Layout, PlacedTable, build_layout
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
 from recsys.distributed.row_updates import BackwardFinisher
-from recsys.distributed.sharding_plan import check_plan_covers, rects_of
+from recsys.distributed.strategies import check_plan_covers, rects_of
 from recsys.distributed.table_shards import TableShards, load_tables
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
@@ -40,7 +40,7 @@ from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, PoolingMode, RowState
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.embedding_tables import TableCollection, TableDict
 from recsys.optim.apply_optimizer_in_backward import (
     attached_optimizer,
     mark_in_backward,
@@ -134,7 +134,7 @@ class ShardedCollection(ShardedModule):
         self._output_dist = self._new_output_dist()
         self._trains = any(option.requires_grad for option in options)
         self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
-        tables = nn.ModuleDict()
+        tables = TableDict()
         shards: list[list[Any]] = [[] for _ in placed]
         for shard in (*self._lookups.shards(), *self._replicas.shards()):
             shards[shard.table].append(shard)

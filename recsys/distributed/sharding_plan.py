@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.layout import Rect
 from recsys.distributed.node import get_local_size
+from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.strategies import (
     STRATEGIES,
     check_plan_covers,
@@ -276,7 +278,7 @@ def apply_to_all(
         >>> list(apply_to_all(EmbeddingBagCollection(tables=[table]), row_wise()))
         ['t']
     """
-    sharder = sharder or _default_sharder(module)
+    sharder = sharder or sharder_of(module)
     return dict.fromkeys(sharder.shardable_parameters(module), parameter_sharding_generator)
 
 
@@ -321,7 +323,7 @@ def construct_module_sharding_plan(
         >>> [shard.shard_sizes for shard in plan["large"].sharding_spec.shards]
         [[5, 4], [5, 4]]
     """
-    sharder = sharder or _default_sharder(module)
+    sharder = sharder or sharder_of(module)
     tables = sharder.shardable_parameters(module)
     if tables.keys() != per_param_sharding.keys():
         raise ValueError(
@@ -337,7 +339,7 @@ def construct_module_sharding_plan(
             f"local_size must divide world_size: nodes have equally many ranks; received "
             f"local_size={local_size}, world_size={world_size}."
         )
-    device_type = device_type or _default_device_type()
+    device_type = device_type or default_device(ShardingEnv.default()).type
     plan = EmbeddingModuleShardingPlan()
     for name, weight in tables.items():
         generate = per_param_sharding[name]
@@ -432,16 +434,3 @@ def _check_one_each(helper: str, **given: Sequence[object] | None) -> None:
             f"{helper} needs one entry for each part in each of {', '.join(lists)}; received "
             f"{', '.join(str(value) for value in lists.values())}."
         )
-
-
-def _default_sharder(module: nn.Module) -> ModuleSharder[Any]:
-    # here, because the sharded modules that it knows import the functions above
-    from recsys.distributed.shard import sharder_of
-
-    return sharder_of(module)
-
-
-def _default_device_type() -> str:
-    from recsys.distributed.sharded_collection import default_device
-
-    return default_device(ShardingEnv.default()).type

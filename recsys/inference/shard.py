@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

@@ -6,6 +6,8 @@ Legend: `F` features of the lookup, `B` batch size, `N` ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
 from typing import NamedTuple, final
 
 import torch
@@ -181,12 +183,24 @@ def expand_bags(
             "the KeyedJaggedTensor."
         )
     keys, bags_FB = inverse
-    place = {key: i for i, key in enumerate(keys)}
-    columns = torch.split(pooled_BD, list(dims), dim=1)
-    return torch.cat(
-        [
-            column.index_select(0, bags_FB[place[name]])
-            for name, column in zip(names, columns, strict=True)
-        ],
-        dim=1,
+    chunk = gcd(*dims)
+    features_C = _feature_of_chunk(
+        tuple(dims), tuple(names), tuple(keys), chunk, str(pooled_BD.device)
     )
+    num_chunks = features_C.numel()
+    chunks_SC = bags_FB.index_select(0, features_C).t() * num_chunks
+    chunks_SC = chunks_SC + torch.arange(num_chunks, device=pooled_BD.device)
+    rows = pooled_BD.reshape(-1, chunk).index_select(0, chunks_SC.flatten())
+    return rows.view(bags_FB.shape[1], num_chunks * chunk)
+
+
+@lru_cache(maxsize=64)
+def _feature_of_chunk(
+    dims: tuple[int, ...], names: tuple[str, ...], keys: tuple[str, ...], chunk: int, device: str
+) -> Tensor:
+    """Per chunk of an output row, the place of its feature among the inverse indices."""
+    place = {key: i for i, key in enumerate(keys)}
+    features = [
+        place[name] for name, dim in zip(names, dims, strict=True) for _ in range(0, dim, chunk)
+    ]
+    return torch.tensor(features, dtype=torch.int64, device=device)

@@ -42,6 +42,15 @@ __all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
 
 
 @final
+class TableDict(nn.ModuleDict):
+    """Tables by name, also by a name that a dict has for itself, such as ``items``."""
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Adds a table, whatever attributes a ModuleDict has."""
+        self._modules[name] = module
+
+
+@final
 class EmbeddingTable(nn.Module):
     """One table of a collection: its parameter, under the name users know.
 
@@ -171,7 +180,7 @@ class TableCollection(nn.Module):
         self._link: _Link | None = None
         self.init_seed = draw_seed()
 
-    def _new_tables(self) -> nn.ModuleDict:
+    def _new_tables(self) -> TableDict:
         """The table modules, in the collection's order, with initial values."""
         weights: dict[int, Tensor] = {}
         dtypes = [data_type_to_dtype(config.data_type) for config in self._configs]
@@ -181,7 +190,7 @@ class TableCollection(nn.Module):
             layout = self._layout(members, self._device)
             flat = torch.empty(layout.num_elements, dtype=key[0], device=self._device)
             weights.update(zip(members, layout.table_views(flat), strict=True))
-        tables = nn.ModuleDict()
+        tables = TableDict()
         for t, config in enumerate(self._configs):
             tables[config.name] = EmbeddingTable(config, weights[t])
         return tables

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

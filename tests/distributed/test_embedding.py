@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from recsys.distributed import comm
 from recsys.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingType
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection

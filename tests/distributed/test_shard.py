@@ -20,7 +20,6 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
-    get_module_to_default_sharders,
     shard,
     shard_modules,
 )
@@ -38,8 +37,7 @@ from recsys.distributed.types import (
     ShardingPlan,
 )
 from recsys.modules.embedding_configs import EmbeddingBagConfig
-from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizer
@@ -152,16 +150,6 @@ def test_plans_and_modules_that_do_not_fit() -> None:
         shard(nn.Linear(1, 1), row_wise(), device=CPU)
     with pytest.raises(ValueError, match=r"missing: \['0'\]"):
         shard_modules(nn.Sequential(ebc), device=CPU, plan=ShardingPlan({}))
-
-
-def test_default_sharders_by_type() -> None:
-    known = get_module_to_default_sharders()
-    assert list(known) == [
-        EmbeddingBagCollection,
-        FeatureProcessedEmbeddingBagCollection,
-        EmbeddingCollection,
-    ]
-    assert all(kind is sharder.module_type for kind, sharder in known.items())
 
 
 # -- a user's own module ---------------------------------------------------------------------------

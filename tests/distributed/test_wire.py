@@ -168,7 +168,8 @@ def _outputs(case: Case, config: QCommsConfig | None) -> list[Tensor]:
     model = shard(case, sharders=None if config is None else _sharders(config))
     values, _ = model(case.batches(3)[dist.get_rank()])
     (values * values.detach().sin()).sum().backward()
-    parameters = [p.detach().clone() for _, p in sorted(model.module.get_submodule("ebc").named_parameters())]
+    tables = sorted(model.module.get_submodule("ebc").named_parameters())
+    parameters = [p.detach().clone() for _, p in tables]
     return [values.detach(), *parameters]
 
 

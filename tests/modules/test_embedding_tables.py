@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -285,3 +286,18 @@ def test_tables_on_two_devices_raise() -> None:
     ebc.embedding_bags["b"].to("meta")
     with pytest.raises(ValueError, match=r"must be on one device; received \['cpu', 'meta'\]"):
         ebc(batch())
+
+
+def test_tables_may_have_names_that_modules_and_dicts_use() -> None:
+    names = ["items", "keys", "values", "pop", "training", "forward"]
+    tables = [EmbeddingBagConfig(8, 4, name, feature_names=[name]) for name in names]
+    ebc = EmbeddingBagCollection(tables=tables)
+    features = KeyedJaggedTensor(names, torch.arange(6), lengths=torch.ones(6, dtype=torch.int32))
+    assert list(ebc.state_dict()) == [f"embedding_bags.{name}.weight" for name in names]
+    again = copy.deepcopy(ebc)
+    again.load_state_dict(ebc.state_dict())
+    expected = ebc(features).values()
+    torch.testing.assert_close(again(features).values(), expected)
+    sharded = DistributedModelParallel(ebc, device=torch.device("cpu"))
+    assert list(sharded.state_dict()) == list(again.state_dict())
+    torch.testing.assert_close(sharded(features).values(), expected)

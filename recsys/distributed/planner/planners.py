@@ -28,7 +28,7 @@ from recsys.distributed.planner.types import (
     PlannerError,
     StorageReservation,
 )
-from recsys.distributed.sharding_plan import STRATEGIES, parameter_sharding
+from recsys.distributed.strategies import STRATEGIES, parameter_sharding
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

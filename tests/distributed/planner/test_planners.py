@@ -20,7 +20,7 @@ from recsys.distributed.planner import (
     PlannerError,
     Topology,
 )
-from recsys.distributed.sharding_plan import rects_of
+from recsys.distributed.strategies import rects_of
 from recsys.distributed.types import ShardingPlan
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection

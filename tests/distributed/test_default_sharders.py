@@ -1,0 +1,17 @@
+"""The sharders that need not be passed."""
+
+from __future__ import annotations
+
+from recsys.distributed.default_sharders import get_module_to_default_sharders
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+
+def test_default_sharders_by_type() -> None:
+    known = get_module_to_default_sharders()
+    assert list(known) == [
+        EmbeddingBagCollection,
+        FeatureProcessedEmbeddingBagCollection,
+        EmbeddingCollection,
+    ]
+    assert all(kind is sharder.module_type for kind, sharder in known.items())
