@@ -31,12 +31,16 @@ def versions() -> dict[str, str]:
 
 
 def in_pools(
-    jobs: Sequence[Any], work: Callable[[RankPool, Any], list[Any]], pools: int, what: str
+    jobs: Sequence[Any],
+    work: Callable[[Any, Any], list[Any]],
+    pools: int,
+    what: str,
+    new_pool: Callable[[], Any] = RankPool,
 ) -> list[Any]:
     """Does jobs side by side, each on a pool of ranks; returns their results in order."""
-    free: SimpleQueue[RankPool] = SimpleQueue()
+    free: SimpleQueue[Any] = SimpleQueue()
     for _ in range(pools):
-        free.put(RankPool())
+        free.put(new_pool())
     start, done = time.monotonic(), itertools.count(1)
 
     def one(job: Any) -> list[Any]:

@@ -17,13 +17,14 @@ from tests.conformance.checkpoints import moves
 from tests.conformance.matrix import TOPOLOGIES, Cell
 from tests.conformance.runner import in_pools, write
 from tests.parity.checkpoints import try_moves
+from tests.parity.peer import PeerPool
 from tests.parity.training import cells, compare_all_with_peer, outcome_of
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankError
 
 _BATCH_S = 600.0
 
 
-def compare_batch(pool: RankPool, batch: Sequence[Cell]) -> list[str]:
+def compare_batch(pool: PeerPool, batch: Sequence[Cell]) -> list[str]:
     """The outcome of each cell. A batch that fails as a whole is tried cell by cell."""
     world_size, _ = TOPOLOGIES[batch[0].topology]
     try:
@@ -39,7 +40,7 @@ def _training(pools: int) -> dict[str, Any]:
     chosen = cells()
     grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
     batches = [list(group) for _, group in grouped]
-    found = in_pools(batches, compare_batch, pools, "training")
+    found = in_pools(batches, compare_batch, pools, "training", PeerPool)
     counts: dict[str, dict[str, dict[str, Counter[str]]]] = {}
     for cell, outcome in zip(chosen, found, strict=True):
         for axis in ("topology", "kind", "batches", "optimizer"):
@@ -60,7 +61,7 @@ def _training(pools: int) -> dict[str, Any]:
 
 def _checkpoints(pools: int) -> dict[str, Any]:
     batches = [list(g) for _, g in itertools.groupby(moves(), lambda m: (m.optimizer, m.saved))]
-    found = in_pools(batches, try_moves, pools, "checkpoints")
+    found = in_pools(batches, try_moves, pools, "checkpoints", PeerPool)
     plain = [outcome.partition(":")[0] for outcome in found]
     reasons: dict[str, list[str]] = {}
     for move, outcome in zip(moves(), found, strict=True):

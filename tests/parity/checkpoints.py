@@ -27,8 +27,16 @@ from tests.conformance.checkpoints import (
 )
 from tests.conformance.compare import train_step
 from tests.conformance.matrix import UNIT
-from tests.parity.peer import ParityCase, Slices, parts_of, peer_batch, peer_mood, shard_peer
-from tests.ranks import RankError, RankPool
+from tests.parity.peer import (
+    ParityCase,
+    PeerPool,
+    Slices,
+    parts_of,
+    peer_batch,
+    peer_mood,
+    shard_peer,
+)
+from tests.ranks import RankError
 
 Parts = dict[str, list[tuple[Slices, Tensor]]]
 TIMEOUT_S = 300.0
@@ -172,7 +180,7 @@ def load_into_all(places: list[Place], optimizer: str, path: str) -> list[str]:
     return [load_into(place, optimizer, path) or "equal" for place in places]
 
 
-def try_moves(pool: RankPool, moves: list[Move]) -> list[str]:
+def try_moves(pool: PeerPool, moves: list[Move]) -> list[str]:
     """Makes moves from one checkpoint; returns the outcome of each."""
     optimizer, saved = moves[0].optimizer, moves[0].saved
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +199,7 @@ def try_moves(pool: RankPool, moves: list[Move]) -> list[str]:
         return [found[move.loaded] for move in moves]
 
 
-def _load(pool: RankPool, own: list[Place], optimizer: str, path: str) -> list[str]:
+def _load(pool: PeerPool, own: list[Place], optimizer: str, path: str) -> list[str]:
     world_size = own[0].world_size
     try:
         by_rank = pool(world_size, load_into_all, own, optimizer, path, timeout=TIMEOUT_S)

@@ -18,6 +18,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.optim import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, Case
+from tests.ranks import RankPool
 
 Slices = tuple[slice, ...]
 
@@ -93,6 +94,27 @@ def peer_mood() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
+
+
+class PeerPool:
+    """Ranks for TorchRec, other ones for each number of ranks.
+
+    It does some exchanges once in the life of a process: one that did has none with one that did
+    not.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int, fn: Any, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """As :class:`~tests.ranks.RankPool`."""
+        pool = self._pools.setdefault(world_size, RankPool())
+        return pool(world_size, fn, *args, timeout=timeout)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pool in self._pools.values():
+            pool.close()
 
 
 class PeerModel(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 from recsys.distributed.types import ShardingType
 from tests.conformance.checkpoints import Move, Place
 from tests.parity.checkpoints import try_moves
-from tests.ranks import RankPool
+from tests.parity.peer import PeerPool
 
 
 def _move(optimizer: str, saved: ShardingType, loaded: ShardingType, world_size: int) -> Move:
@@ -32,6 +32,6 @@ def _move(optimizer: str, saved: ShardingType, loaded: ShardingType, world_size:
         ),
     ],
 )
-def test_outcomes(ranks: RankPool, move: Move, outcome: str) -> None:
-    (found,) = try_moves(ranks, [move])
+def test_outcomes(peer_ranks: PeerPool, move: Move, outcome: str) -> None:
+    (found,) = try_moves(peer_ranks, [move])
     assert found.startswith(outcome)
