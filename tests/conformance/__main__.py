@@ -2,12 +2,14 @@
 
 python -m tests.conformance [--pools 2]
 python -m tests.conformance --only topology=2x2 wire=fp8  # some of the matrix; writes nothing
+python -m tests.conformance --only topology=2x2 --update  # some anew, the rest as it was found
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,9 +18,10 @@ from typing import Any
 from tests.conformance.checkpoints import Move, moves, try_moves
 from tests.conformance.compare import compare_all
 from tests.conformance.matrix import AXES, TOPOLOGIES, Cell, cells
-from tests.conformance.runner import in_pools, write
+from tests.conformance.runner import RESULTS, in_pools, write
 from tests.ranks import RankError, RankPool
 
+MATRIX = "conformance.json"
 _BATCH_S = 300.0
 
 
@@ -64,11 +67,19 @@ def matching(everything: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     return [c for c in everything if all(getattr(c, axis) == v for axis, v in wanted)]
 
 
-def run_matrix(chosen: Sequence[Cell], pools: int) -> dict[str, Any]:
-    """Compares every cell; those that share an unsharded run on the same pool."""
+def run_matrix(chosen: Sequence[Cell], pools: int) -> list[list[str]]:
+    """Compares cells; those that share an unsharded run on the same pool."""
     grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
     batches = [list(group) for _, group in grouped]
-    return summary(chosen, in_pools(batches, _compare, pools, "matrix"))
+    return in_pools(batches, _compare, pools, "matrix")
+
+
+def updated(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any]:
+    """The result of the whole matrix: what was just found, and earlier findings of the rest."""
+    earlier = json.loads((RESULTS / MATRIX).read_text())["differences"]
+    new = dict(zip(chosen, found, strict=True))
+    everything = list(cells())
+    return summary(everything, [new.get(cell, earlier.get(str(cell), [])) for cell in everything])
 
 
 def _try_moves(pool: RankPool, batch: list[Move]) -> list[list[str]]:
@@ -112,17 +123,20 @@ def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], metavar="AXIS=VALUE")
+    parser.add_argument("--update", action="store_true", help="write what was found of --only")
     parser.add_argument("--pools", type=int, default=2, help="groups of ranks side by side")
     parser.add_argument("--part", choices=["matrix", "checkpoints"], help="everything if left out")
     arguments = parser.parse_args()
     if arguments.part != "checkpoints":
         start = time.monotonic()
-        result = run_matrix(matching(cells(), arguments.only), arguments.pools)
+        chosen = matching(cells(), arguments.only)
+        found = run_matrix(chosen, arguments.pools)
+        result = updated(chosen, found) if arguments.update else summary(chosen, found)
         print(f"{result['equal']} of {result['cells']} combinations equal the unsharded model")
         for name, problems in result["differences"].items():
             print(name, *problems, sep="\n    ")
-        if not arguments.only:
-            write("conformance.json", result, time.monotonic() - start)
+        if arguments.update or not arguments.only:
+            write(MATRIX, result, time.monotonic() - start)
     if arguments.part != "matrix" and not arguments.only:
         start = time.monotonic()
         result = run_checkpoints(arguments.pools)

@@ -81,7 +81,7 @@ def _unsharded(case: Case) -> Run:
         """Of the mean over ranks of their losses."""
         outputs.append([part.clone() for part in case.parts(output, step)])
         own = [upstream_of(case, step, rank, part) for rank, part in enumerate(outputs[-1])]
-        upstream.append(case.join(own, step) / case.world_size)
+        upstream.append(case.join(own, step) * (1 / case.world_size))
         return upstream[-1]
 
     for step in STEPS:

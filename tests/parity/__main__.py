@@ -18,22 +18,26 @@ from tests.conformance.matrix import TOPOLOGIES, Cell
 from tests.conformance.runner import in_pools, write
 from tests.parity.checkpoints import try_moves
 from tests.parity.peer import PeerPool
-from tests.parity.training import cells, compare_all_with_peer, outcome_of
+from tests.parity.training import cells, compare_with_peer, outcome_of
 from tests.ranks import RankError
 
-_BATCH_S = 600.0
+_CELL_S = 120.0
 
 
 def compare_batch(pool: PeerPool, batch: Sequence[Cell]) -> list[str]:
-    """The outcome of each cell. A batch that fails as a whole is tried cell by cell."""
-    world_size, _ = TOPOLOGIES[batch[0].topology]
+    """The outcome of each cell, each in a process group of its own."""
+    return [_compare(pool, cell) for cell in batch]
+
+
+def _compare(pool: PeerPool, cell: Cell, attempts: int = 2) -> str:
+    """Tries again if ranks do not answer: those of a node sometimes wait for each other."""
+    world_size, _ = TOPOLOGIES[cell.topology]
     try:
-        by_rank = pool(world_size, compare_all_with_peer, list(batch), timeout=_BATCH_S)
+        return outcome_of(tuple(pool(world_size, compare_with_peer, cell, timeout=_CELL_S)))
     except RankError as error:
-        if len(batch) == 1:
-            return [f"raises: {str(error).strip().splitlines()[-1][:200]}"]
-        return [compare_batch(pool, [cell])[0] for cell in batch]
-    return [outcome_of(found) for found in zip(*by_rank, strict=True)]
+        if attempts > 1:
+            return _compare(pool, cell, attempts - 1)
+        return f"raises: {str(error).strip().splitlines()[-1][:200]}"
 
 
 def _training(pools: int) -> dict[str, Any]:

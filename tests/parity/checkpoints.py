@@ -39,7 +39,7 @@ from tests.parity.peer import (
 from tests.ranks import RankError
 
 Parts = dict[str, list[tuple[Slices, Tensor]]]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
 CANNOT_RUN = "cannot run"
 
 

@@ -85,11 +85,6 @@ def compare_with_peer(cell: Cell) -> str:
     return EQUAL
 
 
-def compare_all_with_peer(chosen: list[Cell]) -> list[str]:
-    """:func:`compare_with_peer` for many cells of the same number of ranks."""
-    return [compare_with_peer(cell) for cell in chosen]
-
-
 def outcome_of(by_rank: tuple[str, ...]) -> str:
     """The worst of what the ranks saw."""
     return max(by_rank, key=lambda found: ("differs" in found, found != EQUAL))
