@@ -112,10 +112,16 @@ def _placeless(case: Case) -> Case:
 
 
 def is_exact(case: Case) -> bool:
-    """Whether sharding promises each bit: no sum is taken in another order."""
+    """Whether sharding promises each bit: nothing is added up in another order.
+
+    Samples that share a bag add up their gradients before these are divided by the number of ranks,
+    the unsharded model after; that is the same for powers of two.
+    """
     row_wise = case.optimizer in (RowWiseAdagrad, PartialRowWiseAdam)
     kept = _WHOLE_COLUMNS if row_wise else _WHOLE_ROWS
-    return set(case.types) <= kept and case.wire is CommType.FP32 and not case.use_index_dedup
+    shares_bags = case.pooled and case.variable_batch and case.world_size == 3
+    is_moved_only = not case.use_index_dedup and not shares_bags
+    return set(case.types) <= kept and case.wire is CommType.FP32 and is_moved_only
 
 
 def _local_parts(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
