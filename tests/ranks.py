@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -53,6 +54,8 @@ def _serve(conn: Connection) -> None:
         except Exception:
             data = pickle.dumps((False, traceback.format_exc()))
         conn.send_bytes(data)
+        answer = None
+        gc.collect()  # models in cycles hold process groups, whose threads wake up all the time
 
 
 class RankPool:
