@@ -32,8 +32,45 @@ _WHY = (
         "TorchRec keeps a row's state for each column shard; here it is one per row, as in the "
         'unsharded table. (`row_state="per_shard"` asks for the former.)',
     ),
+    (("differs", "RowWiseAdagrad", "grid_shard"), "As for column-wise: a state per column shard."),
     (
-        ("Missing key in checkpoint state_dict: optimizer.",),
+        ("differs", "weighted mean"),
+        "FBGEMM's backward on a CPU does not divide a weighted mean's gradient by the number of "
+        "ids, as its forward does; here it is divided.",
+    ),
+    (
+        ("differs", "mean | one size", "grid_shard"),
+        "TorchRec's grid takes no mean over rows that are split.",
+    ),
+    (
+        ("differs", "data_parallel", "Adam"),
+        "torch.optim.Adam also moves the rows that a batch does not read.",
+    ),
+    (
+        ("differs", "sequence | size per feature"),
+        "TorchRec repeats a sequence for each sample that shares it; here it comes once.",
+    ),
+    (("jagged_unique_indices",), "The operator exists for GPUs alone."),
+    (
+        ("Variable batch size TBE support is enabled for",),
+        "FBGEMM takes a batch size per feature with SGD and row-wise Adagrad alone.",
+    ),
+    (("Sharding not supported",), "TorchRec has no such sharding of sequences."),
+    (
+        ("ProcessGroupGloo::allgather",),
+        "TorchRec's reduce-scatter on gloo needs as many bags on all ranks.",
+    ),
+    (("IndexError", "size per feature", "grid_shard"), "A grid takes no batch size per feature."),
+    (
+        ("raises", "size per feature", "data_parallel"),
+        "A data-parallel table takes no batch size per feature.",
+    ),
+    (
+        ("split_with_sizes", "sequence", "data_parallel"),
+        "Data-parallel tables of sequences cannot share a feature.",
+    ),
+    (
+        ("Missing key in checkpoint state_dict: optimizer",),
         "The optimizer's entry for a table has other names under the other plan, or none on a "
         "rank that owns nothing.",
     ),

@@ -33,7 +33,7 @@ def _compare(pool: PeerPool, cell: Cell, attempts: int = 2) -> str:
     """Tries again if ranks do not answer: those of a node sometimes wait for each other."""
     world_size, _ = TOPOLOGIES[cell.topology]
     try:
-        return outcome_of(tuple(pool(world_size, compare_with_peer, cell, timeout=_CELL_S)))
+        return outcome_of(pool(world_size, compare_with_peer, cell, timeout=_CELL_S))
     except RankError as error:
         if attempts > 1:
             return _compare(pool, cell, attempts - 1)

@@ -29,7 +29,7 @@ class ParityCase(Case):
     sizes = (4,)
 
     def configs(self) -> list[Any]:
-        shapes = [(12, 8, ["f0", "f1"]), (20, 16, ["f2", "f0"]), (9, 8, ["f3"])]
+        shapes = [(12, 8, ["f0", "f1"]), (20, 16, ["f2", "f0"]), (8, 8, ["f3"])]
         if not self.pooled:
             shapes = [(rows, 8, names) for rows, _, names in shapes]
         kind, fields = EmbeddingConfig, {}
