@@ -75,11 +75,17 @@ def run_matrix(chosen: Sequence[Cell], pools: int) -> list[list[str]]:
 
 
 def updated(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any]:
-    """The result of the whole matrix: what was just found, and earlier findings of the rest."""
-    earlier = json.loads((RESULTS / MATRIX).read_text())["differences"]
+    """The result of the whole matrix: what was just found, and those that were found of the rest."""
+    old = earlier()["differences"]
     new = dict(zip(chosen, found, strict=True))
     everything = list(cells())
-    return summary(everything, [new.get(cell, earlier.get(str(cell), [])) for cell in everything])
+    return summary(everything, [new.get(cell, old.get(str(cell), [])) for cell in everything])
+
+
+def earlier() -> dict[str, Any]:
+    """The committed result of the matrix."""
+    result: dict[str, Any] = json.loads((RESULTS / MATRIX).read_text())
+    return result
 
 
 def _try_moves(pool: RankPool, batch: list[Move]) -> list[list[str]]:
@@ -136,7 +142,8 @@ def main() -> None:
         for name, problems in result["differences"].items():
             print(name, *problems, sep="\n    ")
         if arguments.update or not arguments.only:
-            write(MATRIX, result, time.monotonic() - start)
+            before = earlier()["seconds"] if arguments.update else 0
+            write(MATRIX, result, before + time.monotonic() - start)
     if arguments.part != "matrix" and not arguments.only:
         start = time.monotonic()
         result = run_checkpoints(arguments.pools)
