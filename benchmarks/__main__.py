@@ -1,4 +1,4 @@
-"""All CPU benchmarks beside TorchRec 1.8.0: `make bench`, about 15 minutes on two cores."""
+"""All CPU benchmarks beside TorchRec 1.8.0: `make bench`, about 25 minutes on two cores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.dlrm import PLANS
+from benchmarks.engine import CASES
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -35,6 +36,55 @@ def run_dlrm(plan: str, batch_size: int, ranks: int, rounds: int) -> dict:
             stderr=subprocess.DEVNULL,
         )
         return json.loads(out.read_text())
+
+
+def run_engine(name: str, rounds: int, *extra: str) -> dict:
+    """Run one case of the engine benchmark, without the peer if that takes the processes down."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={CASES[name].ranks}", "-m", "benchmarks.engine"),
+                *("--case", name, "--rounds", str(rounds), "--out", str(out), *extra),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            stderr=subprocess.DEVNULL,
+            timeout=600,
+        )
+        if done.returncode and not extra:
+            return run_engine(name, rounds, "--no-peer") | {"peer": "its processes die"}
+        done.check_returncode()
+        return json.loads(out.read_text())
+
+
+def run_memory(library: str) -> dict:
+    """Measure the memory of one library's construction, in fresh processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node=2", "-m", "benchmarks.engine"),
+                *("--memory", library, "--out", str(out)),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
+        return json.loads(out.read_text())
+
+
+def engine(rounds: int) -> None:
+    """Run all cases of the engine benchmark and write the result."""
+    cases = {}
+    for name in CASES:
+        print(f"engine: {name} ...", flush=True)
+        cases[name] = run_engine(name, rounds)
+    memory = {library: run_memory(library) for library in ("recsys", "torchrec")}
+    result = {"machine": machine(), "cases": cases, "memory": memory}
+    (RESULTS / "engine-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    report.print_engine(result)
 
 
 def import_seconds(module: str, repeats: int = 5) -> list[float]:
@@ -74,11 +124,16 @@ def machine() -> dict[str, str | int | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["engine"], help="leave out all else")
     parser.add_argument("--rounds", type=int, default=7, help="turns each contender gets")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLANS)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1024, 8])
     arguments = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    engine(arguments.rounds)
+    if arguments.only == "engine":
+        return
     cases = []
     for ranks, batch_size, plan in itertools.product(
         arguments.ranks, arguments.batch_sizes, arguments.plans
@@ -87,7 +142,6 @@ def main() -> None:
         cases.append(run_dlrm(plan, batch_size, ranks, arguments.rounds))
     imports = {name: import_seconds(name) for name in ("recsys", "torchrec")}
     result = {"machine": machine(), "cases": cases, "import_s": imports}
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "dlrm-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     subprocess.run([sys.executable, "-m", "benchmarks.kjt"], check=True)
     report.main([])

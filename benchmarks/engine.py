@@ -248,13 +248,15 @@ class Floor:
             kernel.zero_grad()
 
 
-def run(case: Case, rounds: int, repeats: int) -> dict[str, Any]:
+def run(case: Case, rounds: int, repeats: int, with_peer: bool) -> dict[str, Any]:
     if case.node is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(case.node)
     ours = Step(case, Library("recsys"))
     contenders: dict[str, Callable[[], Any]] = {"ours": ours, "floor": Floor(ours)}
     refusal = ""
     try:
+        if not with_peer:
+            raise NotImplementedError("not asked for")
         peer = Step(case, Library("torchrec"))
         peer()
         contenders["peer"] = peer
@@ -299,6 +301,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--memory", choices=["recsys", "torchrec"])
     parser.add_argument("--rows", type=int, default=1 << 21)
+    parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -314,7 +317,8 @@ def main() -> None:
             grown = (result["peak"] - result["before"]) / result["exact"]
             print(f"{arguments.memory}: peak above the process / bytes of tables: {grown:.3f}")
     else:
-        result = run(CASES[arguments.case], arguments.rounds, arguments.repeats)
+        case = CASES[arguments.case]
+        result = run(case, arguments.rounds, arguments.repeats, not arguments.no_peer)
         if dist.get_rank() == 0:
             medians = {k: round(statistics.median(v), 3) for k, v in result["step_ms"].items()}
             print(arguments.case, medians, result["exchanges"], "exchanges;", result["peer"])

@@ -68,6 +68,26 @@ def print_table(result: dict) -> None:
     print("machine:", result["machine"])
 
 
+def print_engine(result: dict) -> None:
+    """Print the engine's cases as a Markdown table, and the memory of construction."""
+    print("| case | ours, ms | ours / floor | ours / peer | exchanges |")
+    print("|---|---|---|---|---|")
+    for name, case in result["cases"].items():
+        step = case["step_ms"]
+        peer = ratio(step["ours"], step["peer"]) if "peer" in step else case["peer"][:60]
+        print(
+            f"| {name} | {statistics.median(step['ours']):.1f} | "
+            f"{ratio(step['ours'], step['floor']).strip()} | {peer.strip()} | "
+            f"{case['exchanges']} |"
+        )
+    for library, memory in result["memory"].items():
+        peak = (memory["peak"] - memory["before"]) / memory["exact"]
+        print(
+            f"{library}: {memory['exact'] / 2**30:.2f} GiB of tables and state on rank 0, peak "
+            f"above the process {peak:.3f} of that"
+        )
+
+
 def plot(result: dict, path: Path) -> None:
     """Draw the forward's time beside the peer's and the floor's."""
     import matplotlib

@@ -47,7 +47,7 @@ class TableDict(nn.ModuleDict):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Adds a table, whatever attributes a ModuleDict has."""
-        self._modules[name] = module
+        self._modules[name] = module  # type: ignore[assignment]
 
 
 @final

@@ -85,6 +85,6 @@ def test_a_compiled_model_trains_like_the_plain_one(
     ranks: RankPool, pooled: bool, whole: bool
 ) -> None:
     case = Case(5, 2, types=tuple(ShardingType), pooled=pooled, optimizer=RowWiseAdagrad)
-    for plain, compiled in ranks(2, _compare, case, whole):
+    for plain, compiled in ranks(2, _compare, case, whole, timeout=240):
         assert len(plain) > 5
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
