@@ -19,6 +19,15 @@ _AXES = {
 }
 _WHY = (
     (
+        ("differs", "Adam: data_parallel"),
+        "torch's Adam has no moments before its first step, so the load leaves them out without "
+        "a word. (After `init_state()` of the optimizer it loads them.)",
+    ),
+    (
+        ("differs", "sequence | size per feature"),
+        "TorchRec repeats a sequence for each sample that shares it; here it comes once.",
+    ),
+    (
         ("is not supported in CPU mode",),
         "On a CPU FBGEMM fuses SGD, Adagrad and row-wise Adagrad alone, and TorchRec has no "
         "other way.",
@@ -35,8 +44,8 @@ _WHY = (
     (("differs", "RowWiseAdagrad", "grid_shard"), "As for column-wise: a state per column shard."),
     (
         ("differs", "weighted mean"),
-        "FBGEMM's backward on a CPU does not divide a weighted mean's gradient by the number of "
-        "ids, as its forward does; here it is divided.",
+        "On a CPU FBGEMM's backward of a weighted mean does not divide by the number of ids, as its "
+        "forward does; under row splits TorchRec's forward differs as well. Here both divide.",
     ),
     (
         ("differs", "mean | one size", "grid_shard"),
@@ -46,10 +55,7 @@ _WHY = (
         ("differs", "data_parallel", "Adam"),
         "torch.optim.Adam also moves the rows that a batch does not read.",
     ),
-    (
-        ("differs", "sequence | size per feature"),
-        "TorchRec repeats a sequence for each sample that shares it; here it comes once.",
-    ),
+    (("gloo/transport",), "A rank raised and left the others without a connection."),
     (("jagged_unique_indices",), "The operator exists for GPUs alone."),
     (
         ("Variable batch size TBE support is enabled for",),
@@ -67,7 +73,7 @@ _WHY = (
     ),
     (
         ("split_with_sizes", "sequence", "data_parallel"),
-        "Data-parallel tables of sequences cannot share a feature.",
+        "Raised by TorchRec's data-parallel sequences, whether or not tables share a feature.",
     ),
     (
         ("Missing key in checkpoint state_dict: optimizer",),
@@ -155,11 +161,14 @@ def why(outcome: str, case: str) -> str:
 
 
 def _reasons(result: Mapping[str, Any]) -> str:
+    cases: dict[tuple[str, str], list[str]] = {}
+    for outcome, found in result["not equal"].items():
+        for case in found:
+            cases.setdefault((outcome, why(outcome, case)), []).append(case)
     lines = []
-    for outcome, cases in sorted(result["not equal"].items(), key=lambda item: -len(item[1])):
-        reasons = sorted({why(outcome, case) for case in cases} - {""})
+    for (outcome, reason), found in sorted(cases.items(), key=lambda item: -len(item[1])):
         shown = outcome.replace("|", "/").replace("`", "'")
-        lines.append(f"- {len(cases)} x `{shown}`, as {cases[0]}. {' '.join(reasons)}".rstrip())
+        lines.append(f"- {len(found)} x `{shown}`, as `{found[0]}`. {reason}".rstrip())
     return "\n".join(lines) + "\n"
 
 

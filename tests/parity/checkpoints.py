@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from recsys.distributed.types import ShardingType
 from tests.conformance.checkpoints import (
     AFTER,
     BEFORE,
@@ -36,6 +37,7 @@ from tests.parity.peer import (
     peer_mood,
     shard_peer,
 )
+from tests.parity.training import described
 from tests.ranks import RankError
 
 Parts = dict[str, list[tuple[Slices, Tensor]]]
@@ -171,8 +173,7 @@ def _text(outcome: str, error: BaseException) -> str:
     failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by rank
     if failures:
         error = next(iter(failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return f"{outcome}: {type(error).__name__}: {lines[0][:200] if lines else ''}"
+    return f"{outcome}: {described(error)}"
 
 
 def load_into_all(places: list[Place], optimizer: str, path: str) -> list[str]:
@@ -181,22 +182,45 @@ def load_into_all(places: list[Place], optimizer: str, path: str) -> list[str]:
 
 
 def try_moves(pool: PeerPool, moves: list[Move]) -> list[str]:
-    """Makes moves from one checkpoint; returns the outcome of each."""
+    """Makes moves from one checkpoint; returns the outcome of each.
+
+    What cannot run on one rank is not tried on several, where some would wait for the one that
+    raised.
+    """
     optimizer, saved = moves[0].optimizer, moves[0].saved
+    found = {m.loaded: _on_one_rank(pool, m.loaded.strategy, optimizer) for m in moves}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/checkpoint"
-        try:
-            by_rank = pool(saved.world_size, save_from, saved, optimizer, path, timeout=TIMEOUT_S)
-        except RankError as error:
-            return [f"{CANNOT_RUN}: {_last_line(error)}"] * len(moves)
-        failed = [text for text in by_rank if text != "saved"]
+        failed = _on_one_rank(pool, saved.strategy, optimizer) or _save(
+            pool, saved, optimizer, path
+        )
         if failed:
-            return [failed[0]] * len(moves)
-        found = {}
-        for world_size in sorted({move.loaded.world_size for move in moves}):
-            own = [move.loaded for move in moves if move.loaded.world_size == world_size]
+            return [failed] * len(moves)
+        for world_size in sorted({place.world_size for place, known in found.items() if not known}):
+            own = [p for p, known in found.items() if not known and p.world_size == world_size]
             found.update(zip(own, _load(pool, own, optimizer, path), strict=True))
         return [found[move.loaded] for move in moves]
+
+
+_known: dict[tuple[ShardingType, str], str] = {}
+
+
+def _on_one_rank(pool: PeerPool, strategy: ShardingType, optimizer: str) -> str:
+    """Why a strategy cannot run on one rank; empty if it can."""
+    if (strategy, optimizer) not in _known:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Place(strategy=strategy, world_size=1)
+            _known[strategy, optimizer] = _save(pool, place, optimizer, f"{folder}/checkpoint")
+    return _known[strategy, optimizer]
+
+
+def _save(pool: PeerPool, place: Place, optimizer: str, path: str) -> str:
+    """Returns why it failed, if it did."""
+    try:
+        by_rank = pool(place.world_size, save_from, place, optimizer, path, timeout=TIMEOUT_S)
+    except RankError as error:
+        return f"{CANNOT_RUN}: {_last_line(error)}"
+    return next((text for text in by_rank if text != "saved"), "")
 
 
 def _load(pool: PeerPool, own: list[Place], optimizer: str, path: str) -> list[str]:

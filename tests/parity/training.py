@@ -96,6 +96,6 @@ def outcome_of(by_rank: list[str]) -> str:
     """The worst of what the ranks saw; a lost connection only tells that another rank failed."""
 
     def severity(found: str) -> int:
-        return 0 if found == EQUAL else 1 if "Connection closed" in found else 2
+        return 0 if found == EQUAL else 1 if "gloo/transport" in found else 2
 
     return max(by_rank, key=severity)
