@@ -75,7 +75,7 @@ def run_matrix(chosen: Sequence[Cell], pools: int) -> list[list[str]]:
 
 
 def updated(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any]:
-    """The result of the whole matrix: what was just found, and what is known of the rest."""
+    """The result of the whole matrix: what was just found, and what was found of the rest."""
     old = earlier()["differences"]
     new = dict(zip(chosen, found, strict=True))
     everything = list(cells())

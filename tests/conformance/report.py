@@ -44,8 +44,8 @@ _WHY = (
     (("differs", "RowWiseAdagrad", "grid_shard"), "As for column-wise: a state per column shard."),
     (
         ("differs", "weighted mean"),
-        "On a CPU FBGEMM's backward of a weighted mean does not divide by the number of ids, as its "
-        "forward does; under row splits TorchRec's forward differs as well. Here both divide.",
+        "On a CPU FBGEMM's backward of a weighted mean does not divide by the number of ids, as "
+        "its forward does; under row splits TorchRec's forward differs as well. Here both divide.",
     ),
     (
         ("differs", "mean | one size", "grid_shard"),
