@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from recsys.distributed.layout import Layout, PlacedTable, build_layout
 from recsys.distributed.node import get_local_size
-from recsys.distributed.strategies import check_plan_covers, rects_of
+from recsys.distributed.strategies import check_plan_covers, pooling_of_parts, rects_of
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_tables import TableCollection
@@ -52,23 +52,25 @@ def layout_of_plan(
         type(module).__name__, EmbeddingModuleShardingPlan(plan), [c.name for c in configs]
     )
     features = list(dict.fromkeys(f for config in configs for f in config.feature_names))
-    placed = [
-        PlacedTable(
-            name=config.name,
-            num_rows=config.num_embeddings,
-            dim=config.embedding_dim,
-            features=tuple(features.index(f) for f in config.feature_names),
-            group=pooling,
-            rects=rects_of(
-                config.name,
-                config.num_embeddings,
-                config.embedding_dim,
-                plan[config.name],
-                world_size,
-            ),
+    placed = []
+    for config, pooling in zip(configs, poolings, strict=True):
+        rects = rects_of(
+            config.name,
+            config.num_embeddings,
+            config.embedding_dim,
+            plan[config.name],
+            world_size,
         )
-        for config, pooling in zip(configs, poolings, strict=True)
-    ]
+        placed.append(
+            PlacedTable(
+                name=config.name,
+                num_rows=config.num_embeddings,
+                dim=config.embedding_dim,
+                features=tuple(features.index(f) for f in config.feature_names),
+                group=pooling_of_parts(pooling, rects),
+                rects=rects,
+            )
+        )
     return build_layout(
         placed,
         len(features),

@@ -25,7 +25,7 @@ from recsys.distributed.layout import Layout, PlacedTable, build_layout
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
 from recsys.distributed.row_updates import BackwardFinisher
-from recsys.distributed.strategies import check_plan_covers, rects_of
+from recsys.distributed.strategies import check_plan_covers, pooling_of_parts, rects_of
 from recsys.distributed.table_shards import TableShards, load_tables
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
@@ -276,7 +276,6 @@ def _place(
             f"Table {config.name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
             "are float32. Leave it None and convert the output."
         )
-    splits_rows = len({rect.row_start for rect in rects}) > 1
     splits_columns = len({rect.col_start for rect in rects}) > 1
     owned = option.optimizer
     reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
@@ -295,15 +294,13 @@ def _place(
             f"Table {config.name!r} is data_parallel and has stochastic_rounding, with which its "
             "replicas would drift apart. Place it otherwise, or turn the rounding off."
         )
-    if splits_rows and pooling is PoolingMode.MEAN:
-        pooling = PoolingMode.SUM  # divided by the bag length at the end
     return PlacedTable(
         name=config.name,
         num_rows=config.num_embeddings,
         dim=config.embedding_dim,
         features=tuple(features.index(f) for f in config.feature_names),
         group=GroupSettings(
-            pooling=pooling,
+            pooling=pooling_of_parts(pooling, rects),
             weights_dtype=option.dtype,
             output_dtype=torch.float32,
             optimizer=owned and shared_optimizer(owned.spec, device, owned.update_mode),

@@ -19,6 +19,7 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recsys.kernels.types import PoolingMode
 
 _MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
 
@@ -236,6 +237,12 @@ def rects_of(
             )
     kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
     return tuple(_merge_neighbours(kept))
+
+
+def pooling_of_parts(pooling: PoolingMode, rects: Sequence[Rect]) -> PoolingMode:
+    """Returns how a table's parts are pooled: those of a mean are sums, divided at the end."""
+    splits_rows = len({rect.row_start for rect in rects}) > 1
+    return PoolingMode.SUM if splits_rows and pooling is PoolingMode.MEAN else pooling
 
 
 def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:

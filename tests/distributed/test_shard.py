@@ -113,7 +113,7 @@ def test_tables_update_themselves_without_a_wrapper(ranks: RankPool) -> None:
 
 def tables(dim: int = 8) -> list[EmbeddingBagConfig]:
     return [
-        EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=12, feature_names=[f])
+        EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=30, feature_names=[f])
         for i, f in enumerate(FEATURES[:2])
     ]
 
