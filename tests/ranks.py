@@ -45,6 +45,7 @@ def _serve(conn: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # a rank that ends at once must not leave before all are connected
             torch.manual_seed(rank)
             try:
                 answer = (True, fn(*args))
