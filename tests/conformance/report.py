@@ -190,8 +190,9 @@ optimizer, trained for three steps and held against the unsharded model on one p
 keys, weights or gradients, optimizer state, the dense layer, names in the state dict.
 
 With the fp32 wire all values agree to 1e-5 of the largest; and bit for bit for table-wise tables,
-and for column-wise ones under elementwise optimizers. Narrow wires are held to an error bound for
-each value (`tests/conformance/bounds.py`). A forgotten loss scale, a coarser wire and values out
+and for column-wise ones under elementwise optimizers (not where ids are made distinct first, or
+samples share bags on three ranks: a third of a sum is not the sum of thirds). Narrow wires are held
+to an error bound for each value (`tests/conformance/bounds.py`). A forgotten loss scale, a coarser wire and values out
 of place exceed it (`tests/conformance/test_bounds.py`).
 
 `mixed` draws a strategy for each table. On one rank nothing travels, so there is one wire. Numbers
