@@ -192,8 +192,8 @@ keys, weights or gradients, optimizer state, the dense layer, names in the state
 With the fp32 wire all values agree to 1e-5 of the largest; and bit for bit for table-wise tables,
 and for column-wise ones under elementwise optimizers (not where ids are made distinct first, or
 samples share bags on three ranks: a third of a sum is not the sum of thirds). Narrow wires are held
-to an error bound for each value (`tests/conformance/bounds.py`). A forgotten loss scale, a coarser wire and values out
-of place exceed it (`tests/conformance/test_bounds.py`).
+to an error bound for each value (`tests/conformance/bounds.py`). A forgotten loss scale, a coarser
+wire and values out of place exceed it (`tests/conformance/test_bounds.py`).
 
 `mixed` draws a strategy for each table. On one rank nothing travels, so there is one wire. Numbers
 are of cases that equal.
