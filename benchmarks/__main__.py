@@ -9,70 +9,29 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks import report
 from benchmarks.dlrm import PLANS
 from benchmarks.engine import CASES
+from benchmarks.ranks import launch
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def run_dlrm(plan: str, batch_size: int, ranks: int, rounds: int) -> dict:
-    """Run one case in its own processes, one thread each."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={ranks}", "-m", "benchmarks.dlrm"),
-                *("--plan", plan, "--batch-size", str(batch_size)),
-                *("--rounds", str(rounds), "--out", str(out)),
-            ],
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            stderr=subprocess.DEVNULL,
-        )
-        return json.loads(out.read_text())
-
-
-def run_engine(name: str, rounds: int, *extra: str) -> dict:
+def run_engine(name: str, rounds: int) -> dict:
     """Run one case of the engine benchmark, without the peer if that takes the processes down."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={CASES[name].ranks}", "-m", "benchmarks.engine"),
-                *("--case", name, "--rounds", str(rounds), "--out", str(out), *extra),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            stderr=subprocess.DEVNULL,
-            timeout=600,
-        )
-        if done.returncode and not extra:
-            return run_engine(name, rounds, "--no-peer") | {"peer": "its processes die"}
-        done.check_returncode()
-        return json.loads(out.read_text())
 
-
-def run_memory(library: str) -> dict:
-    """Measure the memory of one library's construction, in fresh processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node=2", "-m", "benchmarks.engine"),
-                *("--memory", library, "--out", str(out)),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            stderr=subprocess.DEVNULL,
-            check=True,
+    def run(*extra: str) -> dict:
+        return launch(
+            "benchmarks.engine", CASES[name].ranks, "--case", name, "--rounds", str(rounds), *extra
         )
-        return json.loads(out.read_text())
+
+    try:
+        return run()
+    except subprocess.CalledProcessError:
+        return run("--no-peer") | {"peer": "its processes die"}
 
 
 def engine(rounds: int) -> None:
@@ -81,7 +40,10 @@ def engine(rounds: int) -> None:
     for name in CASES:
         print(f"engine: {name} ...", flush=True)
         cases[name] = run_engine(name, rounds)
-    memory = {library: run_memory(library) for library in ("recsys", "torchrec")}
+    memory = {
+        library: launch("benchmarks.engine", 2, "--memory", library)
+        for library in ("recsys", "torchrec")
+    }
     result = {"machine": machine(), "cases": cases, "memory": memory}
     (RESULTS / "engine-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     report.print_engine(result)
@@ -139,7 +101,8 @@ def main() -> None:
         arguments.ranks, arguments.batch_sizes, arguments.plans
     ):
         print(f"{plan}, batch {batch_size}, {ranks} ranks ...", flush=True)
-        cases.append(run_dlrm(plan, batch_size, ranks, arguments.rounds))
+        given = ("--plan", plan, "--batch-size", str(batch_size))
+        cases.append(launch("benchmarks.dlrm", ranks, *given, "--rounds", str(arguments.rounds)))
     imports = {name: import_seconds(name) for name in ("recsys", "torchrec")}
     result = {"machine": machine(), "cases": cases, "import_s": imports}
     (RESULTS / "dlrm-cpu.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -11,13 +11,7 @@ benchmarks` runs all plans and batch sizes on 1 and 2 ranks.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import ranks
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
@@ -244,25 +239,6 @@ class Floor:
         self.exchange(rows)
 
 
-def measure(contenders: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, Any]:
-    """Run all in turn; per contender the median of each round in ms."""
-    result: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        for _ in range(3):
-            run()
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times = []
-            for _ in range(repeats):
-                if dist.get_world_size() > 1:
-                    dist.barrier()
-                began = time.perf_counter()
-                run()
-                times.append((time.perf_counter() - began) * 1e3)
-            result[name].append(statistics.median(times))
-    return result
-
-
 def run_case(plan: str, batch_size: int, rounds: int, repeats: int) -> dict[str, Any]:
     world = dist.get_world_size()
     has_peer = plan != "row_wise" or world == 1
@@ -334,8 +310,8 @@ def run_case(plan: str, batch_size: int, rounds: int, repeats: int) -> dict[str,
         "ranks": world,
         "batch_size": batch_size,
         "peer": "TorchRec 1.8.0" if has_peer else "refuses row_wise on gloo",
-        "step_ms": measure(steps, rounds, repeats),
-        "forward_ms": measure(forwards, rounds, repeats),
+        "step_ms": ranks.measure(steps, rounds, repeats),
+        "forward_ms": ranks.measure(forwards, rounds, repeats),
     }
 
 
@@ -358,23 +334,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", choices=PLANS, required=True)
     parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun")
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    arguments = ranks.begin(parser)
     result = run_case(arguments.plan, arguments.batch_size, arguments.rounds, arguments.repeats)
-    if dist.get_rank() == 0:
-        for what in ("step_ms", "forward_ms"):
-            medians = {k: round(statistics.median(v), 3) for k, v in result[what].items()}
-            print(arguments.plan, arguments.batch_size, what, medians)
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    for what in ("step_ms", "forward_ms"):
+        ranks.show(f"{arguments.plan} {arguments.batch_size} {what}", result[what])
+    ranks.end(result, arguments.out)
 
 
 if __name__ == "__main__":

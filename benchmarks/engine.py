@@ -4,18 +4,15 @@
 
 A step is: build the features, look up, sum, backward, with row-wise Adagrad in backward; there are
 no dense layers. The floor of a case is measured on what that very step did: its lookup kernels,
-forward and backward, on the same ids, and bare all-to-alls of the same sizes. Contenders take turns
-in one process. Where the peer refuses a case, what it says stands in the result.
+forward, backward and update, on the same ids, and bare collectives of the same sizes. Contenders
+take turns in one process. Where the peer refuses a case, what it says stands in the result.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-import statistics
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -27,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.dlrm import measure
+from benchmarks import ranks
 
 CPU = torch.device("cpu")
 
@@ -213,19 +210,28 @@ class Step:
 
 
 class Floor:
-    """The lookups and exchanges that a step of ours made, and nothing else."""
+    """The lookups and collectives that a step of ours made, and nothing else."""
 
     def __init__(self, step: Step) -> None:
         from recsys.kernels.tbe import TableBatchedEmbedding
+        from recsys.kernels.types import UpdateMode
 
-        self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int]]] = []
+        self.deferred = UpdateMode.DEFERRED
+
+        self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int], Any]] = []
+        self.sums: list[tuple[Tensor, Any]] = []
         self.lookups: list[tuple[Any, ...]] = []
-        exchange, look_up = dist.all_to_all_single, TableBatchedEmbedding.forward
+        exchange, add_up = dist.all_to_all_single, dist.all_reduce
+        look_up = TableBatchedEmbedding.forward
 
         def seen(out: Tensor, given: Tensor, to: Any, of: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
             self.exchanges.append((out.clone(), given.clone(), list(to), list(of), group))
             return exchange(out, given, to, of, **kwargs)
+
+        def added_up(tensor: Tensor, **kwargs: Any) -> Any:
+            self.sums.append((tensor.clone(), kwargs.get("group")))
+            return add_up(tensor, **kwargs)
 
         def looked_up(kernel: Any, *args: Any) -> Tensor:
             self.lookups.append((kernel, *args))
@@ -233,19 +239,24 @@ class Floor:
 
         with (
             mock.patch.object(dist, "all_to_all_single", seen),
+            mock.patch.object(dist, "all_reduce", added_up),
             mock.patch.object(TableBatchedEmbedding, "forward", looked_up),
         ):
             step()
             step()  # from the second on, several modules share a header
         self.exchanges = self.exchanges[len(self.exchanges) // 2 :]
+        self.sums = self.sums[len(self.sums) // 2 :]
         self.lookups = self.lookups[len(self.lookups) // 2 :]
 
     def __call__(self) -> None:
         for out, given, to, of, group in self.exchanges:
             dist.all_to_all_single(out, given, to, of, group=group)
+        for tensor, group in self.sums:
+            dist.all_reduce(tensor, group=group)
         for kernel, *args in self.lookups:
             kernel.forward(*args).sum().backward()
-            kernel.zero_grad()
+            if kernel.update_mode is self.deferred:
+                kernel.step()
 
 
 def run(case: Case, rounds: int, repeats: int, with_peer: bool) -> dict[str, Any]:
@@ -267,7 +278,7 @@ def run(case: Case, rounds: int, repeats: int, with_peer: bool) -> dict[str, Any
     if any(refusals):
         contenders.pop("peer", None)
     return {
-        "step_ms": measure(contenders, rounds, repeats),
+        "step_ms": ranks.measure(contenders, rounds, repeats),
         "peer": next((r for r in refusals if r), "TorchRec"),
         "exchanges": len(contenders["floor"].exchanges),  # type: ignore[attr-defined]
     }
@@ -302,29 +313,20 @@ def main() -> None:
     parser.add_argument("--memory", choices=["recsys", "torchrec"])
     parser.add_argument("--rows", type=int, default=1 << 21)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun")
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    arguments = ranks.begin(parser)
     if arguments.memory:
         result: dict[str, Any] = memory(arguments.rows, Library(arguments.memory))
-        if dist.get_rank() == 0:
-            grown = (result["peak"] - result["before"]) / result["exact"]
-            print(f"{arguments.memory}: peak above the process / bytes of tables: {grown:.3f}")
+        grown = (result["peak"] - result["before"]) / result["exact"]
+        ranks.end(result, arguments.out)
+        print(f"{arguments.memory}: peak above the process / bytes of tables: {grown:.3f}")
     else:
         case = CASES[arguments.case]
         result = run(case, arguments.rounds, arguments.repeats, not arguments.no_peer)
-        if dist.get_rank() == 0:
-            medians = {k: round(statistics.median(v), 3) for k, v in result["step_ms"].items()}
-            print(arguments.case, medians, result["exchanges"], "exchanges;", result["peer"])
-    if dist.get_rank() == 0 and arguments.out is not None:
-        arguments.out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+        ranks.show(
+            f"{arguments.case}, {result['exchanges']} exchanges; {result['peer']}:",
+            result["step_ms"],
+        )
+        ranks.end(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,8 @@ class BatchCutter:
         device: torch.device,
         mode: BoundsCheckMode,
         *,
-        pooled: bool,
-        distinct: bool,
+        pooled: bool = True,
+        distinct: bool = False,
     ) -> None:
         assert not (pooled and distinct)
         self.layout = layout

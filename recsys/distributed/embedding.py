@@ -8,7 +8,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from recsys.distributed.input_dist import InputDist, LocalIds
+from recsys.distributed.batch_segments import BatchCutter
+from recsys.distributed.input_dist import LocalIds
 from recsys.distributed.sequence_dist import SequenceDist
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.types import (
@@ -73,12 +74,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if isinstance(module, ShardedEmbeddingCollection):
             self._use_index_dedup = module._use_index_dedup
 
-    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
-        return InputDist(
+    def _new_cutter(self, features: Sequence[str]) -> BatchCutter:
+        return BatchCutter(
             self._layout,
             features,
             False,
-            self._env,
             self._device,
             self._bounds_check_mode,
             pooled=False,

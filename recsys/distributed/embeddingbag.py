@@ -8,7 +8,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from recsys.distributed.input_dist import InputDist, LocalIds
+from recsys.distributed.batch_segments import BatchCutter
+from recsys.distributed.input_dist import LocalIds
 from recsys.distributed.output_dist import OutputDist
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.types import (
@@ -40,14 +41,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def _adopt(self, module: Any) -> None:
         self._is_weighted: bool = module.is_weighted()
 
-    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
-        return InputDist(
-            self._layout,
-            features,
-            self._is_weighted,
-            self._env,
-            self._device,
-            self._bounds_check_mode,
+    def _new_cutter(self, features: Sequence[str]) -> BatchCutter:
+        return BatchCutter(
+            self._layout, features, self._is_weighted, self._device, self._bounds_check_mode
         )
 
     def _new_output_dist(self) -> OutputDist:

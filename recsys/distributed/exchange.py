@@ -10,31 +10,55 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from recsys.distributed import comm
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
+from recsys.distributed.wire import QuantizedCommCodecs
+
+
+class OutputStage(Protocol):
+    """What an exchange needs of the stage it belongs to.
+
+    Attributes:
+        env: the ranks.
+        device: where the embeddings are.
+        dtype: of the embeddings.
+        on_backward: called in every backward pass, on every rank in the same order.
+        codecs: what embeddings and gradients look like while they travel.
+        has_exchange: whether any rank sends anything.
+    """
+
+    env: ShardingEnv
+    device: torch.device
+    dtype: torch.dtype
+    on_backward: Callable[[], None]
+    codecs: QuantizedCommCodecs
+    has_exchange: bool
 
 
 class Exchange(abc.ABC):
     """One batch's way from the lookups' outputs to the module's output, and back.
 
     Args:
-        env: the ranks.
-        device: where the embeddings are.
-        on_backward: called in every backward pass, on every rank in the same order.
+        stage: whose batch it is.
+        sends: elements for each rank, in the forward pass.
+        receives: elements from each rank.
     """
 
-    def __init__(
-        self, env: ShardingEnv, device: torch.device, on_backward: Callable[[], None]
-    ) -> None:
-        self.env = env
-        self.device = device
-        self.on_backward = on_backward
+    def __init__(self, stage: OutputStage, sends: list[int], receives: list[int]) -> None:
+        self.env = stage.env
+        self.device = stage.device
+        self.on_backward = stage.on_backward
+        self.sends = sends
+        self.receives = receives
+        self.num_received = sum(receives)
         self.pending: comm.Pending | None = None
+        self._stage = stage
+        self._replica_shapes: list[torch.Size] = []
 
     @abc.abstractmethod
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
@@ -60,9 +84,42 @@ class Exchange(abc.ABC):
         self.pending = None
         return arrived
 
-    def mean_over_ranks(self, grad: Tensor) -> Tensor:
-        """Divides by the number of ranks, in place, as DistributedDataParallel does."""
-        return grad.mul_(1.0 / self.env.world_size) if self.env.world_size > 1 else grad
+    def start_sending(self, sent: Tensor, replicas: Sequence[Tensor]) -> Tensor:
+        """Sends into one buffer; the replicas' outputs lie behind what arrives."""
+        stage = self._stage
+        self._replica_shapes = [replica.shape for replica in replicas]
+        size = self.num_received + sum(replica.numel() for replica in replicas)
+        buffer = torch.empty(size, dtype=stage.dtype, device=stage.device)
+        if stage.has_exchange:
+            arrives = buffer[: self.num_received]
+            self.pending = comm.all_to_all(
+                self.env, sent, self.sends, self.receives, arrives, stage.codecs.forward
+            )
+        at = self.num_received
+        for replica in replicas:
+            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
+            at += replica.numel()
+        return buffer
+
+    def start_sending_back(self, grad: Tensor) -> None:
+        """Sends back the gradient of what had arrived in the buffer.
+
+        It is divided by the number of ranks, in place, as DistributedDataParallel does.
+        """
+        if not self._stage.has_exchange:
+            return
+        sent = grad[: self.num_received]
+        if self.env.world_size > 1:
+            sent.mul_(1.0 / self.env.world_size)
+        self.pending = comm.all_to_all(
+            self.env, sent, self.receives, self.sends, wire=self._stage.codecs.backward
+        )
+
+    def replica_grads(self, grad: Tensor) -> list[Tensor]:
+        """Cuts the gradients of the replicas' outputs off the buffer's."""
+        sizes = [shape.numel() for shape in self._replica_shapes]
+        parts = grad[self.num_received :].split(sizes) if sizes else ()
+        return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
 
 
 def start_exchange(

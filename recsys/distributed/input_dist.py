@@ -24,7 +24,7 @@ from torch import Tensor
 from recsys.distributed import comm
 from recsys.distributed.batch_segments import BatchCutter, Segments
 from recsys.distributed.id_routes import BATCH, COUNTS, FLAG, IdRoute, index_tensor
-from recsys.distributed.layout import Layout, LookupGroup
+from recsys.distributed.layout import LookupGroup
 from recsys.distributed.types import ShardingEnv
 from recsys.distributed.weight_gradients import WeightRoute, carry_weights
 from recsys.kernels import ops
@@ -102,37 +102,16 @@ class InputDist:
     """Sends ids to their owners.
 
     Args:
-        layout: the compiled placement.
-        feature_names: the module's distinct features, in the layout's numbering.
-        is_weighted: whether the features carry weights.
+        cutter: cuts this rank's batches.
         env: the ranks.
-        device: where batches and tables are.
-        mode: what to do with an id outside its table.
-        pooled: whether embeddings are pooled bag by bag; else they return to their ids.
-        distinct: whether each id of a feature travels once (not with ``pooled``).
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        feature_names: Sequence[str],
-        is_weighted: bool,
-        env: ShardingEnv,
-        device: torch.device,
-        mode: BoundsCheckMode = BoundsCheckMode.FATAL,
-        *,
-        pooled: bool = True,
-        distinct: bool = False,
-    ) -> None:
-        self.layout = layout
-        self.is_weighted = is_weighted
-        self.mode = mode
-        self.pooled = pooled
+    def __init__(self, cutter: BatchCutter, env: ShardingEnv) -> None:
+        self.cutter = cutter
         self.env = env
-        self.device = device
-        self.cutter = BatchCutter(
-            layout, feature_names, is_weighted, device, mode, pooled=pooled, distinct=distinct
-        )
+        self.layout = layout = cutter.layout
+        self.device = device = cutter.device
+        self.is_weighted = is_weighted = cutter.is_weighted
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.has_streams = any(layout.send_segments)
@@ -179,7 +158,7 @@ class InputDist:
         head[BATCH] = batch.batch_size
         if batch.bad_N is not None:
             head[FLAG] = batch.bad_N.any() * (
-                _FAILED if self.mode is BoundsCheckMode.FATAL else _WARNED
+                _FAILED if self.cutter.mode is BoundsCheckMode.FATAL else _WARNED
             )
         if batch.weights_need_grad:
             head[FLAG] += _WEIGHTS_NEED_GRAD
@@ -238,7 +217,7 @@ class InputDist:
         bags, places = [], []
         lengths_KB = features.lengths().view(batch.routes.num_keys, batch.batch_size)
         carried = features.weights_or_none() if self.is_weighted else None
-        if not self.pooled:
+        if not self.cutter.pooled:
             carried = torch.arange(features.values().numel(), device=self.device)
         for select, positions in zip(
             batch.routes.replicas, batch.routes.replica_positions, strict=True
@@ -250,7 +229,7 @@ class InputDist:
             offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
             weights = picked if self.is_weighted else None
             bags.append(Bags(indices=values, offsets=offsets, weights=weights))
-            if not self.pooled:
+            if not self.cutter.pooled:
                 assert picked is not None
                 places.append(picked)
         return tuple(bags), places
@@ -388,7 +367,7 @@ class HeaderExchange:
         if stage.has_streams and not batch.routes.is_identity:
             payload = stage.payload_of(batch, sum(send_sizes))
             received = comm.all_to_all(stage.env, payload, send_sizes, recv_sizes)
-        if message and stage.mode is BoundsCheckMode.WARNING:
+        if message and stage.cutter.mode is BoundsCheckMode.WARNING:
             # after the exchange has begun: where warnings are errors, the others need not wait
             warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
         return IdExchange(stage, batch, counts_G, given_counts, header_RH, host_RH, received)
@@ -437,7 +416,7 @@ class IdExchange:
             )
             lookups = stage.split(bags, self._counts_G, batch.batch_size)
         route = None
-        if not stage.pooled:
+        if not stage.cutter.pooled:
             route = batch.id_route(self._counts_G, self._given_counts, counts_RS, places)
         return LocalIds(
             lookups=lookups,

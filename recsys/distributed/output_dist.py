@@ -279,10 +279,11 @@ class OutputDist:
         # replicas'
         blocks: list[_Ranges] = []
         self.widths = []  # per source rank, columns of a sample of this rank
-        size, place = layout.node_size, env.rank % layout.node_size
+        size = layout.node_size
+        self.stands_for = range(env.rank % size, env.world_size, size)  # ranks, see NodeHop
         for rank in range(env.world_size):
             sent = [_columns(layout, layout.streams[rank], in_node=False)]
-            if self.hop is not None and rank % size == place:
+            if self.hop is not None and rank in self.stands_for:
                 sent.append(node_columns(layout, rank // size))
             blocks += sent
             self.widths.append(sum(end - start for block in sent for start, end in block))
@@ -328,25 +329,17 @@ class _PooledExchange(Exchange):
     """One batch's way through the stage, forward and backward."""
 
     def __init__(self, stage: OutputDist, receipt: Receipt) -> None:
-        super().__init__(stage.env, stage.device, stage.on_backward)
         self.stage = stage
         self.batch_sizes = receipt.batch_sizes
         self.batch_size = receipt.batch_sizes[stage.env.rank]
-        layout = stage.layout
-        self.own_groups = layout.groups[stage.env.rank]
+        self.own_groups = stage.layout.groups[stage.env.rank]
         self.flat_width = sum(group.width - group.node_width for group in self.own_groups)
-        self.replica_widths = [group.width for group in layout.replica_groups]
-        self.receives = [self.batch_size * width for width in stage.widths]
-        self.sends = [size * self.flat_width for size in self.batch_sizes]
+        sends = [size * self.flat_width for size in self.batch_sizes]
         if stage.hop is not None:
-            for rank in self._stands_for():
-                self.sends[rank] += self.batch_sizes[rank] * stage.hop.width
-        self.num_received = sum(self.receives)
+            for rank in stage.stands_for:
+                sends[rank] += self.batch_sizes[rank] * stage.hop.width
+        super().__init__(stage, sends, [self.batch_size * width for width in stage.widths])
         self.scales = self._mean_scales(receipt)
-
-    def _stands_for(self) -> range:
-        size = self.stage.layout.node_size
-        return range(self.env.rank % size, self.env.world_size, size)
 
     def _mean_scales(self, receipt: Receipt) -> Tensor | None:
         """Returns ``[slots, B, 1]``, one over the bag length, of mean-pooled row-split slots."""
@@ -367,23 +360,7 @@ class _PooledExchange(Exchange):
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
-        stage = self.stage
-        num_local = self.batch_size * sum(self.replica_widths)
-        buffer = torch.empty(self.num_received + num_local, dtype=stage.dtype, device=stage.device)
-        if stage.has_exchange:
-            self.pending = comm.all_to_all(
-                self.env,
-                self._outgoing(lookups),
-                self.sends,
-                self.receives,
-                out=buffer[: self.num_received],
-                wire=stage.codecs.forward,
-            )
-        at = self.num_received
-        for replica in replicas:
-            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
-            at += replica.numel()
-        return buffer
+        return self.start_sending(self._outgoing(lookups), replicas)
 
     def _outgoing(self, lookups: Sequence[Tensor]) -> Tensor:
         hop = self.stage.hop
@@ -397,8 +374,8 @@ class _PooledExchange(Exchange):
         sums = hop.forward(parts_TC, self.batch_sizes)
         pieces: list[list[Tensor]] = [[rows] for rows in flat_TC.split(list(self.batch_sizes))]
         if hop.width:
-            own = [self.batch_sizes[rank] for rank in self._stands_for()]
-            for rank, rows in zip(self._stands_for(), sums.split(own), strict=True):
+            own = [self.batch_sizes[rank] for rank in self.stage.stands_for]
+            for rank, rows in zip(self.stage.stands_for, sums.split(own), strict=True):
                 pieces[rank].append(rows)
         return torch.cat([rows.reshape(-1) for to_rank in pieces for rows in to_rank])
 
@@ -415,28 +392,15 @@ class _PooledExchange(Exchange):
             grad_BD = grad_BD.clone()
             self._scale_means(grad_BD)
         grad = self.stage.gather.spread(grad_BD)
-        if self.stage.has_exchange:
-            sent = self.mean_over_ranks(grad[: self.num_received])
-            self.pending = comm.all_to_all(
-                self.env, sent, self.receives, self.sends, wire=self.stage.codecs.backward
-            )
+        self.start_sending_back(grad)
         return grad
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
-        grads: list[Tensor] = []
         arrived = self.wait()
-        if arrived is not None and (self.own_groups or self.stage.hop is not None):
-            grads += self._to_lookups(arrived)
-        if self.replica_widths:
-            sizes = [self.batch_size * width for width in self.replica_widths]
-            grads += [
-                part.view(self.batch_size, width)
-                for part, width in zip(
-                    grad[self.num_received :].split(sizes), self.replica_widths, strict=True
-                )
-            ]
-        return grads
+        if arrived is None or not (self.own_groups or self.stage.hop is not None):
+            return self.replica_grads(grad)
+        return [*self._to_lookups(arrived), *self.replica_grads(grad)]
 
     def _to_lookups(self, arrived: Tensor) -> list[Tensor]:
         hop = self.stage.hop
@@ -449,7 +413,7 @@ class _PooledExchange(Exchange):
         for rank, given in enumerate(by_rank):
             count = self.batch_sizes[rank]
             flat.append(given[: count * self.flat_width].view(count, self.flat_width))
-            if rank in self._stands_for():
+            if rank in self.stage.stands_for:
                 sums.append(given[count * self.flat_width :].view(count, hop.width))
         parts_TC = hop.backward(torch.cat(sums), self.batch_sizes)
         if not self.own_groups:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed import comm
 from recsys.distributed.exchange import Exchange, start_exchange
 from recsys.distributed.id_routes import IdRoute
 from recsys.distributed.layout import Layout, Stream
@@ -107,22 +106,19 @@ class _SequenceExchange(Exchange):
     """One batch's way through the stage, forward and backward."""
 
     def __init__(self, stage: SequenceDist, route: IdRoute) -> None:
-        super().__init__(stage.env, stage.device, stage.on_backward)
         self.stage = stage
         self.num_out = int(route.slot_counts.sum())
         sent_chunks = route.sent_counts * stage.sent_chunks
         edges = np.concatenate([[0], np.cumsum(sent_chunks)])
-        self.receives = (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist()
-        self.num_received = sum(self.receives)
-        self.num_buffer = int(edges[-1]) * stage.chunk
+        receives = (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist()
         # [R, S] chunks received from each rank in each stream
         self.received_chunks = route.received_counts * stage.own_chunks
-        self.sends = (self.received_chunks.sum(1) * stage.chunk).tolist()
-        self.target = self._target(route)
+        sends = (self.received_chunks.sum(1) * stage.chunk).tolist()
+        super().__init__(stage, sends, receives)
+        self.target = self._target(route, int(edges[-1]))
         self.widths: list[int] = []
-        self.replica_sizes: list[tuple[int, int]] = []
 
-    def _target(self, route: IdRoute) -> Tensor:
+    def _target(self, route: IdRoute, total: int) -> Tensor:
         """Returns for each chunk of the buffer the chunk of the output it goes to."""
         stage = self.stage
         per_row = stage.dim // stage.chunk
@@ -136,7 +132,6 @@ class _SequenceExchange(Exchange):
         target = target * per_row
         if stage.sent_first_chunks.any():
             target += self._repeat(stage.sent_first_chunks, route.sent_counts, target.numel())
-        total = self.num_buffer // stage.chunk
         chunks = self._repeat(stage.sent_chunks, route.sent_counts, target.numel())
         first = target - (chunks.cumsum(0) - chunks)
         return first.repeat_interleave(chunks, output_size=total) + torch.arange(
@@ -158,27 +153,13 @@ class _SequenceExchange(Exchange):
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
-        stage = self.stage
         self.widths = [x.shape[1] for x in lookups]
-        self.replica_sizes = [(x.shape[0], x.shape[1]) for x in replicas]
-        buffer = torch.empty(self.num_buffer, dtype=stage.dtype, device=stage.device)
-        if stage.has_exchange:
-            rows = [x.reshape(-1) for x in lookups] or [buffer.new_empty(0)]
-            sent = rows[0] if len(rows) == 1 else torch.cat(rows)
-            sent = self._reorder(sent, stage.by_rank, self.received_chunks.T)
-            self.pending = comm.all_to_all(
-                self.env,
-                sent,
-                self.sends,
-                self.receives,
-                out=buffer[: self.num_received],
-                wire=stage.codecs.forward,
-            )
-        at = self.num_received
-        for replica in replicas:
-            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
-            at += replica.numel()
-        return buffer
+        rows = [x.reshape(-1) for x in lookups] or [
+            torch.empty(0, dtype=self.stage.dtype, device=self.device)
+        ]
+        sent = rows[0] if len(rows) == 1 else torch.cat(rows)
+        sent = self._reorder(sent, self.stage.by_rank, self.received_chunks.T)
+        return self.start_sending(sent, replicas)
 
     def place(self, buffer: Tensor) -> Tensor:
         """Waits, and puts each row where its id is: ``[N, D]``."""
@@ -192,11 +173,7 @@ class _SequenceExchange(Exchange):
         """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
         chunk = self.stage.chunk
         spread = grad.reshape(-1, chunk).index_select(0, self.target).view(-1)
-        if self.stage.has_exchange:
-            sent = self.mean_over_ranks(spread[: self.num_received])
-            self.pending = comm.all_to_all(
-                self.env, sent, self.receives, self.sends, wire=self.stage.codecs.backward
-            )
+        self.start_sending_back(spread)
         return spread
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
@@ -212,7 +189,4 @@ class _SequenceExchange(Exchange):
                 part.view(-1, width)
                 for part, width in zip(rows.split(sizes), self.widths, strict=True)
             ]
-        sizes = [rows * width for rows, width in self.replica_sizes]
-        parts = grad[self.num_received :].split(sizes) if sizes else ()
-        grads += [part.view(size) for part, size in zip(parts, self.replica_sizes, strict=True)]
-        return grads
+        return [*grads, *self.replica_grads(grad)]

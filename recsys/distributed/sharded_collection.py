@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import nn
 
+from recsys.distributed.batch_segments import BatchCutter
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.input_dist import (
     HeaderExchange,
@@ -106,7 +107,7 @@ class ShardedCollection(ShardedModule):
     def _adopt(self, module: Any) -> None:
         """Takes over the settings of the given module, or of a sharded one that is copied."""
 
-    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
+    def _new_cutter(self, features: Sequence[str]) -> BatchCutter:
         raise NotImplementedError
 
     def _new_output_dist(self) -> Any:
@@ -127,7 +128,7 @@ class ShardedCollection(ShardedModule):
             node_size=get_local_size(env.world_size),
             equal_widths=PoolingMode.NONE in self._poolings,
         )
-        self._input_dist = self._new_input_dist(features)
+        self._input_dist = InputDist(self._new_cutter(features), env)
         self._lookups = Lookups(layout.groups[env.rank], layout.tables, device)
         self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
         self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)

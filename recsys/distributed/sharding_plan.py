@@ -340,11 +340,11 @@ def construct_module_sharding_plan(
             f"local_size={local_size}, world_size={world_size}."
         )
     device_type = device_type or default_device(ShardingEnv.default()).type
+    known = sharder.sharding_types(device_type)
     plan = EmbeddingModuleShardingPlan()
     for name, weight in tables.items():
         generate = per_param_sharding[name]
         placed = generate(weight, local_size, world_size, device_type, sharder)
-        known = sharder.sharding_types(device_type)
         if placed.sharding_type not in known:
             raise ValueError(
                 f"Table {name!r} must be placed by a sharding type that {type(sharder).__name__} "
