@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch.optim import Optimizer
 
+from recsys.kernels.row_update import is_row_reducing, row_wise_moment
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,
@@ -48,6 +49,21 @@ class TableOptimizer:
     def is_deferred(self) -> bool:
         """Whether backward leaves gradients that `step()` applies."""
         return self.update_mode is UpdateMode.DEFERRED
+
+    @property
+    def exchanges_row_state(self) -> bool:
+        """Whether the owners of a row's columns must tell each other of its whole."""
+        return self.row_state is RowState.EXACT and is_row_reducing(self.spec.algorithm)
+
+    @property
+    def may_split_columns(self) -> bool:
+        """Whether a table's columns may have several owners."""
+        return not self.exchanges_row_state or row_wise_moment(self.spec.algorithm)
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether copies of a table stay alike: not if each rounds by its own chance."""
+        return not self.spec.stochastic_rounding
 
 
 def to_update_mode(given: UpdateMode | str) -> UpdateMode:

@@ -209,7 +209,7 @@ class EmbeddingShardingPlanner:
                     rows=weight.shape[0],
                     dim=weight.shape[1],
                     element_bytes=weight.element_size(),
-                    optimizer=owned and owned.spec,
+                    optimizer=owned,
                     trains=weight.requires_grad,
                     ids_per_sample=sum(pooling),
                     num_features=num_features,
@@ -254,12 +254,7 @@ class EmbeddingShardingPlanner:
     ) -> Iterator[_Option]:
         world_size = self._topology.world_size
         asked = table.constraints.sharding_types is not None
-        wanted = [
-            t
-            for t in _ORDER
-            if t in table.kernels
-            and (t is not ShardingType.COLUMN_WISE or table.may_split_columns())
-        ]
+        wanted = [t for t in _ORDER if t in table.kernels and table.allows(t)]
         if not wanted:
             demands = table.constraints
             raise PlannerError(

@@ -8,8 +8,8 @@ from typing import NamedTuple, final
 
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
-from recsys.kernels.row_update import STATE_KINDS, is_row_reducing, row_wise_moment
-from recsys.kernels.types import OptimizerSpec
+from recsys.kernels.row_update import STATE_KINDS
+from recsys.optim.specs import TableOptimizer
 
 UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
 """The kernels of tables in host memory that a GPU reads."""
@@ -62,7 +62,7 @@ class PlannedTable:
     rows: int
     dim: int
     element_bytes: int
-    optimizer: OptimizerSpec | None
+    optimizer: TableOptimizer | None
     trains: bool
     ids_per_sample: float
     num_features: int
@@ -76,7 +76,7 @@ class PlannedTable:
 
     def bytes_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Bytes:
         """Returns weights, and optimizer state or the gradient of a table without optimizer."""
-        kinds = list(STATE_KINDS[self.optimizer.algorithm].values()) if self.optimizer else []
+        kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values()) if self.optimizer else []
         weights = rows * cols * self.element_bytes
         by_element = 4 * rows * cols * kinds.count("element")
         by_row = 4 * rows * kinds.count("row")
@@ -96,11 +96,14 @@ class PlannedTable:
         kernel = next(iter(self.kernels.values()), EmbeddingComputeKernel.FUSED)
         return self.bytes_of(self.rows, self.dim, kernel)
 
-    def may_split_columns(self) -> bool:
-        """Returns whether the optimizer can do without whole rows."""
-        if self.optimizer is None or not is_row_reducing(self.optimizer.algorithm):
+    def allows(self, sharding_type: ShardingType) -> bool:
+        """Returns whether the table's optimizer can work under a sharding type."""
+        optimizer = self.optimizer
+        if optimizer is None:
             return True
-        managed = (
-            self.kernels[ShardingType.COLUMN_WISE] in UVM_KERNELS
-        )  # its lookups only fuse updates
-        return row_wise_moment(self.optimizer.algorithm) and not managed
+        if sharding_type is ShardingType.DATA_PARALLEL:
+            return optimizer.may_replicate
+        if sharding_type is not ShardingType.COLUMN_WISE:
+            return True
+        managed = self.kernels[sharding_type] in UVM_KERNELS  # its lookups only fuse updates
+        return optimizer.may_split_columns and not (managed and optimizer.exchanges_row_state)

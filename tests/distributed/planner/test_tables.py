@@ -7,7 +7,8 @@ import pytest
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
-from recsys.kernels.types import EmbOptimType, OptimizerSpec
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState
+from recsys.optim.specs import TableOptimizer
 
 FUSED = EmbeddingComputeKernel.FUSED
 UVM = EmbeddingComputeKernel.FUSED_UVM
@@ -18,6 +19,8 @@ def table(
     algorithm: EmbOptimType | None,
     kernel: EmbeddingComputeKernel = FUSED,
     *,
+    row_state: RowState = RowState.EXACT,
+    stochastic_rounding: bool = False,
     trains: bool = True,
     element_bytes: int = 4,
 ) -> PlannedTable:
@@ -27,7 +30,12 @@ def table(
         rows=100,
         dim=8,
         element_bytes=element_bytes,
-        optimizer=None if algorithm is None else OptimizerSpec(algorithm=algorithm),
+        optimizer=None
+        if algorithm is None
+        else TableOptimizer(
+            spec=OptimizerSpec(algorithm=algorithm, stochastic_rounding=stochastic_rounding),
+            row_state=row_state,
+        ),
         trains=trains,
         ids_per_sample=1.0,
         num_features=1,
@@ -66,11 +74,20 @@ def test_managed_memory_is_the_hosts_but_for_row_states_and_the_cache() -> None:
 
 
 def test_columns_are_split_only_where_the_optimizer_can_do_without_whole_rows() -> None:
-    assert table(None).may_split_columns()
-    assert table(EmbOptimType.ADAM, UVM).may_split_columns()
-    assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD).may_split_columns()
-    assert not table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).may_split_columns()
-    assert not table(EmbOptimType.LAMB).may_split_columns()
+    columns = ShardingType.COLUMN_WISE
+    assert table(None).allows(columns)
+    assert table(EmbOptimType.ADAM, UVM).allows(columns)
+    assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD).allows(columns)
+    assert not table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).allows(columns)
+    assert not table(EmbOptimType.LAMB).allows(columns)
+    for algorithm in (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.LAMB):
+        assert table(algorithm, UVM, row_state=RowState.PER_SHARD).allows(columns)
+
+
+def test_copies_are_kept_only_of_tables_whose_rounding_is_no_matter_of_chance() -> None:
+    replicas = ShardingType.DATA_PARALLEL
+    assert table(EmbOptimType.EXACT_SGD).allows(replicas)
+    assert not table(EmbOptimType.EXACT_SGD, stochastic_rounding=True).allows(replicas)
 
 
 def test_bytes_fit_where_both_memories_have_room() -> None:
