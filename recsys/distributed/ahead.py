@@ -52,7 +52,8 @@ class InputsAhead:
         Raises:
             Exception: what is wrong with the features that are sent ahead, on every rank.
         """
-        if len(self._collections) < 2 or torch.compiler.is_compiling():
+        inputs = self._collections if self._paths is None else self._paths
+        if len(inputs) < 2 or torch.compiler.is_compiling():
             yield
         elif self._paths is None:
             with self._observe(args, kwargs):

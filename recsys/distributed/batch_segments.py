@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -23,6 +23,20 @@ from recsys.kernels import ops
 from recsys.kernels.bounds import bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
+
+
+class HostCounts(NamedTuple):
+    """Ids of a batch, as the host knows them once it has read the header.
+
+    Attributes:
+        of_segments: ``counts_G`` of :class:`Segments`.
+        given: its ``given_counts``.
+        to_ranks: ids sent to each rank.
+    """
+
+    of_segments: np.ndarray
+    given: np.ndarray
+    to_ranks: list[int]
 
 
 @final
@@ -64,38 +78,32 @@ class Segments:
     given_counts: Tensor
     weights_need_grad: bool
 
-    def sent_places(self, counts_G: np.ndarray) -> Tensor:
-        """Returns the places in the batch of the ids sent, rank by rank and stream by stream.
-
-        Args:
-            counts_G: of this batch, on the host.
-        """
+    def sent_places(self, host: HostCounts) -> Tensor:
+        """Returns the places in the batch of the ids sent, rank by rank and stream by stream."""
         routes = self.routes
         if not self.places:
             return self.counts_G.new_empty(0)
         counts = self.counts_G if routes.use_raw else self.counts_G[routes.num_keys :]
-        total = sum(int(counts_G[s].sum()) for s in routes.segments)
-        _, sent, _ = ops.permute_1d(routes.sent, counts, torch.cat(self.places), None, total)
+        places = _cat(self.places)
+        _, sent, _ = ops.permute_1d(routes.sent, counts, places, None, sum(host.to_ranks))
         return sent
 
     def id_route(
         self,
-        counts_G: np.ndarray,
-        given_counts: np.ndarray,
+        host: HostCounts,
         received_counts: np.ndarray,
         replica_places: Sequence[Tensor],
     ) -> IdRoute:
         """Returns how embeddings find back to the ids of this batch.
 
         Args:
-            counts_G: of this batch, on the host.
-            given_counts: of this batch, on the host.
+            host: counts of this batch.
             received_counts: ids received from each rank in each stream of this rank.
             replica_places: places in the batch of the ids of each replica group.
         """
         routes = self.routes
         slots = routes.slot_keys
-        counts_K = counts_G[: routes.num_keys]
+        counts_G, counts_K = host.of_segments, host.of_segments[: routes.num_keys]
         starts_K = np.cumsum(counts_K) - counts_K
         sent_counts = np.concatenate(
             [np.zeros(0, dtype=np.int64)]
@@ -104,17 +112,18 @@ class Segments:
         )
         inverse = None
         if self.inverse is not None:
-            parts = self.inverse.split(given_counts.tolist())
+            parts = self.inverse.split(host.given.tolist())
             shifts = np.cumsum(counts_K[slots]) - counts_K[slots] - starts_K[slots]
             inverse = torch.cat([parts[k] + int(s) for k, s in zip(slots, shifts, strict=True)])
         return IdRoute(
-            positions=torch.cat([self.sent_places(counts_G), *replica_places]),
+            positions=_cat([self.sent_places(host), *replica_places]),
             sent_counts=sent_counts,
             received_counts=received_counts,
             slot_counts=counts_K[slots],
             slot_starts=starts_K[slots],
             inverse=inverse,
-            given_counts=(counts_K if self.inverse is None else given_counts)[slots],
+            slot_keys=slots,
+            key_counts=counts_K if self.inverse is None else host.given,
         )
 
 
@@ -342,6 +351,10 @@ class BatchCutter:
             given_counts=given_counts,
             weights_need_grad=weights_need_grad,
         )
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _without(features: KeyedJaggedTensor, bad_N: Tensor) -> KeyedJaggedTensor:

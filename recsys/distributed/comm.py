@@ -86,8 +86,7 @@ def all_to_all(
         out, recv_sizes = None, wire.encoded_sizes(recv_sizes)
 
         def decode(arrived: Tensor) -> Tensor:
-            values = wire.decode(arrived, value_sizes)
-            return values if final is None else final.copy_(values)
+            return wire.decode(arrived, value_sizes, final)
 
     if out is None:
         out = send.new_empty(sum(recv_sizes))

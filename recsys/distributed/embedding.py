@@ -90,7 +90,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
             self._layout,
             self._env,
             self._device,
-            torch.float32,
             self._finisher.schedule,
             codecs_for(self._qcomm_codecs_registry, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL),
         )
@@ -112,13 +111,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
             if route.inverse is not None:
                 rows = rows.index_select(0, route.inverse)
             features = ids.receipt.features
-            keys, strides = features.keys(), features.stride_per_key()
-            slots = [keys.index(f) for config in self._configs for f in config.feature_names]
+            slots, strides = route.slot_keys, features.stride_per_key()
             lengths = features.lengths().split_with_sizes(strides)
             indices = None
-            sizes = route.given_counts.tolist()
+            sizes = route.key_counts[slots].tolist()
             if self._need_indices:
-                parts = features.values().split(features.length_per_key())
+                parts = features.values().split(route.key_counts.tolist())
                 indices = torch.cat([parts[k] for k in slots])
             views = FeatureViews(
                 rows,

@@ -59,7 +59,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             mean_slots,
             self._env,
             self._device,
-            torch.float32,
             self._finisher.schedule,
             codecs_for(
                 self._qcomm_codecs_registry,

@@ -82,7 +82,9 @@ class EvenBatches(Generic[B]):
         self._batches = batches
         self._policy = UnevenPolicy(policy)
         self._stages = [
-            module for module in model.modules() if isinstance(module, ShardedCollection)
+            module.input_stage
+            for module in model.modules()
+            if isinstance(module, ShardedCollection)
         ]
         if not self._stages:
             raise ValueError(

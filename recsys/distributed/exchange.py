@@ -26,7 +26,6 @@ class OutputStage(Protocol):
     Attributes:
         env: the ranks.
         device: where the embeddings are.
-        dtype: of the embeddings.
         on_backward: called in every backward pass, on every rank in the same order.
         codecs: what embeddings and gradients look like while they travel.
         has_exchange: whether any rank sends anything.
@@ -34,7 +33,6 @@ class OutputStage(Protocol):
 
     env: ShardingEnv
     device: torch.device
-    dtype: torch.dtype
     on_backward: Callable[[], None]
     codecs: QuantizedCommCodecs
     has_exchange: bool
@@ -89,7 +87,7 @@ class Exchange(abc.ABC):
         stage = self._stage
         self._replica_shapes = [replica.shape for replica in replicas]
         size = self.num_received + sum(replica.numel() for replica in replicas)
-        buffer = torch.empty(size, dtype=stage.dtype, device=stage.device)
+        buffer = torch.empty(size, device=stage.device)
         if stage.has_exchange:
             arrives = buffer[: self.num_received]
             self.pending = comm.all_to_all(

@@ -23,6 +23,11 @@ from recsys.distributed.layout import Layout
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
 
 
+def rank_major(num_streams: int, world_size: int) -> np.ndarray:
+    """Returns the places of segments ``[stream][rank]`` in the order ``[rank][stream]``."""
+    return np.arange(num_streams * world_size).reshape(-1, world_size).T.reshape(-1)
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
@@ -135,7 +140,8 @@ class IdRoute:
         slot_starts: places in the batch at which each slot's ids begin.
         inverse: where ids were made distinct: per slot the place among its distinct ids of each
             given id, one after the other; else None.
-        given_counts: ids of each slot as given.
+        slot_keys: positions in the batch of each slot's feature.
+        key_counts: ids of each of the batch's features as given.
     """
 
     positions: Tensor
@@ -144,4 +150,5 @@ class IdRoute:
     slot_counts: np.ndarray
     slot_starts: np.ndarray
     inverse: Tensor | None
-    given_counts: np.ndarray
+    slot_keys: np.ndarray
+    key_counts: np.ndarray

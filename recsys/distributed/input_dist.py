@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from recsys.distributed import comm
-from recsys.distributed.batch_segments import BatchCutter, Segments
-from recsys.distributed.id_routes import BATCH, COUNTS, FLAG, IdRoute, index_tensor
+from recsys.distributed.batch_segments import BatchCutter, HostCounts, Segments
+from recsys.distributed.id_routes import BATCH, COUNTS, FLAG, IdRoute, index_tensor, rank_major
 from recsys.distributed.layout import LookupGroup
 from recsys.distributed.types import ShardingEnv
 from recsys.distributed.weight_gradients import WeightRoute, carry_weights
@@ -115,6 +115,7 @@ class InputDist:
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.has_streams = any(layout.send_segments)
+        self.header_sizes = [len(segments) + COUNTS for segments in layout.send_segments]
         narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
         self._word = torch.int32 if narrow else torch.int64
         self._weight_word = torch.float32 if narrow else torch.float64
@@ -124,8 +125,7 @@ class InputDist:
             env.world_size, parts, self.num_streams
         )
         self._unpack = index_tensor(order.transpose(1, 2, 0).reshape(-1), device)
-        by_stream = np.arange(self.num_streams * env.world_size).reshape(-1, env.world_size)
-        self.by_rank = index_tensor(by_stream.T.reshape(-1), device)
+        self.by_rank = index_tensor(rank_major(self.num_streams, env.world_size), device)
         counts = np.arange(COUNTS, COUNTS + self.num_streams)
         self._recv_lengths = index_tensor(
             np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (parts - 1))]), device
@@ -148,12 +148,11 @@ class InputDist:
         """Words that each rank sends this one."""
         return self.num_streams + COUNTS
 
-    def header_of(self, batch: Segments | Exception) -> tuple[Tensor, ...]:
+    def header_of(self, batch: Segments | Exception) -> Tensor:
         """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
-        sizes = [len(segments) + COUNTS for segments in self.layout.send_segments]
         if isinstance(batch, Exception):
-            failed = torch.full((sum(sizes),), _FAILED, dtype=torch.int64, device=self.device)
-            return torch.split(failed, sizes)
+            total = sum(self.header_sizes)
+            return torch.full((total,), _FAILED, dtype=torch.int64, device=self.device)
         head = torch.zeros(COUNTS, dtype=torch.int64, device=self.device)
         head[BATCH] = batch.batch_size
         if batch.bad_N is not None:
@@ -164,7 +163,7 @@ class InputDist:
             head[FLAG] += _WEIGHTS_NEED_GRAD
         if self.last_batches is not None and self.last_batches.is_last:
             head[FLAG] += _IS_LAST
-        return torch.split(torch.cat([head, batch.counts_G])[batch.routes.header], sizes)
+        return torch.cat([head, batch.counts_G])[batch.routes.header]
 
     def payload_of(self, batch: Segments, total: int) -> Tensor:
         """Builds the payload ``[total]``: per destination its lengths, ids and weights."""
@@ -201,10 +200,6 @@ class InputDist:
             weights=weights,
         )
 
-    def split(self, bags: Bags, stream_ids: np.ndarray, num_samples: int) -> tuple[Bags, ...]:
-        """Cuts the bags of all streams of this rank into those of its lookup groups."""
-        return split_bags(self.layout.groups[self.env.rank], bags, stream_ids, num_samples)
-
     def replica_bags(
         self, batch: Segments, host_counts: np.ndarray
     ) -> tuple[tuple[Bags, ...], list[Tensor]]:
@@ -214,7 +209,10 @@ class InputDist:
             Per replica group its bags; and, where embeddings return to their ids, the ids' places.
         """
         features = batch.source
-        bags, places = [], []
+        bags: list[Bags] = []
+        places: list[Tensor] = []
+        if not batch.routes.replicas:
+            return (), places
         lengths_KB = features.lengths().view(batch.routes.num_keys, batch.batch_size)
         carried = features.weights_or_none() if self.is_weighted else None
         if not self.cutter.pooled:
@@ -267,11 +265,14 @@ class _Header:
         self._stages, self._batches = stages, batches
         env = stages[0].env
         self._widths = [stage.header_width for stage in stages]
-        parts = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
-        by_rank = [part[rank] for rank in range(env.world_size) for part in parts]
-        sizes = [sum(part[rank].numel() for part in parts) for rank in range(env.world_size)]
+        headers = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
+        sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
+        sent = headers[0]
+        if len(stages) > 1:
+            parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
+            sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
         own = [sum(self._widths)] * env.world_size
-        self._pending = comm.all_to_all(env, torch.cat(by_rank), sizes, own)
+        self._pending = comm.all_to_all(env, sent, sizes, own)
         self._read: list[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def read(self, module: int) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
@@ -356,9 +357,10 @@ class HeaderExchange:
             stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
         assert not isinstance(batch, Exception)
         parts = 2 if stage.is_weighted else 1
+        sent_counts = [int(counts_G[segments].sum()) for segments in batch.routes.segments]
         send_sizes = [
-            len(segments) * batch.batch_size + parts * int(counts_G[segments].sum())
-            for segments in batch.routes.segments
+            len(segments) * batch.batch_size + parts * count
+            for segments, count in zip(batch.routes.segments, sent_counts, strict=True)
         ]
         recv_sizes = (
             host_RH[:, BATCH] * stage.num_streams + parts * host_RH[:, COUNTS:].sum(1)
@@ -370,7 +372,8 @@ class HeaderExchange:
         if message and stage.cutter.mode is BoundsCheckMode.WARNING:
             # after the exchange has begun: where warnings are errors, the others need not wait
             warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
-        return IdExchange(stage, batch, counts_G, given_counts, header_RH, host_RH, received)
+        host_counts = HostCounts(counts_G, given_counts, sent_counts)
+        return IdExchange(stage, batch, host_counts, header_RH, host_RH, received)
 
 
 @final
@@ -381,16 +384,14 @@ class IdExchange:
         self,
         stage: InputDist,
         batch: Segments,
-        counts_G: np.ndarray,
-        given_counts: np.ndarray,
+        counts: HostCounts,
         header_RH: Tensor,
         host_RH: np.ndarray,
         received: comm.Pending | None,
     ) -> None:
         self._stage = stage
         self._batch = batch
-        self._counts_G = counts_G
-        self._given_counts = given_counts
+        self._counts = counts
         self._header_RH = header_RH
         self._host_RH = host_RH
         self._received = received
@@ -398,15 +399,16 @@ class IdExchange:
     def wait(self) -> LocalIds:
         """Waits for the ids and orders them for the lookups."""
         stage, batch = self._stage, self._batch
+        groups = stage.layout.groups[stage.env.rank]
         batch_sizes, counts_RS = self._host_RH[:, BATCH], self._host_RH[:, COUNTS:]
-        replicas, places = stage.replica_bags(batch, self._counts_G)
+        replicas, places = stage.replica_bags(batch, self._counts.of_segments)
         lookups: tuple[Bags, ...] = ()
         anchor = None
         if self._received is not None:
             bags = stage.unpack(self._received.wait(), self._header_RH, self._host_RH)
             if (self._host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
                 bags, anchor = self._with_weight_gradients(bags)
-            lookups = stage.split(bags, counts_RS.sum(0), int(batch_sizes.sum()))
+            lookups = split_bags(groups, bags, counts_RS.sum(0), int(batch_sizes.sum()))
         elif batch.routes.is_identity:
             features = batch.source
             bags = Bags(
@@ -414,10 +416,10 @@ class IdExchange:
                 offsets=features.offsets().to(features.values().dtype),
                 weights=features.weights() if stage.is_weighted else None,
             )
-            lookups = stage.split(bags, self._counts_G, batch.batch_size)
+            lookups = split_bags(groups, bags, self._counts.of_segments, batch.batch_size)
         route = None
         if not stage.cutter.pooled:
-            route = batch.id_route(self._counts_G, self._given_counts, counts_RS, places)
+            route = batch.id_route(self._counts, counts_RS, places)
         return LocalIds(
             lookups=lookups,
             replicas=replicas,
@@ -435,9 +437,9 @@ class IdExchange:
         assert bags.weights is not None
         route = WeightRoute(
             env=self._stage.env,
-            places=batch.sent_places(self._counts_G) if batch.weights_need_grad else None,
+            places=batch.sent_places(self._counts) if batch.weights_need_grad else None,
             num_ids=batch.source.values().numel(),
-            sent_counts=[int(self._counts_G[s].sum()) for s in batch.routes.segments],
+            sent_counts=self._counts.to_ranks,
             received_counts=self._host_RH[:, COUNTS:].sum(1).tolist(),
             stream_counts=self._header_RH[:, COUNTS:].t().flatten(),
             by_rank=self._stage.by_rank,

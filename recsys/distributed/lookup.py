@@ -34,7 +34,6 @@ class GroupSettings:
     Attributes:
         pooling: as the shards do it; a row-split table sums, and is divided at the end.
         weights_dtype: of the tables.
-        output_dtype: of the embeddings.
         optimizer: the tables' own optimizer, or None if they are plain parameters; without its
             learning rate where tables of one lookup may differ in it.
         requires_grad: whether the tables train.
@@ -46,7 +45,6 @@ class GroupSettings:
 
     pooling: PoolingMode
     weights_dtype: torch.dtype
-    output_dtype: torch.dtype
     optimizer: OptimizerSpec | None
     requires_grad: bool
     location: EmbeddingLocation | None
@@ -77,7 +75,6 @@ class Lookups:
         tables: the layout's tables, for names.
         device: where the tables are allocated.
         replicated: whether gradients are those of this rank's batch only, to be added up later.
-        sparse_grad: whether plain parameters get sparse gradients.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class Lookups:
         device: torch.device,
         *,
         replicated: bool = False,
-        sparse_grad: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.kernels: list[TableBatchedEmbedding] = []
@@ -101,13 +97,11 @@ class Lookups:
                 feature_table_map=group.feature_table_map,
                 pooling=settings.pooling,
                 weights_dtype=settings.weights_dtype,
-                output_dtype=settings.output_dtype,
                 optimizer=_kernel_optimizer(settings, replicated),
                 update_mode=_update_mode(settings, replicated),
                 device=device,
                 location=settings.location,
                 keeps_batch=settings.exchanges_row_statistics and not settings.deferred,
-                sparse_grad=sparse_grad,
             )
             self.kernels.append(kernel)
             self.parameters.append(

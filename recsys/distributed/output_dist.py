@@ -251,7 +251,6 @@ class OutputDist:
             the bag length.
         env: the ranks.
         device: where the embeddings are.
-        dtype: of the embeddings.
         on_backward: called in every backward pass, on every rank in the same order.
         codecs: what embeddings and gradients look like while they travel.
     """
@@ -262,14 +261,12 @@ class OutputDist:
         mean_slots: tuple[int, ...],
         env: ShardingEnv,
         device: torch.device,
-        dtype: torch.dtype,
         on_backward: Callable[[], None],
         codecs: QuantizedCommCodecs,
     ) -> None:
         self.layout = layout
         self.env = env
         self.device = device
-        self.dtype = dtype
         self.mean_slots = mean_slots
         self.mean_index = torch.tensor(mean_slots, dtype=torch.int64, device=device)
         self.on_backward = on_backward
@@ -348,7 +345,7 @@ class _PooledExchange(Exchange):
         assert receipt.counts is not None
         counts = receipt.counts.view(-1, self.batch_size) if self.batch_size else receipt.counts
         counts = counts.index_select(0, self.stage.mean_index).clamp(min=1)
-        return counts.to(self.stage.dtype).reciprocal_().unsqueeze(2)
+        return counts.float().reciprocal_().unsqueeze(2)
 
     def _scale_means(self, values_BD: Tensor) -> None:
         if self.scales is None or not self.batch_size:
@@ -430,5 +427,5 @@ class _PooledExchange(Exchange):
 def _join(outputs: Sequence[Tensor], stage: OutputDist) -> Tensor:
     """Joins outputs ``[T, C_g]`` into ``[T, C]``."""
     if not outputs:
-        return torch.empty(0, dtype=stage.dtype, device=stage.device)
+        return torch.empty(0, device=stage.device)
     return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from recsys.distributed.layout import Layout, PlacedTable, build_layout
+from recsys.distributed.layout import Layout, PlacedTable, Rect, build_layout
 from recsys.distributed.node import get_local_size
 from recsys.distributed.strategies import check_plan_covers, pooling_of_parts, rects_of
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_tables import TableCollection
 
 
@@ -51,30 +52,57 @@ def layout_of_plan(
     check_plan_covers(
         type(module).__name__, EmbeddingModuleShardingPlan(plan), [c.name for c in configs]
     )
-    features = list(dict.fromkeys(f for config in configs for f in config.feature_names))
+    _, layout = place_tables(
+        configs,
+        poolings,
+        plan,
+        world_size,
+        local_size or get_local_size(world_size),
+        lambda i, rects: pooling_of_parts(poolings[i], rects),
+    )
+    return layout
+
+
+def place_tables(
+    configs: Sequence[BaseEmbeddingConfig],
+    poolings: Sequence[PoolingMode],
+    plan: Mapping[str, ParameterSharding],
+    world_size: int,
+    local_size: int,
+    group_of: Callable[[int, Sequence[Rect]], Hashable],
+) -> tuple[list[str], Layout]:
+    """Places tables.
+
+    Args:
+        configs: of the tables.
+        poolings: of the tables.
+        plan: by table name.
+        world_size: number of ranks.
+        local_size: ranks per node.
+        group_of: from a table's number and rectangles to what the tables of one lookup must have in
+            common.
+
+    Returns:
+        The distinct features in the layout's numbering, and the layout.
+    """
+    names = dict.fromkeys(f for config in configs for f in config.feature_names)
+    number = {name: i for i, name in enumerate(names)}
     placed = []
-    for config, pooling in zip(configs, poolings, strict=True):
-        rects = rects_of(
-            config.name,
-            config.num_embeddings,
-            config.embedding_dim,
-            plan[config.name],
-            world_size,
-        )
+    for i, config in enumerate(configs):
+        rows, dim = config.num_embeddings, config.embedding_dim
+        rects = rects_of(config.name, rows, dim, plan[config.name], world_size)
         placed.append(
             PlacedTable(
                 name=config.name,
-                num_rows=config.num_embeddings,
-                dim=config.embedding_dim,
-                features=tuple(features.index(f) for f in config.feature_names),
-                group=pooling_of_parts(pooling, rects),
+                num_rows=rows,
+                dim=dim,
+                features=tuple(number[f] for f in config.feature_names),
+                group=group_of(i, rects),
                 rects=rects,
             )
         )
-    return build_layout(
-        placed,
-        len(features),
-        world_size,
-        node_size=local_size or get_local_size(world_size),
-        equal_widths=PoolingMode.NONE in poolings,
+    equal_widths = PoolingMode.NONE in poolings
+    layout = build_layout(
+        placed, len(names), world_size, node_size=local_size, equal_widths=equal_widths
     )
+    return list(names), layout

@@ -294,6 +294,10 @@ class _ColumnSplits:
         self.kernels = [lookups.kernels[number] for number in own]
         self.exist = any(t.rects and is_meant(t.group) for t in layout.tables)  # type: ignore[arg-type]
         self._shared = self._find_shared([lookups.groups[number] for number in own], layout)
+        self._by_rank = [  # the shared blocks that each other rank has a part of
+            [place for place, (*_, peers) in enumerate(self._shared) if rank in peers]
+            for rank in range(env.world_size)
+        ]
 
     def apply(self) -> None:
         """Adds up one float per touched row among the column owners, and applies the row updates.
@@ -312,10 +316,7 @@ class _ColumnSplits:
             else torch.stack([statistics[k][i] for k, i in parts]).sum(0)
             for _, parts, _ in self._shared
         ]
-        by_rank = [
-            [place for place, (*_, peers) in enumerate(self._shared) if rank in peers]
-            for rank in range(env.world_size)
-        ]
+        by_rank = self._by_rank
         sizes = [sum(partials[place].numel() for place in shared) for shared in by_rank]
         sent = torch.cat([empty, *(partials[place] for shared in by_rank for place in shared)])
         received = comm.all_to_all(env, sent, sizes, sizes).wait().split(sizes)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.exchange import Exchange, start_exchange
-from recsys.distributed.id_routes import IdRoute
+from recsys.distributed.id_routes import IdRoute, index_tensor, rank_major
 from recsys.distributed.layout import Layout, Stream
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
@@ -34,7 +34,6 @@ class SequenceDist:
         layout: the compiled placement of tables of one dim.
         env: the ranks.
         device: where the embeddings are.
-        dtype: of the embeddings.
         on_backward: called in every backward pass, on every rank in the same order.
         codecs: what embeddings and gradients look like while they travel.
     """
@@ -44,14 +43,12 @@ class SequenceDist:
         layout: Layout,
         env: ShardingEnv,
         device: torch.device,
-        dtype: torch.dtype,
         on_backward: Callable[[], None],
         codecs: QuantizedCommCodecs,
     ) -> None:
         self.layout = layout
         self.env = env
         self.device = device
-        self.dtype = dtype
         self.on_backward = on_backward
         self.dim = layout.slots[0].dim
         own = layout.streams[env.rank]
@@ -69,11 +66,9 @@ class SequenceDist:
         self.own_chunks = np.array([_chunks(stream, self.chunk) for stream in own], dtype=np.int64)
         counts = [len(streams) for streams in layout.streams]
         self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
-        order = np.arange(self.num_streams * env.world_size).reshape(-1, env.world_size)
-        self.by_rank = torch.from_numpy(order.T.reshape(-1).astype(np.int32)).to(device)
-        self.by_stream = torch.from_numpy(np.argsort(order.T.reshape(-1)).astype(np.int32)).to(
-            device
-        )
+        order = rank_major(self.num_streams, env.world_size)
+        self.by_rank = index_tensor(order, device)
+        self.by_stream = index_tensor(np.argsort(order), device)
         self.has_exchange = any(counts)
 
     def start(
@@ -154,9 +149,7 @@ class _SequenceExchange(Exchange):
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
         self.widths = [x.shape[1] for x in lookups]
-        rows = [x.reshape(-1) for x in lookups] or [
-            torch.empty(0, dtype=self.stage.dtype, device=self.device)
-        ]
+        rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=self.device)]
         sent = rows[0] if len(rows) == 1 else torch.cat(rows)
         sent = self._reorder(sent, self.stage.by_rank, self.received_chunks.T)
         return self.start_sending(sent, replicas)

@@ -15,18 +15,13 @@ from torch import nn
 
 from recsys.distributed.batch_segments import BatchCutter
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
-from recsys.distributed.input_dist import (
-    HeaderExchange,
-    IdExchange,
-    InputDist,
-    LastBatches,
-    LocalIds,
-)
-from recsys.distributed.layout import Layout, PlacedTable, build_layout
+from recsys.distributed.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
+from recsys.distributed.layout import Layout, Rect
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.node import get_local_size
+from recsys.distributed.plan_layout import place_tables
 from recsys.distributed.row_updates import BackwardFinisher
-from recsys.distributed.strategies import check_plan_covers, pooling_of_parts, rects_of
+from recsys.distributed.strategies import check_plan_covers, pooling_of_parts
 from recsys.distributed.table_shards import TableShards, load_tables
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
@@ -36,10 +31,9 @@ from recsys.distributed.types import (
     ShardingEnv,
 )
 from recsys.distributed.wire import QuantizedCommCodecs
-from recsys.kernels.row_update import is_row_reducing, row_wise_moment
+from recsys.kernels.row_update import is_row_reducing
 from recsys.kernels.support import shared_optimizer
-from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation, PoolingMode, RowState
-from recsys.modules.embedding_configs import BaseEmbeddingConfig
+from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_tables import TableCollection, TableDict
 from recsys.optim.apply_optimizer_in_backward import (
@@ -116,18 +110,15 @@ class ShardedCollection(ShardedModule):
     def _build(self, options: Sequence[_TableOptions]) -> None:
         env, device = self._env, self._device
         self._options = list(options)
-        features = list(dict.fromkeys(f for c in self._configs for f in c.feature_names))
-        placed = [
-            _place(config, pooling, self._plan[config.name], option, features, env, device)
-            for config, pooling, option in zip(self._configs, self._poolings, options, strict=True)
-        ]
-        self._layout = layout = build_layout(
-            placed,
-            len(features),
+        features, layout = place_tables(
+            self._configs,
+            self._poolings,
+            self._plan,
             env.world_size,
-            node_size=get_local_size(env.world_size),
-            equal_widths=PoolingMode.NONE in self._poolings,
+            get_local_size(env.world_size),
+            self._group_of,
         )
+        self._layout = layout
         self._input_dist = InputDist(self._new_cutter(features), env)
         self._lookups = Lookups(layout.groups[env.rank], layout.tables, device)
         self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
@@ -136,7 +127,7 @@ class ShardedCollection(ShardedModule):
         self._trains = any(option.requires_grad for option in options)
         self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
         tables = TableDict()
-        shards: list[list[Any]] = [[] for _ in placed]
+        shards: list[list[Any]] = [[] for _ in layout.tables]
         for shard in (*self._lookups.shards(), *self._replicas.shards()):
             shards[shard.table].append(shard)
         for index, (config, option) in enumerate(zip(self._configs, options, strict=True)):
@@ -150,6 +141,51 @@ class ShardedCollection(ShardedModule):
             {f"{self.tables_name}.{name}.weight": table for name, table in self._tables().items()},
             [option.optimizer for option in options],
             self._finisher.deferred,
+        )
+
+    def _group_of(self, number: int, rects: Sequence[Rect]) -> GroupSettings:
+        """Returns what a table must have in common with those it shares a lookup with.
+
+        Raises:
+            ValueError: if the plan asks of it what its optimizer or the engine does not do.
+        """
+        name = self._configs[number].name
+        sharding, option = self._plan[name], self._options[number]
+        if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
+            raise ValueError(
+                f"Table {name!r} has compute_kernel 'quant', which is for inference; shard a "
+                "quantized model by recsys.inference.shard_quant_model."
+            )
+        if sharding.output_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"Table {name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
+                "are float32. Leave it None and convert the output."
+            )
+        splits_columns = len({rect.col_start for rect in rects}) > 1
+        owned = option.optimizer
+        if owned is not None and splits_columns and not owned.may_split_columns:
+            raise ValueError(
+                f"Table {name!r} is split by columns, but its optimizer "
+                f"{owned.spec.algorithm.name} takes the norm of whole rows. Place it table_wise, "
+                "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
+                "part's columns for whole rows."
+            )
+        reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
+        exchanges = owned is not None and splits_columns and owned.exchanges_row_state
+        if owned is not None and not rects and not owned.may_replicate:
+            raise ValueError(
+                f"Table {name!r} is data_parallel and has stochastic_rounding, with which its "
+                "replicas would drift apart. Place it otherwise, or turn the rounding off."
+            )
+        return GroupSettings(
+            pooling=pooling_of_parts(self._poolings[number], rects),
+            weights_dtype=option.dtype,
+            optimizer=owned and shared_optimizer(owned.spec, self._device, owned.update_mode),
+            requires_grad=option.requires_grad,
+            location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
+            deferred=owned is not None and owned.is_deferred,
+            exchanges_row_statistics=exchanges,
+            splits_row_state=reads_rows and not exchanges,
         )
 
     def _tables(self) -> dict[str, TableShards]:
@@ -169,15 +205,6 @@ class ShardedCollection(ShardedModule):
         """Returns the ids this rank looks up, of exchanges that start now or started ahead."""
         ahead = None if self.sent_ahead is None else self.sent_ahead(self, features)
         return (ahead or self.input_dist(features).send()).wait()
-
-    @property
-    def last_batches(self) -> LastBatches | None:
-        """Through which ranks tell each other of the end of their data, if they do."""
-        return self._input_dist.last_batches
-
-    @last_batches.setter
-    def last_batches(self, news: LastBatches | None) -> None:
-        self._input_dist.last_batches = news
 
     @property
     def fused_optimizer(self) -> FusedTablesOptimizer:
@@ -253,66 +280,6 @@ class _TableOptions:
         self.dtype = weight.dtype
         self.requires_grad = weight.requires_grad
         self.optimizer = optimizer_of_table(weight, fused_params)
-
-
-def _place(
-    config: BaseEmbeddingConfig,
-    pooling: PoolingMode,
-    sharding: ParameterSharding,
-    option: _TableOptions,
-    features: Sequence[str],
-    env: ShardingEnv,
-    device: torch.device,
-) -> PlacedTable:
-    rects = rects_of(
-        config.name, config.num_embeddings, config.embedding_dim, sharding, env.world_size
-    )
-    if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
-        raise ValueError(
-            f"Table {config.name!r} has compute_kernel 'quant', which is for inference; shard a "
-            "quantized model by recsys.inference.shard_quant_model."
-        )
-    if sharding.output_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"Table {config.name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
-            "are float32. Leave it None and convert the output."
-        )
-    splits_columns = len({rect.col_start for rect in rects}) > 1
-    owned = option.optimizer
-    reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
-    exchanges = False
-    if owned is not None and owned.row_state is RowState.EXACT:
-        exchanges = reads_rows
-        if exchanges and not row_wise_moment(owned.spec.algorithm):
-            raise ValueError(
-                f"Table {config.name!r} is split by columns, but its optimizer "
-                f"{owned.spec.algorithm.name} takes the norm of whole rows. Place it table_wise, "
-                "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
-                "part's columns for whole rows."
-            )
-    if owned is not None and owned.spec.stochastic_rounding and not rects:
-        raise ValueError(
-            f"Table {config.name!r} is data_parallel and has stochastic_rounding, with which its "
-            "replicas would drift apart. Place it otherwise, or turn the rounding off."
-        )
-    return PlacedTable(
-        name=config.name,
-        num_rows=config.num_embeddings,
-        dim=config.embedding_dim,
-        features=tuple(features.index(f) for f in config.feature_names),
-        group=GroupSettings(
-            pooling=pooling_of_parts(pooling, rects),
-            weights_dtype=option.dtype,
-            output_dtype=torch.float32,
-            optimizer=owned and shared_optimizer(owned.spec, device, owned.update_mode),
-            requires_grad=option.requires_grad,
-            location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
-            deferred=owned is not None and owned.is_deferred,
-            exchanges_row_statistics=exchanges,
-            splits_row_state=reads_rows and not exchanges,
-        ),
-        rects=rects,
-    )
 
 
 def _bounds_check_mode(

@@ -18,7 +18,6 @@ from recsys.distributed.node import get_local_size
 from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.strategies import (
     STRATEGIES,
-    check_plan_covers,
     column_blocks,
     parameter_sharding,
     placement,
@@ -38,17 +37,13 @@ from recsys.distributed.types import (
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 __all__ = [
-    "STRATEGIES",
     "ParameterShardingGenerator",
     "apply_to_all",
-    "check_plan_covers",
     "column_wise",
     "construct_module_sharding_plan",
     "data_parallel",
     "grid_shard",
-    "parameter_sharding",
     "placement",
-    "rects_of",
     "row_wise",
     "table_column_wise",
     "table_row_wise",

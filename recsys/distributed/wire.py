@@ -134,25 +134,27 @@ class WireFormat:
         encoded = torch.cat([small.view(torch.uint8), scale_bytes], 1)
         return encoded.view(-1), self.encoded_sizes(sizes)
 
-    def decode(self, encoded: Tensor, sizes: Sequence[int]) -> Tensor:
+    def decode(self, encoded: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Turns what arrived into values.
 
         Args:
             encoded: as :meth:`encode` made it on the senders.
             sizes: values in the stretch from each rank.
+            out: what to fill; allocated if None.
 
         Returns:
             fp32 ``[sum(sizes)]``.
         """
+        values_N = encoded.new_empty(sum(sizes), dtype=torch.float32) if out is None else out
         if self.precision in _CASTS:
-            values_N = encoded.float()
+            values_N.copy_(encoded)
         else:
             rows = encoded.view(-1, self.block + _SCALE_BYTES)
             small = rows[:, : self.block]
             dtype = torch.int8 if self.precision is CommType.INT8 else self.fp8_dtype
             scales = rows[:, self.block :].contiguous().view(torch.float32)
-            values_N = self._cut((small.view(dtype).float() * scales).view(-1), sizes)
-        return values_N if self.loss_scale is None else values_N / self.loss_scale
+            values_N.copy_(self._cut((small.view(dtype).float() * scales).view(-1), sizes))
+        return values_N if self.loss_scale is None else values_N.div_(self.loss_scale)
 
     def _pad(self, values_N: Tensor, sizes: Sequence[int]) -> Tensor:
         """Lets every rank's stretch end with a whole block."""

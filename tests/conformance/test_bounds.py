@@ -59,8 +59,9 @@ def test_coarser_wires_exceed_them(ranks: RankPool, kind: str, wire: str, coarse
 def _fault(of_decoded: Callable[[Tensor], Tensor]) -> Iterator[None]:
     original = WireFormat.decode
 
-    def decode(self: WireFormat, encoded: Tensor, sizes: list[int]) -> Tensor:
-        return of_decoded(original(self, encoded, sizes))
+    def decode(self: WireFormat, encoded: Tensor, sizes: list[int], out: Tensor | None) -> Tensor:
+        decoded = original(self, encoded, sizes, out)
+        return decoded.copy_(of_decoded(decoded))
 
     with mock.patch.object(WireFormat, "decode", decode):
         yield

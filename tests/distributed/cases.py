@@ -17,7 +17,7 @@ from recsys.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.sharding_plan import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,
