@@ -101,7 +101,8 @@ class Lookups:
                 update_mode=_update_mode(settings, replicated),
                 device=device,
                 location=settings.location,
-                keeps_batch=settings.exchanges_row_statistics and not settings.deferred,
+                keeps_batch=replicated
+                or (settings.exchanges_row_statistics and not settings.deferred),
             )
             self.kernels.append(kernel)
             self.parameters.append(

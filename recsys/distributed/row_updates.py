@@ -100,18 +100,18 @@ class BackwardFinisher:
         self.deferred.end_backward()
 
     def _finish_replicas(self) -> None:
-        """Adds up the dense gradients, and how many ranks touched each row, in one all-reduce."""
+        """Adds up the dense gradients of all ranks in one all-reduce, and hands out their mean."""
         if not self._replicas:
             return
-        sizes = [size for replicas in self._replicas for size in replicas.sizes]
-        buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
-        parts = buffer.split(sizes)
-        for replicas, summed, touched in zip(self._replicas, parts[::2], parts[1::2], strict=True):
-            replicas.kernel.add_dense_gradients(summed, touched)
+        given = [replicas.kernel.take_dense_gradients() for replicas in self._replicas]
+        flat = [part for parts in given for part in parts]
+        buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
         comm.all_reduce(self._env, buffer).wait()
-        buffer.div_(self._env.world_size)
-        for replicas, summed, touched in zip(self._replicas, parts[::2], parts[1::2], strict=True):
-            replicas.receive(summed, touched)
+        if self._env.world_size > 1:
+            buffer.mul_(1.0 / self._env.world_size)
+        summed = iter(buffer.split([part.numel() for part in flat]))
+        for replicas, parts in zip(self._replicas, given, strict=True):
+            replicas.receive([next(summed) for _ in parts])
 
 
 @final
@@ -225,22 +225,20 @@ class _Replicas:
         self.settings = settings
         self.kernel = kernel
         self.parameters = parameters
-        self.sizes = (kernel.layout.num_elements, kernel.layout.num_rows)
-        self.held: tuple[Tensor, Tensor] | None = None
+        self.held: list[Tensor] | None = None
 
-    def receive(self, summed: Tensor, touched: Tensor) -> None:
-        """Takes one backward pass's gradients of all ranks, as ``add_dense_gradients`` has them."""
+    def receive(self, gradients: list[Tensor]) -> None:
+        """Takes the gradients of all ranks, as ``take_dense_gradients`` has them."""
         if self.settings.optimizer is None:
-            grads = self.kernel.layout.table_views(summed)
+            grads = self.kernel.layout.table_views(gradients[0])
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 _accumulate_grad(parameter, grad)
         elif not self.settings.deferred:
-            self.kernel.step_dense(summed, touched)
+            self.kernel.step_dense(*gradients)
         elif self.held is None:
-            self.held = summed, touched
+            self.held = gradients
         else:
-            self.held[0].add_(summed)
-            self.held[1].add_(touched)
+            torch._foreach_add_(self.held, gradients)
 
     def step(self) -> None:
         """Applies what is held."""

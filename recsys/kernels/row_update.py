@@ -26,9 +26,11 @@ from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 __all__ = [
     "STATE_KINDS",
     "advance_step",
+    "apply_dense_update",
     "apply_row_update",
     "init_state",
     "is_row_reducing",
+    "moves_without_gradient",
     "round_stochastically",
     "row_statistic",
     "row_wise_moment",
@@ -68,6 +70,27 @@ def row_wise_moment(algorithm: EmbOptimType) -> bool:
         (True, False)
     """
     return algorithm in _MOMENT_REDUCING
+
+
+def moves_without_gradient(spec: OptimizerSpec) -> bool:
+    """Whether a row with a zero gradient may change: by its past, by decay, or 0 / 0.
+
+    Where not, all rows of a table can be updated by a dense gradient, as if only those with a
+    gradient were.
+
+    Example:
+        >>> spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+        >>> moves_without_gradient(spec)
+        False
+        >>> moves_without_gradient(OptimizerSpec(algorithm=EmbOptimType.ADAM))
+        True
+    """
+    if spec.weight_decay or spec.stochastic_rounding:
+        return True
+    adagrad = (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    return spec.algorithm is not EmbOptimType.SGD and not (
+        spec.algorithm in adagrad and spec.eps > 0
+    )
 
 
 def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
@@ -219,6 +242,38 @@ def apply_row_update(
     if spec.stochastic_rounding:
         new_KD = round_stochastically(new_KD, weight.dtype)
     weight.index_copy_(0, rows, new_KD.to(weight.dtype))
+
+
+@torch.no_grad()
+def apply_dense_update(
+    spec: OptimizerSpec,
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    grads: Tensor,
+    learning_rate: float | Tensor,
+) -> None:
+    """`apply_row_update` of all rows; not for an optimizer that `moves_without_gradient`.
+
+    Args:
+        spec: The optimizer.
+        weight: [R, D], any floating dtype.
+        state: As from `init_state`; changed in place.
+        grads: [R, D] fp32.
+        learning_rate: One for all rows, or [R, 1].
+    """
+    assert not moves_without_gradient(spec)
+    if spec.algorithm is EmbOptimType.SGD:
+        scale = torch.as_tensor(learning_rate, dtype=torch.float32, device=grads.device)
+    elif spec.algorithm is EmbOptimType.EXACT_ADAGRAD:
+        root_RD = state["sum"].addcmul_(grads, grads).sqrt().add_(spec.eps)
+        scale = root_RD.reciprocal_().mul_(learning_rate)
+    else:
+        root_R = state["sum"].add_(_row_moment(grads)).sqrt().add_(spec.eps)
+        scale = root_R.reciprocal_().unsqueeze(1) * learning_rate
+    if weight.dtype is torch.float32:
+        weight.addcmul_(grads, scale, value=-1)
+    else:
+        weight.copy_(weight.float().addcmul_(grads, scale, value=-1))
 
 
 _DROPPED_BITS = {torch.float16: 13, torch.bfloat16: 16}  # of the 23 bits of an fp32 mantissa

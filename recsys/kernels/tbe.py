@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.bounds import check_ids
-from recsys.kernels.row_update import STATE_KINDS, row_statistic
+from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient, row_statistic
 from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmModule
@@ -384,29 +384,43 @@ class TableBatchedEmbedding:
                 found[table] = part
         return found
 
-    def add_dense_gradients(self, summed: Tensor, touched: Tensor) -> None:
-        """DEFERRED mode: add the row gradients into dense buffers, and forget them.
+    def take_dense_gradients(self) -> list[Tensor]:
+        """DEFERRED mode: return the gradient of the whole storage, and forget it.
 
-        Args:
-            summed: [elements of all tables] fp32, laid out as `storage`.
-            touched: [rows of all tables] fp32; 1 is added for each row with a gradient.
+        Returns:
+            [elements of all tables] fp32, laid out as `storage`; and, if the optimizer
+            `moves_without_gradient`, [rows of all tables] fp32, 1 for each row with a gradient.
         """
+        assert self.optimizer is not None
+        counts_rows = moves_without_gradient(self.optimizer)
+        if self._held is not None and self._pending is None and not counts_rows:
+            held, self._held = self._held, None
+            return [self._kernel.dense_gradients(*held)]
         self._reduce()
-        for group, (rows, grads) in zip(self.layout.groups, self._pending or (), strict=False):
-            group.matrix(summed).index_add_(0, rows, grads)
-            group.rows(touched).index_add_(0, rows, torch.ones_like(grads[:, 0]))
+        layout = self.layout
+        summed = torch.zeros(layout.num_elements, device=layout.device)
+        touched = torch.zeros(layout.num_rows if counts_rows else 0, device=layout.device)
+        for group, (rows, grads) in zip(layout.groups, self._pending or (), strict=False):
+            group.matrix(summed).index_copy_(0, rows, grads)
+            if counts_rows:
+                group.rows(touched).index_fill_(0, rows, 1.0)
         self._pending = None
+        return [summed, touched] if counts_rows else [summed]
 
-    def step_dense(self, summed: Tensor, touched: Tensor) -> None:
-        """DEFERRED mode: apply the tables' optimizer to dense gradients of the touched rows.
+    def step_dense(self, summed: Tensor, touched: Tensor | None = None) -> None:
+        """DEFERRED mode: apply the tables' optimizer to what `take_dense_gradients` returned.
 
         Args:
-            summed: As in `add_dense_gradients`.
-            touched: [rows of all tables]; rows with 0 keep weights and optimizer state.
+            summed: [elements of all tables], such as the mean over replicas.
+            touched: [rows of all tables]; rows with 0 keep weights and optimizer state. Needed if
+                the optimizer `moves_without_gradient`.
         """
+        if touched is None:
+            self._kernel.apply_dense(summed, self._rates)
+            return
         self._held, self._pending = None, []
         for group in self.layout.groups:
-            # waits for the device: to update every row instead would read the whole table
+            # waits for the device: to update every row instead would move rows without gradient
             rows = group.rows(touched).nonzero().squeeze(1)
             self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
         self.step()
@@ -501,6 +515,7 @@ class TableBatchedEmbedding:
         """Per table its gradient, dense or sparse; None for frozen tables."""
         if not self.sparse_grad:
             flat = self._kernel.dense_gradients(grad, indices, offsets, weights)
+            flat = flat.to(self.storage.dtype)
             pieces = self.layout.table_views(flat)
             return [g if wanted else None for g, wanted in zip(pieces, trained, strict=True)]
         result: list[Tensor | None] = [None] * len(self.layout.tables)

@@ -181,9 +181,9 @@ class FbgemmCpuKernel(TorchKernel):
     def dense_gradients(
         self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """The gradient of the whole storage, in its dtype and layout."""
+        """The gradient of the whole storage, fp32 in its layout."""
         if indices.numel() == 0:
-            return torch.zeros_like(self.storage)
+            return torch.zeros_like(self.storage, dtype=torch.float32)
         geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
         flat: Tensor = _ops().split_embedding_backward_codegen_dense_cpu(
             grad.float(),
@@ -198,7 +198,7 @@ class FbgemmCpuKernel(TorchKernel):
             _SUM,
             weights,
         )
-        return flat.to(self.storage.dtype)
+        return flat
 
     def update(
         self,

@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.kernels.ops import permute_1d
-from recsys.kernels.row_update import STATE_KINDS, advance_step, apply_row_update
+from recsys.kernels.row_update import (
+    STATE_KINDS,
+    advance_step,
+    apply_dense_update,
+    apply_row_update,
+)
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import OptimizerSpec, PoolingMode
 
@@ -144,11 +149,11 @@ class TorchKernel:
     def dense_gradients(
         self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """The gradient of the whole storage, in its dtype and layout."""
-        out = torch.zeros_like(self.storage)
+        """The gradient of the whole storage, fp32 in its layout."""
+        out = torch.zeros_like(self.storage, dtype=torch.float32)
         found = self.row_gradients(grad, indices, offsets, weights)
         for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
-            group.matrix(out).index_copy_(0, rows, grads.to(out.dtype))
+            group.matrix(out).index_copy_(0, rows, grads)
         return out
 
     def update(
@@ -183,6 +188,18 @@ class TorchKernel:
                 self._rate_of_rows(group, rows, rates),
                 self._step_of_rows(group, rows),
                 row_moment=None if row_moments is None else row_moments[i],
+            )
+
+    def apply_dense(self, gradients: Tensor, rates: tuple[float, ...]) -> None:
+        """`apply` to all rows, from the gradient of the whole storage."""
+        assert self.optimizer is not None
+        for group in self.layout.groups:
+            apply_dense_update(
+                self.optimizer,
+                group.matrix(self.storage),
+                self._group_states(group),
+                group.matrix(gradients),
+                self._rate_of_rows(group, None, rates),
             )
 
     @property
@@ -228,12 +245,14 @@ class TorchKernel:
         }
 
     def _rate_of_rows(
-        self, group: DimGroup, rows: Tensor, rates: tuple[float, ...]
+        self, group: DimGroup, rows: Tensor | None, rates: tuple[float, ...]
     ) -> float | Tensor:
         if len({rates[t] for t in group.tables}) == 1:
             return rates[group.tables[0]]
         if self._rates_on_device is None or self._rates_on_device[0] != rates:
-            self._rates_on_device = rates, torch.tensor(rates, device=rows.device)
+            self._rates_on_device = rates, torch.tensor(rates, device=self.storage.device)
+        if rows is None:
+            rows = torch.arange(group.num_rows, device=self.storage.device)
         rates_T = self._rates_on_device[1].index_select(0, group.table_numbers)
         return rates_T.index_select(0, group.table_of_row(rows)).unsqueeze(1)
 
