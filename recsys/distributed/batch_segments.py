@@ -110,18 +110,13 @@ class Segments:
             + [counts_G[s] for s in routes.segments]
             + [counts_K[p] for p in routes.replica_positions]
         )
-        inverse = None
-        if self.inverse is not None:
-            parts = self.inverse.split(host.given.tolist())
-            shifts = np.cumsum(counts_K[slots]) - counts_K[slots] - starts_K[slots]
-            inverse = torch.cat([parts[k] + int(s) for k, s in zip(slots, shifts, strict=True)])
         return IdRoute(
             positions=_cat([self.sent_places(host), *replica_places]),
             sent_counts=sent_counts,
             received_counts=received_counts,
             slot_counts=counts_K[slots],
             slot_starts=starts_K[slots],
-            inverse=inverse,
+            inverse=self.inverse,
             slot_keys=slots,
             key_counts=counts_K if self.inverse is None else host.given,
         )

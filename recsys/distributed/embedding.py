@@ -107,9 +107,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         )
 
         def finish() -> dict[str, JaggedTensor]:
-            rows = values.wait()
+            rows, order = values.wait(), self._output_dist.slot_order
             if route.inverse is not None:
-                rows = rows.index_select(0, route.inverse)
+                rows, order = self._output_dist.repeat(rows, route, route.inverse), None
             features = ids.receipt.features
             slots, strides = route.slot_keys, features.stride_per_key()
             lengths = features.lengths().split_with_sizes(strides)
@@ -124,6 +124,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 torch.cat([lengths[k] for k in slots]),
                 sizes,
                 [strides[k] for k in slots],
+                order,
             )
             return JaggedTensor.from_views(self._names, views)
 

@@ -100,18 +100,21 @@ class Exchange(abc.ABC):
         return buffer
 
     def start_sending_back(self, grad: Tensor) -> None:
-        """Sends back the gradient of what had arrived in the buffer.
+        """Sends back the gradient of what had arrived in the buffer."""
+        if self._stage.has_exchange:
+            sent = grad[: self.num_received]
+            codec = self._stage.codecs.backward
+            self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends, wire=codec)
 
-        It is divided by the number of ranks, in place, as DistributedDataParallel does.
+    def wait_for_grads(self) -> Tensor | None:
+        """Ends what :meth:`start_sending_back` started, if anything, and returns what arrived.
+
+        It is divided by the number of ranks, as DistributedDataParallel does.
         """
-        if not self._stage.has_exchange:
-            return
-        sent = grad[: self.num_received]
-        if self.env.world_size > 1:
-            sent.mul_(1.0 / self.env.world_size)
-        self.pending = comm.all_to_all(
-            self.env, sent, self.receives, self.sends, wire=self._stage.codecs.backward
-        )
+        arrived = self.wait()
+        if arrived is not None and self.env.world_size > 1:
+            arrived.mul_(1.0 / self.env.world_size)
+        return arrived
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
         """Cuts the gradients of the replicas' outputs off the buffer's."""

@@ -138,8 +138,8 @@ class IdRoute:
         received_counts: ``[R, S]`` ids received from each rank in each stream.
         slot_counts: ids of each slot.
         slot_starts: places in the batch at which each slot's ids begin.
-        inverse: where ids were made distinct: per slot the place among its distinct ids of each
-            given id, one after the other; else None.
+        inverse: where ids were made distinct: the place among the batch's distinct ids of each
+            given id; else None.
         slot_keys: positions in the batch of each slot's feature.
         key_counts: ids of each of the batch's features as given.
     """

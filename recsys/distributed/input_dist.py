@@ -119,12 +119,19 @@ class InputDist:
         narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
         self._word = torch.int32 if narrow else torch.int64
         self._weight_word = torch.float32 if narrow else torch.float64
-        # payload of one source rank: lengths, ids, weights, each [S]; wanted: each [S][R]
+        # payload of one source rank: lengths, ids, weights, each [S]; wanted: each [S][R], or if
+        # every id gets a row of its own, lookup by lookup [R][S], as the rows will be sent back
         parts = 3 if is_weighted else 2
         order = np.arange(env.world_size * parts * self.num_streams).reshape(
             env.world_size, parts, self.num_streams
         )
-        self._unpack = index_tensor(order.transpose(1, 2, 0).reshape(-1), device)
+        if cutter.pooled:
+            order = order.transpose(1, 2, 0)
+        else:
+            groups = layout.groups[env.rank]
+            lookups = [order[:, part, g.streams] for part in range(parts) for g in groups]
+            order = np.concatenate([order[0, 0, :0], *(rows.reshape(-1) for rows in lookups)])
+        self._unpack = index_tensor(order.reshape(-1), device)
         self.by_rank = index_tensor(rank_major(self.num_streams, env.world_size), device)
         counts = np.arange(COUNTS, COUNTS + self.num_streams)
         self._recv_lengths = index_tensor(

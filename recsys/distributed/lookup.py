@@ -74,6 +74,7 @@ class Lookups:
         groups: from the layout; each ``key`` is a :class:`GroupSettings`.
         tables: the layout's tables, for names.
         device: where the tables are allocated.
+        num_sources: ranks whose batches are looked up.
         replicated: whether gradients are those of this rank's batch only, to be added up later.
     """
 
@@ -82,6 +83,7 @@ class Lookups:
         groups: Sequence[LookupGroup],
         tables: Sequence[PlacedTable],
         device: torch.device,
+        num_sources: int = 1,
         *,
         replicated: bool = False,
     ) -> None:
@@ -94,7 +96,9 @@ class Lookups:
                     TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)
                     for t, r in zip(group.tables, group.rects, strict=True)
                 ],
-                feature_table_map=group.feature_table_map,
+                # rows that are not pooled are wanted source by source
+                feature_table_map=group.feature_table_map
+                * (num_sources if settings.pooling is PoolingMode.NONE else 1),
                 pooling=settings.pooling,
                 weights_dtype=settings.weights_dtype,
                 optimizer=_kernel_optimizer(settings, replicated),

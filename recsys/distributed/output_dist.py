@@ -394,7 +394,7 @@ class _PooledExchange(Exchange):
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
-        arrived = self.wait()
+        arrived = self.wait_for_grads()
         if arrived is None or not (self.own_groups or self.stage.hop is not None):
             return self.replica_grads(grad)
         return [*self._to_lookups(arrived), *self.replica_grads(grad)]

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.exchange import Exchange, start_exchange
-from recsys.distributed.id_routes import IdRoute, index_tensor, rank_major
+from recsys.distributed.id_routes import IdRoute
 from recsys.distributed.layout import Layout, Stream
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
-from recsys.kernels import ops
 
 
 @final
@@ -66,10 +65,10 @@ class SequenceDist:
         self.own_chunks = np.array([_chunks(stream, self.chunk) for stream in own], dtype=np.int64)
         counts = [len(streams) for streams in layout.streams]
         self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
-        order = rank_major(self.num_streams, env.world_size)
-        self.by_rank = index_tensor(order, device)
-        self.by_stream = index_tensor(np.argsort(order), device)
         self.has_exchange = any(counts)
+        # each slot's rows arrive in one stretch: they need not be moved
+        self.is_whole = len(sent) == len(layout.slots) and self.chunk == self.dim
+        self.slot_order = self.sent_slots.tolist() if self.is_whole else None
 
     def start(
         self,
@@ -87,9 +86,24 @@ class SequenceDist:
             trains: whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            The pending ``[N, D]``, slot by slot.
+            The pending ``[N, D]``, slot by slot: in order, or if given in that of ``slot_order``.
         """
         return start_exchange(_SequenceExchange(self, route), lookups, replicas, trains)
+
+    def repeat(self, rows: Tensor, route: IdRoute, inverse: Tensor) -> Tensor:
+        """Returns the rows of the ids as given, slot by slot in order.
+
+        Args:
+            rows: of the distinct ids, from :meth:`start`.
+            route: of the batch.
+            inverse: of the route.
+        """
+        order = np.arange(len(self.layout.slots)) if self.slot_order is None else self.slot_order
+        shifts = -route.slot_starts
+        shifts[order] += np.cumsum(route.slot_counts[order]) - route.slot_counts[order]
+        parts = inverse.split(route.key_counts.tolist())
+        index = [parts[k] + int(s) for k, s in zip(route.slot_keys, shifts, strict=True)]
+        return rows.index_select(0, torch.cat(index))
 
 
 def _chunks(stream: Stream, chunk: int) -> int:
@@ -110,7 +124,8 @@ class _SequenceExchange(Exchange):
         self.received_chunks = route.received_counts * stage.own_chunks
         sends = (self.received_chunks.sum(1) * stage.chunk).tolist()
         super().__init__(stage, sends, receives)
-        self.target = self._target(route, int(edges[-1]))
+        if not stage.is_whole:
+            self.target = self._target(route, int(edges[-1]))
         self.widths: list[int] = []
 
     def _target(self, route: IdRoute, total: int) -> Tensor:
@@ -137,26 +152,28 @@ class _SequenceExchange(Exchange):
         both = torch.from_numpy(np.stack([values, counts])).to(self.stage.device)
         return both[0].repeat_interleave(both[1], output_size=total)
 
-    def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
-        """Permutes the segments of ``chunks`` chunks each."""
-        stage = self.stage
-        if stage.env.world_size == 1 or stage.num_streams <= 1:
-            return rows
-        sizes = torch.from_numpy(np.ascontiguousarray(chunks).reshape(-1) * stage.chunk)
-        _, moved, _ = ops.permute_1d(order, sizes.to(stage.device), rows, None, rows.numel())
-        return moved
-
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
         self.widths = [x.shape[1] for x in lookups]
-        rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=self.device)]
-        sent = rows[0] if len(rows) == 1 else torch.cat(rows)
-        sent = self._reorder(sent, self.stage.by_rank, self.received_chunks.T)
-        return self.start_sending(sent, replicas)
+        if len(lookups) == 1:
+            return self.start_sending(lookups[0].view(-1), replicas)
+        by_lookup = [x.view(-1).split(n) for x, n in zip(lookups, self._stretches(), strict=True)]
+        stretches = [part for of_rank in zip(*by_lookup, strict=True) for part in of_rank]
+        empty = torch.empty(0, device=self.device)
+        return self.start_sending(torch.cat([empty, *stretches]), replicas)
+
+    def _stretches(self) -> list[list[int]]:
+        """Returns per lookup the elements for each rank."""
+        return [
+            (self.received_chunks[:, group.streams].sum(1) * self.stage.chunk).tolist()
+            for group in self.stage.layout.groups[self.env.rank]
+        ]
 
     def place(self, buffer: Tensor) -> Tensor:
         """Waits, and puts each row where its id is: ``[N, D]``."""
         self.wait()
+        if self.stage.is_whole:
+            return buffer.detach().view(-1, self.stage.dim)
         chunk = self.stage.chunk
         output = torch.empty_like(buffer, memory_format=torch.contiguous_format)
         output.view(-1, chunk).index_copy_(0, self.target, buffer.view(-1, chunk))
@@ -164,6 +181,10 @@ class _SequenceExchange(Exchange):
 
     def spread(self, grad: Tensor) -> Tensor:
         """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
+        if self.stage.is_whole:
+            whole = grad.reshape(-1)
+            self.start_sending_back(whole)
+            return whole
         chunk = self.stage.chunk
         spread = grad.reshape(-1, chunk).index_select(0, self.target).view(-1)
         self.start_sending_back(spread)
@@ -171,15 +192,16 @@ class _SequenceExchange(Exchange):
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
-        grads: list[Tensor] = []
-        arrived = self.wait()
-        if arrived is not None and self.widths:
-            rows = self._reorder(arrived, self.stage.by_stream, self.received_chunks)
-            per_stream = self.received_chunks.sum(0)
-            groups = self.stage.layout.groups[self.env.rank]
-            sizes = [int(per_stream[g.streams].sum()) * self.stage.chunk for g in groups]
-            grads += [
-                part.view(-1, width)
-                for part, width in zip(rows.split(sizes), self.widths, strict=True)
-            ]
+        arrived = self.wait_for_grads()
+        if arrived is None or not self.widths:
+            return self.replica_grads(grad)
+        if len(self.widths) == 1:
+            return [arrived.view(-1, self.widths[0]), *self.replica_grads(grad)]
+        by_lookup = self._stretches()
+        order = [size for of_rank in zip(*by_lookup, strict=True) for size in of_rank]
+        stretches = arrived.split(order)
+        grads = [
+            torch.cat(stretches[i :: len(by_lookup)]).view(-1, width)
+            for i, width in enumerate(self.widths)
+        ]
         return [*grads, *self.replica_grads(grad)]

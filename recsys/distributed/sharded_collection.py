@@ -120,7 +120,7 @@ class ShardedCollection(ShardedModule):
         )
         self._layout = layout
         self._input_dist = InputDist(self._new_cutter(features), env)
-        self._lookups = Lookups(layout.groups[env.rank], layout.tables, device)
+        self._lookups = Lookups(layout.groups[env.rank], layout.tables, device, env.world_size)
         self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
         self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
         self._output_dist = self._new_output_dist()

@@ -77,6 +77,8 @@ class Limit:
 
 
 def _features_are_scattered(s: LookupSettings) -> bool:
+    if s.pooling is PoolingMode.NONE:  # its backward is one of rows: see `FbgemmCpuKernel._as_sum`
+        return False
     changes = sum(
         a != b for a, b in zip(s.feature_table_map, s.feature_table_map[1:], strict=False)
     )

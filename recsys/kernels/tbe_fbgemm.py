@@ -65,9 +65,6 @@ _DENSE_BACKWARD = (
 _STATE = " momentum1_host momentum1_placements momentum1_offsets"
 _CPU_OPS: Mapping[str, str] = {
     "split_embedding_codegen_forward_cpu": _FORWARD,
-    "split_embedding_nobag_codegen_forward_cpu": (
-        "weights weights_offsets D hash_size_cumsum indices offsets output_dtype"
-    ),
     "split_embedding_codegen_grad_indice_weights_cpu": (
         "grad_output weights weights_offsets D_offsets indices offsets feature_requires_grad"
     ),
@@ -131,21 +128,10 @@ class FbgemmCpuKernel(TorchKernel):
 
     def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
+        if self.pooling is PoolingMode.NONE:
+            return super().lookup(indices, offsets, weights)  # as fast as FBGEMM's
         geometry = self._geometry
         offsets = offsets.to(indices.dtype)
-        if self.pooling is PoolingMode.NONE:
-            if indices.numel() == 0:
-                return torch.empty(0, geometry.dims[0], dtype=self.output_dtype)
-            rows: Tensor = _ops().split_embedding_nobag_codegen_forward_cpu(
-                self.storage,
-                geometry.weights_offsets,
-                geometry.dims[0],
-                geometry.row_cumsum,
-                indices,
-                offsets,
-                _OUTPUT_CODE[self.output_dtype],
-            )
-            return rows
         # A missing `indice_weights` must be None: an empty tensor would be read out of bounds.
         pooled: Tensor = _ops().split_embedding_codegen_forward_cpu(
             self.storage,
