@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.embedding import EmbeddingCollectionSharder
@@ -319,3 +323,32 @@ def train(
         if with_dense:
             dense.step()
     return outputs
+
+
+class Collectives(Counter[str]):
+    """How often each was called, by name, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[str, list[tuple[Any, ...]]] = {}
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Collectives]:
+    """Counts the collectives that this rank calls meanwhile."""
+    counts = Collectives()
+
+    def counting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            counts.arguments.setdefault(name, []).append(args)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with ExitStack() as patches:
+        for name in ("all_to_all_single", "all_reduce", "all_gather_object", "broadcast"):
+            patches.enter_context(counting(name))
+        yield counts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingType
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import FEATURES, Case, concat_batches, shard
+from tests.distributed.cases import FEATURES, Case, concat_batches, counted_collectives, shard
 from tests.ranks import RankPool
 
 NUM_BATCHES = (2, 4, 1)
@@ -35,19 +34,9 @@ def _run(case: Case, policy: str) -> tuple[list[bool], int, list[Tensor]]:
     """Which steps were made up; collectives of the epoch; the tables after it."""
     rank = dist.get_rank()
     model = shard(case)
-    fillers, calls = [], []
-
-    def counted(name: str) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(dist, name, call)
-
+    fillers = []
     epoch = EvenBatches(iter(_batches(case, rank)), model, policy)
-    with counted("all_to_all_single"), counted("all_reduce"), counted("all_gather_object"):
+    with counted_collectives() as calls:
         for batch in epoch:
             pooled, _ = model(batch)
             _loss(pooled).backward()
@@ -56,7 +45,7 @@ def _run(case: Case, policy: str) -> tuple[list[bool], int, list[Tensor]]:
     state = model.state_dict()
     tables = [state[name] for name in sorted(state) if name.startswith("ebc")]
     whole = [t.full_tensor() if isinstance(t, ShardedTable) else t.detach() for t in tables]
-    return fillers, len(calls), whole
+    return fillers, calls.total(), whole
 
 
 def _steps(policy: str) -> int:

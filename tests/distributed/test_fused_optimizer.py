@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -41,7 +40,16 @@ from recsys.optim import (
 )
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.specs import optimizer_spec
-from tests.distributed.cases import CPU, Case, EachType, Model, concat_batches, shard, train
+from tests.distributed.cases import (
+    CPU,
+    Case,
+    EachType,
+    Model,
+    concat_batches,
+    counted_collectives,
+    shard,
+    train,
+)
 from tests.ranks import RankPool
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -293,13 +301,10 @@ def _count_collectives(case: Owned) -> None:
         optimizer_of(sharded), GradientClipping.NORM, 1.0, enable_global_grad_clip=True
     )
     backward(case, sharded, 0, rank)
-    with (
-        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
-        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
-    ):
+    with counted_collectives() as calls:
         optimizer.step()
-    assert (reduce.call_count, exchange.call_count) == (1, 1)
-    (summed,) = reduce.call_args.args[:1]
+    assert calls == {"all_reduce": 1, "all_to_all_single": 1}
+    ((summed, *_),) = calls.arguments["all_reduce"]
     assert summed.numel() == 1
 
 
@@ -472,13 +477,12 @@ def test_weight_decay_is_that_of_the_unsharded_model(ranks: RankPool, seed: int,
 
 def _per_shard(case: Owned, folder: str) -> None:
     rank, sharded = dist.get_rank(), shard(case)
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+    with counted_collectives() as without:
         backward(case, sharded, 0, rank)
-    without = exchange.call_count
     exact = shard(each_type(case.seed, RowWiseAdagrad))
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+    with counted_collectives() as calls:
         backward(case, exact, 0, rank)
-    assert exchange.call_count == without + 1
+    assert calls["all_to_all_single"] == without["all_to_all_single"] + 1
     state = sharded.fused_optimizer.state_dict()["state"]
     columns = "ebc.embedding_bags.column_wise.weight"
     assert set(state[columns]) == {"sum_of_columns_0_to_4", "sum_of_columns_4_to_8"}
