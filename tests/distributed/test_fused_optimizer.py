@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +59,17 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Owned(Case):
-    """A case whose tables own an optimizer with these settings."""
+    """A case whose tables own an optimizer in these modes."""
 
-    kwargs: tuple[tuple[str, Any], ...] = (("lr", 0.1),)
     modes: tuple[tuple[str, str], ...] = ()
 
     def model(self) -> Model:
-        model = Case.model(copy_without_optimizer(self))
+        model = Case.model(replace(self, optimizer=None))
         assert self.optimizer is not None
         apply_optimizer_in_backward(
-            self.optimizer, model.ebc.parameters(), dict(self.kwargs), **dict(self.modes)
+            self.optimizer, model.ebc.parameters(), dict(self.hyperparameters), **dict(self.modes)
         )
         return model
-
-
-def copy_without_optimizer(case: Owned) -> Case:
-    other = copy.copy(case)
-    object.__setattr__(other, "optimizer", None)
-    return other
 
 
 def whole(value: Tensor) -> Tensor:
@@ -107,9 +100,9 @@ class Reference:
 
     def __init__(self, case: Owned) -> None:
         self.case = case
-        self.model = Case.model(copy_without_optimizer(case))
+        self.model = Case.model(replace(case, optimizer=None))
         assert case.optimizer is not None
-        self.spec: OptimizerSpec = optimizer_spec(case.optimizer, dict(case.kwargs))
+        self.spec: OptimizerSpec = optimizer_spec(case.optimizer, dict(case.hyperparameters))
         self.weights: dict[str, nn.Parameter] = self.model.ebc.table_weights()
         self.states = {n: init_state(self.spec, w.detach()) for n, w in self.weights.items()}
         self.touched: dict[str, set[int]] = {name: set() for name in self.weights}
@@ -265,7 +258,7 @@ def _mix_modes(case: Owned) -> None:
     """Every second table is deferred; stepping after each backward gives what fusing gives."""
     rank = dist.get_rank()
     reference = case.model()
-    model = Case.model(copy_without_optimizer(case))
+    model = Case.model(replace(case, optimizer=None))
     for i, parameter in enumerate(model.ebc.parameters()):
         apply_optimizer_in_backward(
             RowWiseAdagrad,
@@ -291,8 +284,7 @@ def _mix_modes(case: Owned) -> None:
 def test_fused_and_deferred_tables_mix(ranks: RankPool, seed: int) -> None:
     case = each_type(seed, RowWiseAdagrad)
     shuffled = tuple(random.Random(seed).sample(case.types, len(case.types)))
-    object.__setattr__(case, "types", shuffled)
-    ranks(2, _mix_modes, case)
+    ranks(2, _mix_modes, replace(case, types=shuffled))
 
 
 def _count_collectives(case: Owned) -> None:
@@ -441,13 +433,13 @@ def test_warm_up_reaches_tables_and_dense_parameters(ranks: RankPool, mode: str)
 
 # -- weight decay ----------------------------------------------------------------------------------
 
-DECAYS: dict[str, tuple[type[torch.optim.Optimizer], Settings]] = {
-    "SGD-L2": (torch.optim.SGD, {}),
-    "Adagrad-L2": (Adagrad, {}),
-    "RowWiseAdagrad-L2": (RowWiseAdagrad, {}),
-    "Adam-L2": (torch.optim.Adam, {}),
-    "Adam-decoupled": (torch.optim.AdamW, {}),
-    "PartialRowWiseAdam-decoupled": (PartialRowWiseAdam, {}),
+DECAYS: dict[str, type[torch.optim.Optimizer]] = {
+    "SGD-L2": torch.optim.SGD,
+    "Adagrad-L2": Adagrad,
+    "RowWiseAdagrad-L2": RowWiseAdagrad,
+    "Adam-L2": torch.optim.Adam,
+    "Adam-decoupled": torch.optim.AdamW,
+    "PartialRowWiseAdam-decoupled": PartialRowWiseAdam,
 }
 
 
@@ -461,13 +453,12 @@ def _decay(case: Owned) -> None:
 @pytest.mark.parametrize("name", DECAYS)
 @pytest.mark.parametrize("seed", [800, 801])
 def test_weight_decay_is_that_of_the_unsharded_model(ranks: RankPool, seed: int, name: str) -> None:
-    optimizer, _ = DECAYS[name]
     case = Owned(
         seed,
         2 + seed % 2,
         types=tuple(ShardingType),
-        optimizer=optimizer,
-        kwargs=(("lr", 0.1), ("weight_decay", 0.3)),
+        optimizer=DECAYS[name],
+        hyperparameters=(("lr", 0.1), ("weight_decay", 0.3)),
     )
     ranks(case.world_size, _decay, case)
 
@@ -487,10 +478,10 @@ def _per_shard(case: Owned, folder: str) -> None:
     columns = "ebc.embedding_bags.column_wise.weight"
     assert set(state[columns]) == {"sum_of_columns_0_to_4", "sum_of_columns_4_to_8"}
     assert all(set(s) == {"sum"} for table, s in state.items() if table != columns)
-    # each part is trained as a table of its own
-    model = Case.model(copy_without_optimizer(case))
+    model = Case.model(replace(case, optimizer=None))
     whole_state = whole(exact.fused_optimizer.state_dict()["state"][columns]["sum"])
     halves = [whole(value) for value in state[columns].values()]
+    # each part is trained as a table of its own
     assert not torch.equal(halves[0], halves[1])
     torch.testing.assert_close(sum(halves) / 2, whole_state)
     save_checkpoint(folder, sharded, sharded.fused_optimizer)
