@@ -36,6 +36,7 @@ from recsys.sparse import KeyedJaggedTensor
 
 FEATURES = ["f0", "f1", "f2", "f3"]
 CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class Model(nn.Module):
@@ -323,6 +324,25 @@ def train(
         if with_dense:
             dense.step()
     return outputs
+
+
+def whole(value: Any) -> Tensor:
+    """A copy of a tensor, put together if it is sharded; then every rank must call it."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the whole state by name; every rank must call it."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
+    """Holds tensors by name, to 1e-5 unless told otherwise."""
+    assert received.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            received[name], value, **(CLOSE | tolerance), msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Collectives(Counter[str]):

@@ -12,11 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.even_batches import EvenBatches, UnevenPolicy, empty_batch
-from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingType
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import FEATURES, Case, concat_batches, counted_collectives, shard
+from tests.distributed.cases import (
+    FEATURES,
+    Case,
+    concat_batches,
+    counted_collectives,
+    shard,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 NUM_BATCHES = (2, 4, 1)
@@ -42,10 +48,9 @@ def _run(case: Case, policy: str) -> tuple[list[bool], int, list[Tensor]]:
             _loss(pooled).backward()
             fillers.append(epoch.is_filler)
     assert model.module.get_submodule("ebc").last_batches is None
-    state = model.state_dict()
+    state = whole_state(model)
     tables = [state[name] for name in sorted(state) if name.startswith("ebc")]
-    whole = [t.full_tensor() if isinstance(t, ShardedTable) else t.detach() for t in tables]
-    return fillers, calls.total(), whole
+    return fillers, calls.total(), tables
 
 
 def _steps(policy: str) -> int:

@@ -27,7 +27,15 @@ from recsys.modules.feature_processor import (
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
-from tests.distributed.cases import CPU, FEATURES, Case, concat_batches, samples_of
+from tests.distributed.cases import (
+    CPU,
+    FEATURES,
+    Case,
+    assert_same,
+    concat_batches,
+    samples_of,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 LONGEST = 3  # of the bags of `Case`
@@ -121,23 +129,18 @@ def _train(case: FpCase, model: nn.Module, steps: range, rank: int | None) -> li
     return outputs
 
 
-def _whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
-
-
 def _train_both(case: FpCase) -> None:
     rank = dist.get_rank()
     reference, sharded = case.model(), _shard(case)
     start = {name: value.clone() for name, value in reference.state_dict().items()}
     expected = _train(case, reference, range(3), None)
     received = _train(case, sharded, range(3), rank)
-    for step, (whole, own) in enumerate(zip(expected, received, strict=True)):
-        mine = whole.split([samples_of(batch) for batch in case.batches(step)])[rank]
+    for step, (joined, own) in enumerate(zip(expected, received, strict=True)):
+        mine = joined.split([samples_of(batch) for batch in case.batches(step)])[rank]
         torch.testing.assert_close(own, mine, rtol=1e-5, atol=1e-5)
-    state = _whole(sharded.state_dict())
+    state = whole_state(sharded)
     assert list(state) == list(start)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
+    assert_same(state, reference.state_dict())
     if sum(samples_of(batch) for step in range(3) for batch in case.batches(step)):
         processors = [name for name in start if "_feature_processors" in name]
         assert any(not torch.equal(start[name], state[name]) for name in processors)
@@ -181,7 +184,7 @@ def _use(case: FpCase) -> None:
     assert inside is model.module.fp._embedding_bag_collection
     copied, loaded = model.copy(CPU), _shard(case)
     copied.init_data_parallel()
-    loaded.load_state_dict(_whole(model.state_dict()))
+    loaded.load_state_dict(whole_state(model))
     expected = _train(case, model, range(1, 3), rank)
     for other in (copied, loaded):
         for one, another in zip(_train(case, other, range(1, 3), rank), expected, strict=True):

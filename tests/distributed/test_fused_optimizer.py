@@ -41,18 +41,21 @@ from recsys.optim import (
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.specs import optimizer_spec
 from tests.distributed.cases import (
+    CLOSE,
     CPU,
     Case,
     EachType,
     Model,
+    assert_same,
     concat_batches,
     counted_collectives,
     shard,
     train,
+    whole,
+    whole_state,
 )
 from tests.ranks import RankPool
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXACT = {"rtol": 0, "atol": 0}
 Settings = dict[str, Any]
 
@@ -70,22 +73,6 @@ class Owned(Case):
             self.optimizer, model.ebc.parameters(), dict(self.hyperparameters), **dict(self.modes)
         )
         return model
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
-    assert received.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            received[name], value, **(tolerance or CLOSE), msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def backward(case: Case, model: nn.Module, step: int, rank: int | None) -> None:
@@ -168,18 +155,18 @@ def _train_deferred(case: Owned, accumulate: int, clipping: str) -> None:
     )
     for first in range(0, 3 * accumulate, accumulate):
         optimizer.zero_grad()
-        before = weights_of(sharded)
+        before = whole_state(sharded)
         for step in range(first, first + accumulate):
             reference.backward(step)
             backward(case, sharded, step, rank)
-        assert_same(weights_of(sharded), before, **EXACT)
+        assert_same(whole_state(sharded), before, **EXACT)
         norm = _clip(list(reference.model.parameters()), settings)
         reference.step()
         optimizer.step()
         if norm is not None:
             assert optimizer.last_total_grad_norm is not None
             torch.testing.assert_close(optimizer.last_total_grad_norm, norm, **CLOSE)
-    assert_same(weights_of(sharded), weights_of(reference.model))
+    assert_same(whole_state(sharded), whole_state(reference.model))
     state = sharded.fused_optimizer.state_dict()["state"]
     for table, states in reference.states.items():
         for name, value in states.items():
@@ -234,19 +221,19 @@ def each_type(seed: int, optimizer: type[torch.optim.Optimizer], **modes: str) -
 def _drop(case: Owned) -> None:
     rank, sharded = dist.get_rank(), shard(case)
     optimizer = sharded.fused_optimizer
-    before = weights_of(sharded)
+    before = whole_state(sharded)
     optimizer.step()  # nothing has come yet
     backward(case, sharded, 0, rank)
     optimizer.zero_grad()
     optimizer.step()
-    assert_same(weights_of(sharded), before, **EXACT)
+    assert_same(whole_state(sharded), before, **EXACT)
     states = sharded.fused_optimizer.state_dict()["state"].values()
     assert all(whole(state["step"]) == 0 for state in states)
     backward(case, sharded, 0, rank)
     optimizer.step()
-    after = weights_of(sharded)
+    after = whole_state(sharded)
     optimizer.step()  # each gradient is applied once
-    assert_same(weights_of(sharded), after, **EXACT)
+    assert_same(whole_state(sharded), after, **EXACT)
     assert all(whole(state["step"]) == 1 for state in states)
 
 
@@ -271,13 +258,13 @@ def _mix_modes(case: Owned) -> None:
     assert modes == {"fused": 2, "deferred": 2}
     for step in range(3):
         train(case, reference, range(step, step + 1), rank=None)
-        before = weights_of(sharded)
+        before = whole_state(sharded)
         train(case, sharded, range(step, step + 1), rank=rank)
-        after = weights_of(sharded)
+        after = whole_state(sharded)
         tables = [f"ebc.embedding_bags.{c.name}.weight" for c in case.configs()]
         assert all(torch.equal(before[t], after[t]) for t in tables[1::2])
         sharded.fused_optimizer.step()
-    assert_same(weights_of(sharded), weights_of(reference))
+    assert_same(whole_state(sharded), whole_state(reference))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -351,7 +338,7 @@ def _clip_plain(case: Case) -> None:
         optimizer.step()
         assert optimizer.last_total_grad_norm is not None
         torch.testing.assert_close(optimizer.last_total_grad_norm, norm, **CLOSE)
-    assert_same(weights_of(sharded), weights_of(reference))
+    assert_same(whole_state(sharded), whole_state(reference))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -386,13 +373,13 @@ def _rates(case: Case, tolerance: dict[str, float]) -> None:
     assert [g["lr"] for g in groups] == [0.1 * (i + 1) for i in range(len(groups))]
     train(case, reference, range(2), rank=None, with_dense=False)
     train(case, sharded, range(2), rank=rank, with_dense=False)
-    assert_same(weights_of(sharded), weights_of(reference), **tolerance)
+    assert_same(whole_state(sharded), whole_state(reference), **tolerance)
     for group, parameter in zip(groups, reference.ebc.parameters(), strict=True):
         group["lr"] = 1 - group["lr"]
         parameter._in_backward_optimizers[0].param_groups[0]["lr"] = group["lr"]
     train(case, reference, range(2, 4), rank=None, with_dense=False)
     train(case, sharded, range(2, 4), rank=rank, with_dense=False)
-    assert_same(weights_of(sharded), weights_of(reference), **tolerance)
+    assert_same(whole_state(sharded), whole_state(reference), **tolerance)
     own = sharded.module.ebc
     assert len(own._lookups.kernels) <= 4  # pooling x whether it exchanges row statistics
     assert len(reference.ebc._current_link().groups) <= 2  # pooling
@@ -423,7 +410,7 @@ def _warm_up(case: Owned) -> None:
             optimizer.zero_grad()
             backward(case, model, step, rank)
             optimizer.step()
-    assert_same(weights_of(sharded), weights_of(expected))
+    assert_same(whole_state(sharded), whole_state(expected))
 
 
 @pytest.mark.parametrize("mode", ["fused", "deferred"])
@@ -447,7 +434,7 @@ def _decay(case: Owned) -> None:
     reference, sharded = case.model(), shard(case)
     train(case, reference, range(3), rank=None)
     train(case, sharded, range(3), rank=dist.get_rank())
-    assert_same(weights_of(sharded), weights_of(reference))
+    assert_same(whole_state(sharded), whole_state(reference))
 
 
 @pytest.mark.parametrize("name", DECAYS)
@@ -479,18 +466,18 @@ def _per_shard(case: Owned, folder: str) -> None:
     assert set(state[columns]) == {"sum_of_columns_0_to_4", "sum_of_columns_4_to_8"}
     assert all(set(s) == {"sum"} for table, s in state.items() if table != columns)
     model = Case.model(replace(case, optimizer=None))
-    whole_state = whole(exact.fused_optimizer.state_dict()["state"][columns]["sum"])
+    of_both = whole(exact.fused_optimizer.state_dict()["state"][columns]["sum"])
     halves = [whole(value) for value in state[columns].values()]
     # each part is trained as a table of its own
     assert not torch.equal(halves[0], halves[1])
-    torch.testing.assert_close(sum(halves) / 2, whole_state)
+    torch.testing.assert_close(sum(halves) / 2, of_both)
     save_checkpoint(folder, sharded, sharded.fused_optimizer)
     again = shard(case)
     load_checkpoint(folder, again, again.fused_optimizer)
     for step in range(1, 3):
         backward(case, sharded, step, rank)
         backward(case, again, step, rank)
-    assert_same(weights_of(again), weights_of(sharded), **EXACT)
+    assert_same(whole_state(again), whole_state(sharded), **EXACT)
     assert "per_shard" in {g["row_state"] for g in again.fused_optimizer.param_groups}
     # where columns lie otherwise there is no place for such a state, and none for the whole one
     plan = case.plan()
@@ -526,7 +513,7 @@ def _train_and_save(case: Owned, folder: str) -> None:
         optimizer.zero_grad()
         backward(case, sharded, step, dist.get_rank())
         optimizer.step()
-    found = weights_of(sharded)
+    found = whole_state(sharded)
     if dist.get_rank() == 0:
         torch.save(found, f"{folder}/expected.pt")
 
@@ -554,7 +541,7 @@ def _load_and_train(case: Owned, batches_of: Owned, folder: str) -> None:
         (((values * values.detach().sin()).sum() + logits.pow(2).sum()) * scale).backward()
         optimizer.step()
     expected = torch.load(f"{folder}/expected.pt")
-    assert_same(weights_of(sharded), expected, rtol=1e-4, atol=1e-5)
+    assert_same(whole_state(sharded), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("seed", "before", "after"), [(900, 3, 2), (901, 2, 1), (902, 4, 2)])

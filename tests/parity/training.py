@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.conformance.compare import train_step, upstream_of
 from tests.conformance.matrix import Cell
 from tests.conformance.matrix import cells as all_cells
-from tests.distributed.cases import shard
+from tests.distributed.cases import shard, whole_state
 from tests.parity.peer import ParityCase, parts_of, peer_batch, peer_mood, shard_peer
 
 STEPS = range(5)
@@ -74,10 +74,7 @@ def compare_with_peer(cell: Cell) -> str:
         train_step(model, case.batches(step)[rank], partial(upstream_of, case, step, rank))
         for step in STEPS
     ]
-    our_state = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
+    our_state = whole_state(model)
     if sorted(our_state) != sorted(their_state):
         return f"differs: names {sorted(our_state)}, the peer {sorted(their_state)}"
     for one, other in zip(ours, theirs, strict=True):
