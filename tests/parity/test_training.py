@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conformance.matrix import matching
 from tests.conformance.report import why
 from tests.parity.__main__ import compare_batch
 from tests.parity.peer import PeerPool
@@ -41,7 +42,7 @@ def test_nodes_are_alike(peer_ranks: PeerPool) -> None:
 
 
 def _hold(peer_ranks: PeerPool, **values: str) -> list[str]:
-    chosen = [c for c in cells() if all(getattr(c, axis) == v for axis, v in values.items())]
+    chosen = matching(cells(), values)
     found = compare_batch(peer_ranks, chosen)
     assert {
         str(cell): outcome
