@@ -65,7 +65,7 @@ def measure(contenders: dict[str, Callable[[], Any]], rounds: int, repeats: int)
         for name, run in contenders.items():
             times = []
             for _ in range(repeats):
-                if dist.get_world_size() > 1:
+                if dist.is_initialized() and dist.get_world_size() > 1:
                     dist.barrier()
                 began = time.perf_counter()
                 run()

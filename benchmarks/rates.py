@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks import ranks
 from benchmarks.report import ratio
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingMode, TableSpec, UpdateMode
@@ -59,14 +59,7 @@ def measure(algorithm: EmbOptimType, batch: int, rounds: int) -> dict[str, list[
 
     contenders = {f"{n} rates": step_of(n) for n in (1, 2, TABLES)}
     contenders["26 lookups"] = step_apart
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 3):
-        for name, step in contenders.items():
-            began = time.perf_counter()
-            step()
-            if turn >= 3:  # warm
-                times[name].append((time.perf_counter() - began) * 1e3)
-    return times
+    return ranks.measure(contenders, rounds, repeats=1)
 
 
 def main() -> None:

@@ -12,13 +12,14 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from tests.conformance.checkpoints import Move, moves, try_moves
+from tests.conformance.checkpoints import Move, moves, moves_by_checkpoint, try_moves
 from tests.conformance.compare import compare_all
-from tests.conformance.matrix import AXES, TOPOLOGIES, Cell, cells
-from tests.conformance.runner import RESULTS, in_pools, write
+from tests.conformance.matrix import AXES, TOPOLOGIES, Cell, by_unsharded_run, cells, matching
+from tests.conformance.runner import RESULTS, in_pools, singly_if_failed, write
 from tests.ranks import RankError, RankPool
 
 MATRIX = "conformance.json"
@@ -26,15 +27,14 @@ _BATCH_S = 300.0
 
 
 def _compare(pool: RankPool, batch: Sequence[Cell]) -> list[list[str]]:
-    """For each cell what any rank found. A batch that fails as a whole is tried cell by cell."""
+    """For each cell what any rank found."""
     world_size, _ = TOPOLOGIES[batch[0].topology]
-    try:
-        by_rank = pool(world_size, compare_all, [c.case() for c in batch], timeout=_BATCH_S)
-    except RankError as error:
-        if len(batch) == 1:
-            return [[str(error)[-1500:]]]
-        return [_compare(pool, [cell])[0] for cell in batch]
+    by_rank = pool(world_size, compare_all, [c.case() for c in batch], timeout=_BATCH_S)
     return [list(itertools.chain(*found)) for found in zip(*by_rank, strict=True)]
+
+
+def _end_of(error: RankError) -> list[str]:
+    return [str(error)[-1500:]]
 
 
 def summary(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any]:
@@ -61,17 +61,13 @@ def summary(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any
     }
 
 
-def matching(everything: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
-    """The cells with all of the values given as ``axis=value``."""
-    wanted = [condition.partition("=")[::2] for condition in only]
-    return [c for c in everything if all(getattr(c, axis) == v for axis, v in wanted)]
-
-
 def run_matrix(chosen: Sequence[Cell], pools: int) -> list[list[str]]:
     """Compares cells; those that share an unsharded run on the same pool."""
-    grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
-    batches = [list(group) for _, group in grouped]
-    return in_pools(batches, _compare, pools, "matrix")
+
+    def work(pool: RankPool, batch: Sequence[Cell]) -> list[list[str]]:
+        return singly_if_failed(partial(_compare, pool), batch, _end_of)
+
+    return in_pools(by_unsharded_run(chosen), work, pools, "matrix")
 
 
 def updated(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any]:
@@ -88,21 +84,13 @@ def earlier() -> dict[str, Any]:
     return result
 
 
-def _try_moves(pool: RankPool, batch: list[Move]) -> list[list[str]]:
-    """As :func:`try_moves`; a batch that fails as a whole is tried move by move."""
-    try:
-        return try_moves(pool, batch)
-    except RankError as error:
-        if len(batch) == 1:
-            return [[str(error)[-1500:]]]
-        return [_try_moves(pool, [move])[0] for move in batch]
-
-
 def run_checkpoints(pools: int) -> dict[str, Any]:
     """Makes every move; the loads of one checkpoint on the same pool."""
-    grouped = itertools.groupby(moves(), lambda m: (m.optimizer, m.saved))
-    batches = [list(group) for _, group in grouped]
-    found = in_pools(batches, _try_moves, pools, "checkpoints")
+
+    def work(pool: RankPool, batch: Sequence[Move]) -> list[list[str]]:
+        return singly_if_failed(partial(try_moves, pool), batch, _end_of)
+
+    found = in_pools(moves_by_checkpoint(), work, pools, "checkpoints")
     outcomes = ["differs" if problems else "equal" for problems in found]
     return {
         **outcomes_by_strategies(moves(), outcomes),
@@ -135,7 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part != "checkpoints":
         start = time.monotonic()
-        chosen = matching(cells(), arguments.only)
+        chosen = matching(cells(), dict(given.split("=", 1) for given in arguments.only))
         found = run_matrix(chosen, arguments.pools)
         result = updated(chosen, found) if arguments.update else summary(chosen, found)
         print(f"{result['equal']} of {result['cells']} combinations equal the unsharded model")

@@ -6,8 +6,9 @@ unsharded run that never stopped: after loading, and after three more steps.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from zlib import crc32
@@ -71,8 +72,9 @@ class Place:
     strategy: ShardingType
     world_size: int
 
-    def case(self, optimizer: str) -> SameSamples:
-        return SameSamples(
+    def case(self, optimizer: str, kind: type[SameSamples] = SameSamples) -> SameSamples:
+        """The model, plan and batches, of the kind of case given."""
+        return kind(
             17,
             self.world_size,
             types=(self.strategy,),
@@ -115,6 +117,12 @@ def moves() -> list[Move]:
         for saved in places()
         for loaded in places()
     ]
+
+
+def moves_by_checkpoint() -> list[list[Move]]:
+    """The same, in batches that load one checkpoint."""
+    grouped = itertools.groupby(moves(), lambda m: (m.optimizer, m.saved))
+    return [list(group) for _, group in grouped]
 
 
 def cover() -> list[Move]:
@@ -227,7 +235,7 @@ def load_into_all(places: list[Place], optimizer: str, path: str) -> list[list[s
     return [load_into(place, optimizer, path) for place in places]
 
 
-def try_moves(pool: RankPool, moves: list[Move], timeout: float = 200.0) -> list[list[str]]:
+def try_moves(pool: RankPool, moves: Sequence[Move], timeout: float = 200.0) -> list[list[str]]:
     """Makes moves from one checkpoint; returns for each what any rank found."""
     optimizer, saved = moves[0].optimizer, moves[0].saved
     found: dict[Place, list[str]] = {}

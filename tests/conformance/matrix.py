@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from zlib import crc32
 
 import torch
@@ -100,6 +101,17 @@ def cells() -> Iterator[Cell]:
             yield cell
 
 
+def matching(everything: Iterable[Cell], values: Mapping[str, str]) -> list[Cell]:
+    """The cells with all of the given values, by axis."""
+    return [c for c in everything if all(getattr(c, axis) == v for axis, v in values.items())]
+
+
+def by_unsharded_run(chosen: Iterable[Cell]) -> list[list[Cell]]:
+    """Batches of neighbours that share an unsharded run."""
+    grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
+    return [list(group) for _, group in grouped]
+
+
 Value = tuple[str, str]
 """An axis, and one of its values."""
 
@@ -109,25 +121,28 @@ def pairs(cell: Cell) -> set[tuple[Value, Value]]:
     return set(itertools.combinations([(axis, getattr(cell, axis)) for axis in AXES], 2))
 
 
-def pairwise_cover(seed: int = 0) -> list[Cell]:
+@cache
+def pairwise_cover(seed: int = 0) -> tuple[Cell, ...]:
     """Few cells that combine every two values that some cell combines.
 
     Greedy: among a random hundred cells with a pair that is still missing, the one with most.
     """
     rng = random.Random(seed)
-    everything = list(cells())
-    missing = set().union(*map(pairs, everything))
-    chosen = []
+    having: dict[tuple[Value, Value], list[Cell]] = {}
+    for cell in cells():
+        for pair in pairs(cell):
+            having.setdefault(pair, []).append(cell)
+    missing, chosen = set(having), []
     while missing:
-        wanted = rng.choice(sorted(missing))
-        candidates = [c for c in everything if all(getattr(c, axis) == v for axis, v in wanted)]
+        candidates = having[rng.choice(sorted(missing))]
         tried = rng.sample(candidates, min(100, len(candidates)))
         best = max(tried, key=lambda cell: len(pairs(cell) & missing))
         chosen.append(best)
         missing -= pairs(best)
-    return chosen
+    return tuple(chosen)
 
 
-def random_sample(count: int, seed: int = 0) -> list[Cell]:
+@cache
+def random_sample(count: int, seed: int = 0) -> tuple[Cell, ...]:
     """Cells at random."""
-    return random.Random(seed).sample(list(cells()), count)
+    return tuple(random.Random(seed).sample(list(cells()), count))

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tests.ranks import RankPool
+from tests.ranks import RankError, RankPool
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -58,6 +58,23 @@ def in_pools(
     while not free.empty():
         free.get().close()
     return results
+
+
+def singly_if_failed(
+    work: Callable[[Sequence[Any]], list[Any]],
+    batch: Sequence[Any],
+    failed: Callable[[RankError], Any],
+) -> list[Any]:
+    """Does a batch of jobs; one by one if it fails as a whole.
+
+    ``failed`` says what comes of a job that fails by itself.
+    """
+    try:
+        return work(batch)
+    except RankError as error:
+        if len(batch) == 1:
+            return [failed(error)]
+        return [found for job in batch for found in singly_if_failed(work, [job], failed)]
 
 
 def write(name: str, result: dict[str, Any], seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +19,15 @@ from tests.distributed.cases import Case, shard
 from tests.ranks import RankPool
 
 
-def _case(wire: str, optimizer: str = "SGD", strategy: str = "row_wise", kind: str = "sum") -> Case:
+def _case(
+    wire: str,
+    optimizer: str = "SGD",
+    strategy: str = "row_wise",
+    kind: str = "sum",
+    topology: str = "2",
+) -> Case:
     return Cell(
-        topology="2",
+        topology=topology,
         kind=kind,
         batches="one size",
         optimizer=optimizer,
@@ -76,3 +83,21 @@ def _compare_with_values_moved(case: Case) -> list[str]:
 def test_moved_values_exceed_them(ranks: RankPool, wire: str) -> None:
     found = ranks(2, _compare_with_values_moved, _case(wire))
     assert any(found)
+
+
+def _compare_with_each_way_halved(case: Case) -> list[list[str]]:
+    """First without a fault; then with one on each of the ways of a step."""
+    ways, found = range(4), [compare(case)]  # two hops forward, two backward
+    for faulty in ways:
+        way = itertools.cycle(ways)
+        with _fault(lambda values, way=way, faulty=faulty: values / (1 + (next(way) == faulty))):
+            found.append(compare(case))
+    return found
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "fp8", "int8"])
+def test_halved_values_of_each_of_two_hops_exceed_them(ranks: RankPool, wire: str) -> None:
+    case = _case(wire, strategy="grid_shard", topology="2x2")
+    right, *wrong = zip(*ranks(4, _compare_with_each_way_halved, case), strict=True)
+    assert not any(right)
+    assert all(map(any, wrong))

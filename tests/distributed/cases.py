@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.embedding import EmbeddingCollectionSharder
@@ -32,6 +36,7 @@ from recsys.sparse import KeyedJaggedTensor
 
 FEATURES = ["f0", "f1", "f2", "f3"]
 CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class Model(nn.Module):
@@ -319,3 +324,51 @@ def train(
         if with_dense:
             dense.step()
     return outputs
+
+
+def whole(value: Any) -> Tensor:
+    """A copy of a tensor, put together if it is sharded; then every rank must call it."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the whole state by name; every rank must call it."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
+    """Holds tensors by name, to 1e-5 unless told otherwise."""
+    assert received.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            received[name], value, **(CLOSE | tolerance), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class Collectives(Counter[str]):
+    """How often each was called, by name, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[str, list[tuple[Any, ...]]] = {}
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Collectives]:
+    """Counts the collectives that this rank calls meanwhile."""
+    counts = Collectives()
+
+    def counting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            counts.arguments.setdefault(name, []).append(args)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with ExitStack() as patches:
+        for name in ("all_to_all_single", "all_reduce", "all_gather_object", "broadcast"):
+            patches.enter_context(counting(name))
+        yield counts

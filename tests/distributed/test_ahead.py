@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +23,8 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCo
 from recsys.optim import SGD
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
+from tests.distributed.cases import CPU, counted_collectives
 from tests.ranks import RankPool
-
-CPU = torch.device("cpu")
-COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_object", "broadcast")
 
 
 @dataclass
@@ -96,7 +92,7 @@ def _shard(model: nn.Module) -> DistributedModelParallel:
     )
 
 
-def _train(ways: list[str], rank: int | None) -> tuple[list[Counter[str]], list[Tensor]]:
+def _train(ways: list[str], rank: int | None) -> tuple[list[dict[str, int]], list[Tensor]]:
     """Collectives of each step, and the outputs and tables; rank None: unsharded, both ranks'."""
     torch.manual_seed(0)
     model: Any = Model()
@@ -108,31 +104,16 @@ def _train(ways: list[str], rank: int | None) -> tuple[list[Counter[str]], list[
     counts, outputs = [], []
     for step, way in enumerate(ways):
         bare.way = way
-        counted: Counter[str] = Counter()
-        patches = [_counting(name, counted) for name in COLLECTIVES]
-        for patch in patches:
-            patch.start()
         given = [_samples(r, step) for r in ([rank] if rank is not None else range(2))]
-        results = [model(samples) for samples in given]
-        for patch in patches:
-            patch.stop()
+        with counted_collectives() as counted:
+            results = [model(samples) for samples in given]
         torch.cat(results).sum().div(1 if rank is not None else 2).backward()
         outputs.append(torch.cat(results).detach())
-        counts.append(counted)
+        counts.append(dict(counted))
     return counts, outputs
 
 
-def _counting(name: str, counted: Counter[str]) -> Any:
-    original = getattr(dist, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        counted[name] += 1
-        return original(*args, **kwargs)
-
-    return mock.patch.object(dist, name, call)
-
-
-def _sharded(ways: list[str]) -> tuple[list[Counter[str]], list[Tensor]]:
+def _sharded(ways: list[str]) -> tuple[list[dict[str, int]], list[Tensor]]:
     return _train(ways, dist.get_rank())
 
 

@@ -18,7 +18,16 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.optim import Adam, RowWiseAdagrad
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from tests.distributed.cases import CPU, Case, EachType, concat_batches, shard, train
+from tests.distributed.cases import (
+    CPU,
+    Case,
+    EachType,
+    concat_batches,
+    shard,
+    train,
+    whole,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 
@@ -31,15 +40,11 @@ def _optimizer(model: DistributedModelParallel) -> CombinedOptimizer:
     return CombinedOptimizer([model.fused_optimizer, dense])
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def _everything(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> dict:
-    state = {name: _whole(value) for name, value in model.state_dict().items()}
+    state = whole_state(model)
     for param, states in optimizer.state_dict()["state"].items():
         for name, value in states.items():
-            state[f"{param}/{name}"] = _whole(value)
+            state[f"{param}/{name}"] = whole(value)
     return state
 
 
@@ -108,7 +113,7 @@ def test_saves_and_loads_without_a_process_group(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", model, model.fused_optimizer)
     load_checkpoint(tmp_path / "c", other, other.fused_optimizer)
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(_whole(other.state_dict()[name]), _whole(value))
+        torch.testing.assert_close(whole(other.state_dict()[name]), whole(value))
 
 
 def test_missing_optimizer_state_is_an_error_unless_allowed(tmp_path: Path) -> None:
@@ -197,10 +202,10 @@ def test_a_model_on_a_part_of_the_ranks_is_saved_by_them_alone(
     path = str(tmp_path / "c")
     idle, saved, _ = ranks(3, _save_and_load_in_a_part_of_the_ranks, path, timeout=20.0)
     assert idle is None
-    whole = _single(EachType(1, 1, optimizer=RowWiseAdagrad))
-    load_checkpoint(path, whole)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(_whole(value), saved[name], rtol=0, atol=0, msg=name)
+    alone = _single(EachType(1, 1, optimizer=RowWiseAdagrad))
+    load_checkpoint(path, alone)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(whole(value), saved[name], rtol=0, atol=0, msg=name)
 
 
 def _save_alone(path: str) -> None:

@@ -20,7 +20,7 @@ from recsys.distributed.types import (
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import CPU, FEATURES, Case, shard, train
+from tests.distributed.cases import CPU, FEATURES, Case, shard, train, whole_state
 from tests.ranks import RankPool
 
 DEFERRED = (ShardingType.DATA_PARALLEL, ShardingType.COLUMN_WISE)
@@ -72,11 +72,7 @@ def _fail_once(case: Case) -> None:
     handle.remove()
     for parameter in model.module.over.parameters():
         parameter.grad = None
-    state = {
-        k: v.full_tensor() if hasattr(v, "full_tensor") else v
-        for k, v in model.state_dict().items()
-    }
-    other.load_state_dict(state)
+    other.load_state_dict(whole_state(model))
     other.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
     received = train(case, model, range(3), rank=rank)
     expected = train(case, other, range(3), rank=rank)

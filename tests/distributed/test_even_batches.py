@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.even_batches import EvenBatches, UnevenPolicy, empty_batch
-from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingType
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import FEATURES, Case, concat_batches, shard
+from tests.distributed.cases import (
+    FEATURES,
+    Case,
+    concat_batches,
+    counted_collectives,
+    shard,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 NUM_BATCHES = (2, 4, 1)
@@ -35,28 +40,17 @@ def _run(case: Case, policy: str) -> tuple[list[bool], int, list[Tensor]]:
     """Which steps were made up; collectives of the epoch; the tables after it."""
     rank = dist.get_rank()
     model = shard(case)
-    fillers, calls = [], []
-
-    def counted(name: str) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        return mock.patch.object(dist, name, call)
-
+    fillers = []
     epoch = EvenBatches(iter(_batches(case, rank)), model, policy)
-    with counted("all_to_all_single"), counted("all_reduce"), counted("all_gather_object"):
+    with counted_collectives() as calls:
         for batch in epoch:
             pooled, _ = model(batch)
             _loss(pooled).backward()
             fillers.append(epoch.is_filler)
     assert model.module.get_submodule("ebc").input_stage.last_batches is None
-    state = model.state_dict()
+    state = whole_state(model)
     tables = [state[name] for name in sorted(state) if name.startswith("ebc")]
-    whole = [t.full_tensor() if isinstance(t, ShardedTable) else t.detach() for t in tables]
-    return fillers, len(calls), whole
+    return fillers, calls.total(), tables
 
 
 def _steps(policy: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 from unittest import mock
@@ -27,7 +26,16 @@ from recsys.modules.feature_processor import (
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
-from tests.distributed.cases import CPU, FEATURES, Case, concat_batches, samples_of
+from tests.distributed.cases import (
+    CPU,
+    FEATURES,
+    Case,
+    assert_same,
+    concat_batches,
+    samples_of,
+    shard,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 LONGEST = 3  # of the bags of `Case`
@@ -85,19 +93,8 @@ class FpCase(Case):
         return ShardingPlan({"fp": super().plan(seed).plan["ebc"]})
 
 
-def _shard(case: FpCase, **settings: Any) -> DistributedModelParallel:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(case.node_size or case.world_size)):
-        return DistributedModelParallel(
-            case.model(),
-            env=ShardingEnv.default(),
-            device=CPU,
-            # that of the tables has none left to do
-            sharders=[
-                EmbeddingBagCollectionSharder(),
-                FeatureProcessedEmbeddingBagCollectionSharder(),
-            ],
-            **({"plan": case.plan()} | settings),
-        )
+# that of the tables has none left to do
+SHARDERS = [EmbeddingBagCollectionSharder(), FeatureProcessedEmbeddingBagCollectionSharder()]
 
 
 def _train(case: FpCase, model: nn.Module, steps: range, rank: int | None) -> list[Tensor]:
@@ -121,23 +118,18 @@ def _train(case: FpCase, model: nn.Module, steps: range, rank: int | None) -> li
     return outputs
 
 
-def _whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
-
-
 def _train_both(case: FpCase) -> None:
     rank = dist.get_rank()
-    reference, sharded = case.model(), _shard(case)
+    reference, sharded = case.model(), shard(case, sharders=SHARDERS)
     start = {name: value.clone() for name, value in reference.state_dict().items()}
     expected = _train(case, reference, range(3), None)
     received = _train(case, sharded, range(3), rank)
-    for step, (whole, own) in enumerate(zip(expected, received, strict=True)):
-        mine = whole.split([samples_of(batch) for batch in case.batches(step)])[rank]
+    for step, (joined, own) in enumerate(zip(expected, received, strict=True)):
+        mine = joined.split([samples_of(batch) for batch in case.batches(step)])[rank]
         torch.testing.assert_close(own, mine, rtol=1e-5, atol=1e-5)
-    state = _whole(sharded.state_dict())
+    state = whole_state(sharded)
     assert list(state) == list(start)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
+    assert_same(state, reference.state_dict())
     if sum(samples_of(batch) for step in range(3) for batch in case.batches(step)):
         processors = [name for name in start if "_feature_processors" in name]
         assert any(not torch.equal(start[name], state[name]) for name in processors)
@@ -170,7 +162,7 @@ def test_mixed_plans_train_as_unsharded(ranks: RankPool, seed: int) -> None:
 def _use(case: FpCase) -> None:
     """What a user does around training."""
     rank = dist.get_rank()
-    model = _shard(case)
+    model = shard(case, sharders=SHARDERS)
     _train(case, model, range(1), rank)
     tables = [
         f"fp._embedding_bag_collection.embedding_bags.{c.name}.weight" for c in case.configs()
@@ -179,9 +171,9 @@ def _use(case: FpCase) -> None:
     assert list(model.fused_optimizer.params) == tables
     (inside,) = [m for m in model.modules() if isinstance(m, ShardedModule)]
     assert inside is model.module.fp._embedding_bag_collection
-    copied, loaded = model.copy(CPU), _shard(case)
+    copied, loaded = model.copy(CPU), shard(case, sharders=SHARDERS)
     copied.init_data_parallel()
-    loaded.load_state_dict(_whole(model.state_dict()))
+    loaded.load_state_dict(whole_state(model))
     expected = _train(case, model, range(1, 3), rank)
     for other in (copied, loaded):
         for one, another in zip(_train(case, other, range(1, 3), rank), expected, strict=True):
@@ -198,7 +190,10 @@ def _start_apart(case: FpCase) -> list[Tensor]:
         for parameter in model.fp.split()[0].parameters():
             parameter.fill_(dist.get_rank() + 1)
     with mock.patch.object(FpCase, "model", return_value=model):
-        return [p.detach() for p in _shard(case).module.fp._feature_processors.parameters()]
+        return [
+            p.detach()
+            for p in shard(case, sharders=SHARDERS).module.fp._feature_processors.parameters()
+        ]
 
 
 def test_processors_start_as_on_rank_0(ranks: RankPool) -> None:
@@ -212,7 +207,7 @@ def _one_rank_fails(case: FpCase) -> None:
         lengths[FEATURES.index(case.configs()[0].feature_names[0])] = LONGEST + 1
     ids = torch.zeros(int(lengths.sum())).long()
     with pytest.raises(ValueError, match=r"received 4 ids in bag 0 of feature 'f\d'"):
-        _shard(case)(KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths))
+        shard(case, sharders=SHARDERS)(KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths))
 
 
 def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
@@ -220,7 +215,7 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
 
 
 def _plan_it(case: FpCase) -> None:
-    model = _shard(case, plan=None)
+    model = DistributedModelParallel(case.model(), device=CPU, sharders=SHARDERS)
     assert set(model.plan.plan) == {"fp"}
     _train(case, model, range(1), dist.get_rank())
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -41,50 +40,39 @@ from recsys.optim import (
 )
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.specs import optimizer_spec
-from tests.distributed.cases import CPU, Case, EachType, Model, concat_batches, shard, train
+from tests.distributed.cases import (
+    CLOSE,
+    CPU,
+    Case,
+    EachType,
+    Model,
+    assert_same,
+    concat_batches,
+    counted_collectives,
+    shard,
+    train,
+    whole,
+    whole_state,
+)
 from tests.ranks import RankPool
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXACT = {"rtol": 0, "atol": 0}
 Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Owned(Case):
-    """A case whose tables own an optimizer with these settings."""
+    """A case whose tables own an optimizer in these modes."""
 
-    kwargs: tuple[tuple[str, Any], ...] = (("lr", 0.1),)
     modes: tuple[tuple[str, str], ...] = ()
 
     def model(self) -> Model:
-        model = Case.model(copy_without_optimizer(self))
+        model = Case.model(replace(self, optimizer=None))
         assert self.optimizer is not None
         apply_optimizer_in_backward(
-            self.optimizer, model.ebc.parameters(), dict(self.kwargs), **dict(self.modes)
+            self.optimizer, model.ebc.parameters(), dict(self.hyperparameters), **dict(self.modes)
         )
         return model
-
-
-def copy_without_optimizer(case: Owned) -> Case:
-    other = copy.copy(case)
-    object.__setattr__(other, "optimizer", None)
-    return other
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
-    assert received.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            received[name], value, **(tolerance or CLOSE), msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def backward(case: Case, model: nn.Module, step: int, rank: int | None) -> None:
@@ -99,9 +87,9 @@ class Reference:
 
     def __init__(self, case: Owned) -> None:
         self.case = case
-        self.model = Case.model(copy_without_optimizer(case))
+        self.model = Case.model(replace(case, optimizer=None))
         assert case.optimizer is not None
-        self.spec: OptimizerSpec = optimizer_spec(case.optimizer, dict(case.kwargs))
+        self.spec: OptimizerSpec = optimizer_spec(case.optimizer, dict(case.hyperparameters))
         self.weights: dict[str, nn.Parameter] = self.model.ebc.table_weights()
         self.states = {n: init_state(self.spec, w.detach()) for n, w in self.weights.items()}
         self.touched: dict[str, set[int]] = {name: set() for name in self.weights}
@@ -167,18 +155,18 @@ def _train_deferred(case: Owned, accumulate: int, clipping: str) -> None:
     )
     for first in range(0, 3 * accumulate, accumulate):
         optimizer.zero_grad()
-        before = weights_of(sharded)
+        before = whole_state(sharded)
         for step in range(first, first + accumulate):
             reference.backward(step)
             backward(case, sharded, step, rank)
-        assert_same(weights_of(sharded), before, **EXACT)
+        assert_same(whole_state(sharded), before, **EXACT)
         norm = _clip(list(reference.model.parameters()), settings)
         reference.step()
         optimizer.step()
         if norm is not None:
             assert optimizer.last_total_grad_norm is not None
             torch.testing.assert_close(optimizer.last_total_grad_norm, norm, **CLOSE)
-    assert_same(weights_of(sharded), weights_of(reference.model))
+    assert_same(whole_state(sharded), whole_state(reference.model))
     state = sharded.fused_optimizer.state_dict()["state"]
     for table, states in reference.states.items():
         for name, value in states.items():
@@ -233,19 +221,19 @@ def each_type(seed: int, optimizer: type[torch.optim.Optimizer], **modes: str) -
 def _drop(case: Owned) -> None:
     rank, sharded = dist.get_rank(), shard(case)
     optimizer = sharded.fused_optimizer
-    before = weights_of(sharded)
+    before = whole_state(sharded)
     optimizer.step()  # nothing has come yet
     backward(case, sharded, 0, rank)
     optimizer.zero_grad()
     optimizer.step()
-    assert_same(weights_of(sharded), before, **EXACT)
+    assert_same(whole_state(sharded), before, **EXACT)
     states = sharded.fused_optimizer.state_dict()["state"].values()
     assert all(whole(state["step"]) == 0 for state in states)
     backward(case, sharded, 0, rank)
     optimizer.step()
-    after = weights_of(sharded)
+    after = whole_state(sharded)
     optimizer.step()  # each gradient is applied once
-    assert_same(weights_of(sharded), after, **EXACT)
+    assert_same(whole_state(sharded), after, **EXACT)
     assert all(whole(state["step"]) == 1 for state in states)
 
 
@@ -257,7 +245,7 @@ def _mix_modes(case: Owned) -> None:
     """Every second table is deferred; stepping after each backward gives what fusing gives."""
     rank = dist.get_rank()
     reference = case.model()
-    model = Case.model(copy_without_optimizer(case))
+    model = Case.model(replace(case, optimizer=None))
     for i, parameter in enumerate(model.ebc.parameters()):
         apply_optimizer_in_backward(
             RowWiseAdagrad,
@@ -270,21 +258,20 @@ def _mix_modes(case: Owned) -> None:
     assert modes == {"fused": 2, "deferred": 2}
     for step in range(3):
         train(case, reference, range(step, step + 1), rank=None)
-        before = weights_of(sharded)
+        before = whole_state(sharded)
         train(case, sharded, range(step, step + 1), rank=rank)
-        after = weights_of(sharded)
+        after = whole_state(sharded)
         tables = [f"ebc.embedding_bags.{c.name}.weight" for c in case.configs()]
         assert all(torch.equal(before[t], after[t]) for t in tables[1::2])
         sharded.fused_optimizer.step()
-    assert_same(weights_of(sharded), weights_of(reference))
+    assert_same(whole_state(sharded), whole_state(reference))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_fused_and_deferred_tables_mix(ranks: RankPool, seed: int) -> None:
     case = each_type(seed, RowWiseAdagrad)
     shuffled = tuple(random.Random(seed).sample(case.types, len(case.types)))
-    object.__setattr__(case, "types", shuffled)
-    ranks(2, _mix_modes, case)
+    ranks(2, _mix_modes, replace(case, types=shuffled))
 
 
 def _count_collectives(case: Owned) -> None:
@@ -293,13 +280,10 @@ def _count_collectives(case: Owned) -> None:
         optimizer_of(sharded), GradientClipping.NORM, 1.0, enable_global_grad_clip=True
     )
     backward(case, sharded, 0, rank)
-    with (
-        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
-        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange,
-    ):
+    with counted_collectives() as calls:
         optimizer.step()
-    assert (reduce.call_count, exchange.call_count) == (1, 1)
-    (summed,) = reduce.call_args.args[:1]
+    assert calls == {"all_reduce": 1, "all_to_all_single": 1}
+    ((summed, *_),) = calls.arguments["all_reduce"]
     assert summed.numel() == 1
 
 
@@ -354,7 +338,7 @@ def _clip_plain(case: Case) -> None:
         optimizer.step()
         assert optimizer.last_total_grad_norm is not None
         torch.testing.assert_close(optimizer.last_total_grad_norm, norm, **CLOSE)
-    assert_same(weights_of(sharded), weights_of(reference))
+    assert_same(whole_state(sharded), whole_state(reference))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -389,13 +373,13 @@ def _rates(case: Case, tolerance: dict[str, float]) -> None:
     assert [g["lr"] for g in groups] == [0.1 * (i + 1) for i in range(len(groups))]
     train(case, reference, range(2), rank=None, with_dense=False)
     train(case, sharded, range(2), rank=rank, with_dense=False)
-    assert_same(weights_of(sharded), weights_of(reference), **tolerance)
+    assert_same(whole_state(sharded), whole_state(reference), **tolerance)
     for group, parameter in zip(groups, reference.ebc.parameters(), strict=True):
         group["lr"] = 1 - group["lr"]
         parameter._in_backward_optimizers[0].param_groups[0]["lr"] = group["lr"]
     train(case, reference, range(2, 4), rank=None, with_dense=False)
     train(case, sharded, range(2, 4), rank=rank, with_dense=False)
-    assert_same(weights_of(sharded), weights_of(reference), **tolerance)
+    assert_same(whole_state(sharded), whole_state(reference), **tolerance)
     own = sharded.module.ebc
     assert len(own._lookups.kernels) <= 4  # pooling x whether it exchanges row statistics
     assert len(reference.ebc._current_link().groups) <= 2  # pooling
@@ -426,7 +410,7 @@ def _warm_up(case: Owned) -> None:
             optimizer.zero_grad()
             backward(case, model, step, rank)
             optimizer.step()
-    assert_same(weights_of(sharded), weights_of(expected))
+    assert_same(whole_state(sharded), whole_state(expected))
 
 
 @pytest.mark.parametrize("mode", ["fused", "deferred"])
@@ -436,13 +420,13 @@ def test_warm_up_reaches_tables_and_dense_parameters(ranks: RankPool, mode: str)
 
 # -- weight decay ----------------------------------------------------------------------------------
 
-DECAYS: dict[str, tuple[type[torch.optim.Optimizer], Settings]] = {
-    "SGD-L2": (torch.optim.SGD, {}),
-    "Adagrad-L2": (Adagrad, {}),
-    "RowWiseAdagrad-L2": (RowWiseAdagrad, {}),
-    "Adam-L2": (torch.optim.Adam, {}),
-    "Adam-decoupled": (torch.optim.AdamW, {}),
-    "PartialRowWiseAdam-decoupled": (PartialRowWiseAdam, {}),
+DECAYS: dict[str, type[torch.optim.Optimizer]] = {
+    "SGD-L2": torch.optim.SGD,
+    "Adagrad-L2": Adagrad,
+    "RowWiseAdagrad-L2": RowWiseAdagrad,
+    "Adam-L2": torch.optim.Adam,
+    "Adam-decoupled": torch.optim.AdamW,
+    "PartialRowWiseAdam-decoupled": PartialRowWiseAdam,
 }
 
 
@@ -450,19 +434,18 @@ def _decay(case: Owned) -> None:
     reference, sharded = case.model(), shard(case)
     train(case, reference, range(3), rank=None)
     train(case, sharded, range(3), rank=dist.get_rank())
-    assert_same(weights_of(sharded), weights_of(reference))
+    assert_same(whole_state(sharded), whole_state(reference))
 
 
 @pytest.mark.parametrize("name", DECAYS)
 @pytest.mark.parametrize("seed", [800, 801])
 def test_weight_decay_is_that_of_the_unsharded_model(ranks: RankPool, seed: int, name: str) -> None:
-    optimizer, _ = DECAYS[name]
     case = Owned(
         seed,
         2 + seed % 2,
         types=tuple(ShardingType),
-        optimizer=optimizer,
-        kwargs=(("lr", 0.1), ("weight_decay", 0.3)),
+        optimizer=DECAYS[name],
+        hyperparameters=(("lr", 0.1), ("weight_decay", 0.3)),
     )
     ranks(case.world_size, _decay, case)
 
@@ -472,30 +455,29 @@ def test_weight_decay_is_that_of_the_unsharded_model(ranks: RankPool, seed: int,
 
 def _per_shard(case: Owned, folder: str) -> None:
     rank, sharded = dist.get_rank(), shard(case)
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+    with counted_collectives() as without:
         backward(case, sharded, 0, rank)
-    without = exchange.call_count
     exact = shard(each_type(case.seed, RowWiseAdagrad))
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+    with counted_collectives() as calls:
         backward(case, exact, 0, rank)
-    assert exchange.call_count == without + 1
+    assert calls["all_to_all_single"] == without["all_to_all_single"] + 1
     state = sharded.fused_optimizer.state_dict()["state"]
     columns = "ebc.embedding_bags.column_wise.weight"
     assert set(state[columns]) == {"sum_of_columns_0_to_4", "sum_of_columns_4_to_8"}
     assert all(set(s) == {"sum"} for table, s in state.items() if table != columns)
-    # each part is trained as a table of its own
-    model = Case.model(copy_without_optimizer(case))
-    whole_state = whole(exact.fused_optimizer.state_dict()["state"][columns]["sum"])
+    model = Case.model(replace(case, optimizer=None))
+    of_both = whole(exact.fused_optimizer.state_dict()["state"][columns]["sum"])
     halves = [whole(value) for value in state[columns].values()]
+    # each part is trained as a table of its own
     assert not torch.equal(halves[0], halves[1])
-    torch.testing.assert_close(sum(halves) / 2, whole_state)
+    torch.testing.assert_close(sum(halves) / 2, of_both)
     save_checkpoint(folder, sharded, sharded.fused_optimizer)
     again = shard(case)
     load_checkpoint(folder, again, again.fused_optimizer)
     for step in range(1, 3):
         backward(case, sharded, step, rank)
         backward(case, again, step, rank)
-    assert_same(weights_of(again), weights_of(sharded), **EXACT)
+    assert_same(whole_state(again), whole_state(sharded), **EXACT)
     assert "per_shard" in {g["row_state"] for g in again.fused_optimizer.param_groups}
     # where columns lie otherwise there is no place for such a state, and none for the whole one
     plan = case.plan()
@@ -531,7 +513,7 @@ def _train_and_save(case: Owned, folder: str) -> None:
         optimizer.zero_grad()
         backward(case, sharded, step, dist.get_rank())
         optimizer.step()
-    found = weights_of(sharded)
+    found = whole_state(sharded)
     if dist.get_rank() == 0:
         torch.save(found, f"{folder}/expected.pt")
 
@@ -559,7 +541,7 @@ def _load_and_train(case: Owned, batches_of: Owned, folder: str) -> None:
         (((values * values.detach().sin()).sum() + logits.pow(2).sum()) * scale).backward()
         optimizer.step()
     expected = torch.load(f"{folder}/expected.pt")
-    assert_same(weights_of(sharded), expected, rtol=1e-4, atol=1e-5)
+    assert_same(whole_state(sharded), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("seed", "before", "after"), [(900, 3, 2), (901, 2, 1), (902, 4, 2)])

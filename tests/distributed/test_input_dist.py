@@ -12,7 +12,7 @@ from recsys.distributed.types import ShardingType
 from recsys.kernels.types import BoundsCheckMode
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import FEATURES, Case, shard
+from tests.distributed.cases import FEATURES, Case, counted_collectives, shard
 from tests.ranks import RankPool
 
 KINDS = [
@@ -140,26 +140,13 @@ def test_row_0_is_read_only_where_the_user_chose_it(
         torch.testing.assert_close(values, good)
 
 
-def _count_collectives(case: Case) -> dict[str, int]:
+def _count_collectives(case: Case) -> dict[str, dict[str, int]]:
     model = shard(case)
-    counts: dict[str, int] = {}
-
-    def count(name: str) -> None:
-        original = getattr(dist, name)
-
-        def counted(*args: object, **kwargs: object) -> object:
-            counts[name] = counts.get(name, 0) + 1
-            return original(*args, **kwargs)
-
-        setattr(dist, name, counted)
-
-    for name in ("all_to_all_single", "all_reduce", "all_gather_object", "broadcast"):
-        count(name)
-    pooled = model.module.ebc(_good_batch(case)).values()
-    forward = dict(counts)
-    counts.clear()
-    pooled.sum().backward()
-    return {"forward": forward, "backward": dict(counts)}
+    with counted_collectives() as forward:
+        pooled = model.module.ebc(_good_batch(case)).values()
+    with counted_collectives() as backward:
+        pooled.sum().backward()
+    return {"forward": dict(forward), "backward": dict(backward)}
 
 
 @pytest.mark.parametrize("kinds", [KINDS[0], KINDS[1], KINDS[2], sum(KINDS[:3], ())])

@@ -16,27 +16,24 @@ from recsys.optim.apply_optimizer_in_backward import (
     attached_optimizer,
 )
 from recsys.optim.optimizers import in_backward_optimizer_filter
-from tests.distributed.cases import CPU, Case, EachType, Model, concat_batches, shard, train
+from tests.distributed.cases import (
+    CLOSE,
+    CPU,
+    Case,
+    EachType,
+    Model,
+    assert_same,
+    concat_batches,
+    shard,
+    train,
+    whole_state,
+)
 from tests.ranks import RankPool
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def tables_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole tables by name, copied; every rank must call it."""
-    return {n: whole(v).clone() for n, v in model.state_dict().items() if n.startswith("ebc.")}
-
-
-def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert received.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            received[name], value, **CLOSE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    return {name: v for name, v in whole_state(model).items() if name.startswith("ebc.")}
 
 
 def learning_rate_of(model: Model) -> dict[str, float]:

@@ -40,6 +40,7 @@ from tests.distributed.cases import (
     concat_batches,
     shard,
     train,
+    whole_state,
 )
 from tests.ranks import RankPool
 
@@ -61,14 +62,6 @@ def alone() -> DistributedModelParallel:
     return DistributedModelParallel(
         case.model(), env=ShardingEnv.from_local(), device=CPU, plan=case.plan()
     )
-
-
-def everything(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state by name, copied; every rank must call it."""
-    return {
-        name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
-        for name, v in model.state_dict().items()
-    }
 
 
 def is_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -140,22 +133,22 @@ def _load() -> None:
     source = case.model()
     train(case, source, range(1), rank=None)
     target = shard(case_of(2, seed=1))
-    assert not is_same(everything(target), source.state_dict())
+    assert not is_same(whole_state(target), source.state_dict())
     result = target.load_state_dict(source.state_dict())
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert is_same(everything(target), source.state_dict())
+    assert is_same(whole_state(target), source.state_dict())
     # its own state, too, and it trains on
     other = shard(case)
     other.load_state_dict(target.state_dict())
-    assert is_same(everything(other), source.state_dict())
+    assert is_same(whole_state(other), source.state_dict())
     batch = case.batches(9)
     torch.testing.assert_close(
         logits_of(case, other),
         source(concat_batches(batch))[1].split([b.stride() for b in batch])[dist.get_rank()],
     )
-    before = everything(other)
+    before = whole_state(other)
     train(case, other, range(1), rank=dist.get_rank())
-    assert not is_same(everything(other), before)
+    assert not is_same(whole_state(other), before)
 
 
 def test_loads_the_state_of_the_unsharded_model(ranks: RankPool) -> None:
@@ -401,7 +394,7 @@ def _initial_values(
     """Ranks differ in their seed: what rank 0 has must win."""
     torch.manual_seed(50 + dist.get_rank())
     model = DistributedModelParallel(build(case), device=CPU, plan=case.plan(plan_seed))
-    return everything(model)
+    return whole_state(model)
 
 
 def _on_cpu(case: Case) -> Model:
@@ -507,16 +500,16 @@ def _train_copy(how: str) -> None:
     assert type(copied._dmp_wrapped) is (DistributedDataParallel if how == "deepcopy" else Model)
     assert copied.device == CPU
     assert not any(module.training for module in copied.modules())
-    before = everything(model)
-    assert is_same(everything(copied), before)
+    before = whole_state(model)
+    assert is_same(whole_state(copied), before)
     torch.testing.assert_close(logits_of(case, copied), logits_of(case, model), rtol=0, atol=0)
     copied.init_data_parallel()
     # the copy trains on as the model does: same optimizer state, same learning rate
     train(case, copied, range(2, 4), rank=rank)
-    assert is_same(everything(model), before)
+    assert is_same(whole_state(model), before)
     train(case, model, range(2, 4), rank=rank)
-    assert not is_same(everything(model), before)
-    assert is_same(everything(copied), everything(model))
+    assert not is_same(whole_state(model), before)
+    assert is_same(whole_state(copied), whole_state(model))
 
 
 @pytest.mark.parametrize("how", ["copy", "deepcopy"])
@@ -531,7 +524,7 @@ def _copy_out_of_reach() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
         copied = model.copy(CPU)
-        assert is_same(everything(copied), everything(model))
+        assert is_same(whole_state(copied), whole_state(model))
         for attempt in (
             lambda: copied(case.batches(1)[dist.get_rank()]),
             copied.init_data_parallel,
@@ -578,7 +571,7 @@ def test_a_refused_move_changes_nothing(move: str) -> None:
 def _evaluate() -> None:
     case = case_of(2)
     model = shard(case)
-    expected, before = logits_of(case, model), everything(model)
+    expected, before = logits_of(case, model), whole_state(model)
     model.eval()
     assert not any(module.training for module in model.modules())
     with torch.no_grad():
@@ -586,11 +579,11 @@ def _evaluate() -> None:
     assert not pooled.requires_grad
     assert not logits.requires_grad
     torch.testing.assert_close(logits, expected, rtol=0, atol=0)
-    assert is_same(everything(model), before)
+    assert is_same(whole_state(model), before)
     model.train()
     assert all(module.training for module in model.modules())
     train(case, model, range(1), rank=dist.get_rank())
-    assert not is_same(everything(model), before)
+    assert not is_same(whole_state(model), before)
 
 
 def test_evaluation_changes_nothing(ranks: RankPool) -> None:

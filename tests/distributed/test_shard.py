@@ -42,7 +42,16 @@ from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizer
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import CPU, FEATURES, Case, EachType, concat_batches, train
+from tests.distributed.cases import (
+    CPU,
+    FEATURES,
+    Case,
+    EachType,
+    assert_same,
+    concat_batches,
+    train,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 META = torch.device("meta")
@@ -82,10 +91,9 @@ def _train_under_ddp(how: str) -> None:
             pooled, logits = net(batch)
             (scale * (pooled.sin().sum() + logits.pow(2).sum())).backward()
             optimizer.step()
-    expected, found = reference.state_dict(), model.state_dict()
-    assert list(found) == list(expected)
-    for name, value in found.items():
-        close(value.full_tensor() if hasattr(value, "full_tensor") else value, expected[name])
+    expected = reference.state_dict()
+    assert list(model.state_dict()) == list(expected)
+    assert_same(whole_state(model), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["shard_modules", "plan", "generators"])
@@ -254,10 +262,6 @@ def _train_towers(model: nn.Module, steps: range, rank: int | None) -> None:
         dense.step()
 
 
-def whole(value: Any) -> Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-
-
 def _shard_towers(kind: type[nn.Module], by_planner: bool, path: str) -> None:
     rank = dist.get_rank()
     reference, model = TwoTowers(), TwoTowers()
@@ -285,24 +289,20 @@ def _shard_towers(kind: type[nn.Module], by_planner: bool, path: str) -> None:
     _train_towers(reference, range(3), None)
     _train_towers(sharded, range(3), rank)
     expected = {name: value.clone() for name, value in reference.state_dict().items()}
-    for name, value in sharded.state_dict().items():
-        close(whole(value), expected[name])
+    assert_same(whole_state(sharded), expected, atol=1e-6)
 
     save_checkpoint(path, sharded, sharded.fused_optimizer)
     copied = sharded.copy(CPU)
     copied.init_data_parallel()
     _train_towers(sharded, range(3, 5), rank)
-    for name, value in copied.state_dict().items():
-        close(whole(value), expected[name])
+    assert_same(whole_state(copied), expected, atol=1e-6)
     _train_towers(reference, range(3, 5), None)
     _train_towers(copied, range(3, 5), rank)
     trained = reference.state_dict()
-    for name, value in copied.state_dict().items():
-        close(whole(value), trained[name])
+    assert_same(whole_state(copied), trained, atol=1e-6)
     load_checkpoint(path, sharded, sharded.fused_optimizer)
     _train_towers(sharded, range(3, 5), rank)
-    for name, value in sharded.state_dict().items():
-        close(whole(value), trained[name])
+    assert_same(whole_state(sharded), trained, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Tower, ShardedTower])

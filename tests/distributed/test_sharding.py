@@ -12,11 +12,19 @@ import torch
 
 from recsys.distributed.types import ShardingType
 from recsys.optim import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from tests.distributed.cases import Case, concat_batches, shard, train
+from tests.distributed.cases import (
+    CLOSE,
+    Case,
+    assert_same,
+    concat_batches,
+    shard,
+    train,
+    whole,
+    whole_state,
+)
 from tests.ranks import RankPool
 
 STEPS = range(3)
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def _train_both(case: Case) -> None:
@@ -26,19 +34,15 @@ def _train_both(case: Case) -> None:
     assert keys == list(reference.ebc(concat_batches(case.batches(0))).keys())
     expected = train(case, reference, STEPS, rank=None)
     received = train(case, sharded, STEPS, rank=rank)
-    for step, (whole, own) in enumerate(zip(expected, received, strict=True)):
-        torch.testing.assert_close(own, case.parts(whole, step)[rank], **CLOSE)
-    state = sharded.state_dict()
-    assert list(state) == list(reference.state_dict())
-    for name, value in reference.state_dict().items():
-        own = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
-        torch.testing.assert_close(own, value, **CLOSE)
+    for step, (joined, own) in enumerate(zip(expected, received, strict=True)):
+        torch.testing.assert_close(own, case.parts(joined, step)[rank], **CLOSE)
+    assert list(sharded.state_dict()) == list(reference.state_dict())
+    assert_same(whole_state(sharded), reference.state_dict())
     optimizer = sharded.fused_optimizer.state_dict()["state"]
     for table, states in reference.ebc.optimizer_states().items():
         for name, value in states.items():
             own = optimizer[f"ebc.{sharded.module.ebc.tables_name}.{table}.weight"][name]
-            own = own.full_tensor() if hasattr(own, "full_tensor") else own
-            torch.testing.assert_close(own, value, **CLOSE)
+            torch.testing.assert_close(whole(own), value, **CLOSE)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.distributed.types import ShardingType
+from recsys.modules.position_weights import with_weights
 from recsys.optim import RowWiseAdagrad
-from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, concat_batches, shard
 from tests.ranks import RankPool
 
@@ -32,19 +32,6 @@ def _case(seed: int) -> Case:
     )
 
 
-def _with_weights(batch: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
-    variable = batch.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        batch.keys(),
-        batch.values(),
-        weights,
-        batch.lengths(),
-        stride=None if variable else batch.stride(),
-        stride_per_key_per_rank=batch.stride_per_key_per_rank() if variable else None,
-        inverse_indices=batch.inverse_indices_or_none(),
-    )
-
-
 def _gradients(case: Case) -> list[tuple[Tensor, Tensor]]:
     """Per step this rank's weight gradient, and the unsharded one."""
     rank, sharded, unsharded = dist.get_rank(), shard(case), case.model()
@@ -53,11 +40,11 @@ def _gradients(case: Case) -> list[tuple[Tensor, Tensor]]:
         batches = case.batches(step)
         weights = batches[rank].weights().clone()
         weights.requires_grad_(step != 1 or rank == 0)  # in step 1 only one rank asks
-        pooled, _ = sharded(_with_weights(batches[rank], weights))
+        pooled, _ = sharded(with_weights(batches[rank], weights))
         (pooled * pooled.detach().sin()).sum().backward()
         joined = concat_batches(batches)
         all_weights = joined.weights().clone().requires_grad_()
-        pooled, _ = unsharded(_with_weights(joined, all_weights))
+        pooled, _ = unsharded(with_weights(joined, all_weights))
         (pooled * pooled.detach().sin()).sum().div(case.world_size).backward()
         assert all_weights.grad is not None
         own_loss = all_weights.grad * case.world_size

@@ -1,9 +1,11 @@
-"""Fewer bytes between ranks: what arrives is within the stated bound, and the bytes are counted."""
+"""Fewer bytes between ranks: what arrives is within the stated bound, and the bytes are counted.
+
+What becomes of models that train over each wire: tests/conformance/.
+"""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from recsys.distributed.wire import (
     codecs_for,
     get_qcomm_codecs_registry,
 )
-from tests.distributed.cases import Case, EachType, shard
+from tests.distributed.cases import Case, EachType, counted_collectives, shard
 from tests.ranks import RankPool
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -127,20 +129,11 @@ def _sharders(config: QCommsConfig) -> list[Any]:
 def _bytes_of_a_step(case: Case, config: QCommsConfig) -> tuple[int, int]:
     """Bytes this rank sends to others for outputs, forward and backward."""
     model = shard(case, sharders=_sharders(config))
-    sent: list[int] = []
-    original = dist.all_to_all_single
-
-    def counted(out: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(given.numel() * given.element_size())
-        return original(out, given, *args, **kwargs)
-
-    batch = case.batches(3)[dist.get_rank()]
-    with mock.patch.object(dist, "all_to_all_single", counted):
-        values, _ = model(batch)
-        forward = sent[2]  # behind the header and the ids
+    with counted_collectives() as calls:
+        values, _ = model(case.batches(3)[dist.get_rank()])
         values.sum().backward()
-    assert len(sent) == 4
-    return forward, sent[3]
+    _, _, forward, backward = (given for _, given, *_ in calls.arguments["all_to_all_single"])
+    return forward.numel() * forward.element_size(), backward.numel() * backward.element_size()
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
@@ -161,38 +154,3 @@ def test_bytes_on_the_wire(ranks: RankPool, pooled: bool) -> None:
     )
     for sizes, small in zip(whole, ranks(2, _bytes_of_a_step, case, config), strict=True):
         assert [12 * (size // 32) for size in sizes] == list(small)  # 8 bytes and a scale
-
-
-def _outputs(case: Case, config: QCommsConfig | None) -> list[Tensor]:
-    """The output, and the tables after one step of SGD."""
-    model = shard(case, sharders=None if config is None else _sharders(config))
-    values, _ = model(case.batches(3)[dist.get_rank()])
-    (values * values.detach().sin()).sum().backward()
-    tables = sorted(model.module.get_submodule("ebc").named_parameters())
-    parameters = [p.detach().clone() for _, p in tables]
-    return [values.detach(), *parameters]
-
-
-@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
-@pytest.mark.parametrize(
-    ("precision", "relative"),
-    [(CommType.FP16, 2**-10), (CommType.BF16, 2**-7), (CommType.INT8, 0.05), (CommType.FP8, 0.3)],
-)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_training_over_a_narrow_wire_is_close(
-    ranks: RankPool, pooled: bool, precision: CommType, relative: float, seed: int
-) -> None:
-    case = Case(
-        seed, 4, types=tuple(ShardingType), pooled=pooled, node_size=2, variable_batch=bool(seed)
-    )
-    config = QCommsConfig(
-        forward_precision=precision, backward_precision=precision, backward_loss_scale=8.0
-    )
-    exact, narrow = ranks(4, _outputs, case, None), ranks(4, _outputs, case, config)
-    differs = False
-    for wide, small in zip(exact, narrow, strict=True):
-        for a, b in zip(wide, small, strict=True):
-            scale = float(a.abs().max()) if a.numel() else 0.0
-            torch.testing.assert_close(b, a, rtol=relative, atol=2 * relative * scale)
-            differs |= not torch.equal(a, b)
-    assert differs

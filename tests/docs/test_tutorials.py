@@ -15,7 +15,11 @@ import pytest
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "engine.md",
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
 
 

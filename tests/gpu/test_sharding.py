@@ -10,7 +10,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingEnv, ShardingType
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import FEATURES, Case, train
+from tests.distributed.cases import FEATURES, Case, train, whole_state
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -33,14 +33,13 @@ def _train_both(case: Case, device: torch.device, kernel: EmbeddingComputeKernel
     reference, sharded = case.model(), _shard(case, device, kernel)
     expected = train(case, reference, range(3), rank=None)
     received = train(case, sharded, range(3), rank=0)
-    for whole, own in zip(expected, received, strict=True):
-        torch.testing.assert_close(own.cpu(), whole, **CLOSE)
+    for one, own in zip(expected, received, strict=True):
+        torch.testing.assert_close(own.cpu(), one, **CLOSE)
     for lookup in sharded.module.ebc._lookups.kernels:
         lookup.flush()
-    state = sharded.state_dict()
+    state = whole_state(sharded)
     for name, value in reference.state_dict().items():
-        own = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
-        torch.testing.assert_close(own.cpu(), value, **CLOSE)
+        torch.testing.assert_close(state[name].cpu(), value, **CLOSE)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, Adagrad, RowWiseAdagrad, Adam])
@@ -92,7 +91,6 @@ def test_checkpoint_of_the_gpu_loads_on_the_cpu(nccl: torch.device, tmp_path) ->
     save_checkpoint(tmp_path / "c", model)
     unsharded = case.model()
     load_checkpoint(tmp_path / "c", unsharded)
-    state = model.state_dict()
+    state = whole_state(model)
     for name, value in unsharded.state_dict().items():
-        own = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
-        torch.testing.assert_close(own.cpu(), value)
+        torch.testing.assert_close(state[name].cpu(), value)

@@ -6,19 +6,18 @@ python -m tests.parity [--part training] [--pools 2]
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from tests.conformance.__main__ import outcomes_by_strategies
-from tests.conformance.checkpoints import moves
-from tests.conformance.matrix import TOPOLOGIES, Cell
+from tests.conformance.checkpoints import moves, moves_by_checkpoint
+from tests.conformance.matrix import TOPOLOGIES, Cell, by_unsharded_run
 from tests.conformance.runner import in_pools, write
 from tests.parity.checkpoints import try_moves
 from tests.parity.peer import PeerPool
-from tests.parity.training import cells, compare_with_peer, outcome_of
+from tests.parity.training import cells, compare_with_peer, last_line, outcome_of
 from tests.ranks import RankError
 
 _CELL_S = 120.0
@@ -37,14 +36,12 @@ def _compare(pool: PeerPool, cell: Cell, attempts: int = 2) -> str:
     except RankError as error:
         if attempts > 1:
             return _compare(pool, cell, attempts - 1)
-        return f"raises: {str(error).strip().splitlines()[-1][:200]}"
+        return f"raises: {last_line(error)}"
 
 
 def _training(pools: int) -> dict[str, Any]:
     chosen = cells()
-    grouped = itertools.groupby(chosen, lambda c: (c.topology, c.kind, c.batches, c.optimizer))
-    batches = [list(group) for _, group in grouped]
-    found = in_pools(batches, compare_batch, pools, "training", PeerPool)
+    found = in_pools(by_unsharded_run(chosen), compare_batch, pools, "training", PeerPool)
     counts: dict[str, dict[str, dict[str, Counter[str]]]] = {}
     for cell, outcome in zip(chosen, found, strict=True):
         for axis in ("topology", "kind", "batches", "optimizer"):
@@ -64,8 +61,7 @@ def _training(pools: int) -> dict[str, Any]:
 
 
 def _checkpoints(pools: int) -> dict[str, Any]:
-    batches = [list(g) for _, g in itertools.groupby(moves(), lambda m: (m.optimizer, m.saved))]
-    found = in_pools(batches, try_moves, pools, "checkpoints", PeerPool)
+    found = in_pools(moves_by_checkpoint(), try_moves, pools, "checkpoints", PeerPool)
     plain = [outcome.partition(":")[0] for outcome in found]
     reasons: dict[str, list[str]] = {}
     for move, outcome in zip(moves(), found, strict=True):

@@ -7,7 +7,7 @@ of the run that never stopped.
 from __future__ import annotations
 
 import tempfile
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,23 +21,20 @@ from recsys.distributed.types import ShardingType
 from tests.conformance.checkpoints import (
     AFTER,
     BEFORE,
-    OPTIMIZERS,
     Move,
     Place,
     SameSamples,
 )
-from tests.conformance.compare import train_step
-from tests.conformance.matrix import UNIT
+from tests.conformance.runner import singly_if_failed
 from tests.parity.peer import (
     ParityCase,
     PeerPool,
     Slices,
     parts_of,
-    peer_batch,
     peer_mood,
     shard_peer,
 )
-from tests.parity.training import described
+from tests.parity.training import described, last_line, train_peer
 from tests.ranks import RankError
 
 Parts = dict[str, list[tuple[Slices, Tensor]]]
@@ -49,29 +46,8 @@ class _PeerCase(ParityCase, SameSamples):
     """Tables and owners that the peer can place, samples that do not depend on the ranks."""
 
 
-def _case(place: Place, optimizer: str) -> _PeerCase:
-    return _PeerCase(
-        17,
-        place.world_size,
-        types=(place.strategy,),
-        node_size=2 if place.world_size == 4 else None,
-        optimizer=OPTIMIZERS[optimizer],
-        hyperparameters=(("lr", 0.1), ("eps", 4 * UNIT)),
-        feeds_back=False,
-    )
-
-
-def _train(case: _PeerCase, model: nn.Module, dense: Any, steps: range) -> list[Tensor]:
-    rank, outputs = dist.get_rank(), []
-    for step in steps:
-        if dense is not None:
-            dense.zero_grad()
-        batch = peer_batch(case.batches(step)[rank])
-        gradient = partial(case.upstream, step, rank)
-        outputs.append(train_step(model, batch, gradient, float(case.world_size)))
-        if dense is not None:
-            dense.step()
-    return outputs
+def _train(case: SameSamples, model: nn.Module, dense: Any, steps: range) -> list[Tensor]:
+    return train_peer(case, model, dense, steps, case.upstream, float(case.world_size))
 
 
 def _held(model: nn.Module, optimizer: Any) -> Parts:
@@ -87,7 +63,7 @@ def save_from(place: Place, optimizer: str, path: str) -> str:
     """Trains, saves and trains on; what came of it is written beside the checkpoint."""
     import torch.distributed.checkpoint as dcp
 
-    case = _case(place, optimizer)
+    case = place.case(optimizer, _PeerCase)
     try:
         with peer_mood():
             model, optimizers, dense = shard_peer(case, crc32(str(place).encode()))
@@ -107,7 +83,7 @@ def load_into(place: Place, optimizer: str, path: str) -> str:
     """Loads and trains on; returns ``equal``, ``differs``, ``raises`` or ``cannot run``."""
     import torch.distributed.checkpoint as dcp
 
-    case = _case(place, optimizer)
+    case = place.case(optimizer, _PeerCase)
     with peer_mood():
         try:
             model, optimizers, dense = shard_peer(case, crc32(str(place).encode()) + 1)
@@ -176,7 +152,7 @@ def _text(outcome: str, error: BaseException) -> str:
     return f"{outcome}: {described(error)}"
 
 
-def load_into_all(places: list[Place], optimizer: str, path: str) -> list[str]:
+def load_into_all(places: Sequence[Place], optimizer: str, path: str) -> list[str]:
     """:func:`load_into` for many plans of the same number of ranks."""
     return [load_into(place, optimizer, path) or "equal" for place in places]
 
@@ -219,23 +195,17 @@ def _save(pool: PeerPool, place: Place, optimizer: str, path: str) -> str:
     try:
         by_rank = pool(place.world_size, save_from, place, optimizer, path, timeout=TIMEOUT_S)
     except RankError as error:
-        return f"{CANNOT_RUN}: {_last_line(error)}"
+        return f"{CANNOT_RUN}: {last_line(error)}"
     return next((text for text in by_rank if text != "saved"), "")
 
 
 def _load(pool: PeerPool, own: list[Place], optimizer: str, path: str) -> list[str]:
-    world_size = own[0].world_size
-    try:
-        by_rank = pool(world_size, load_into_all, own, optimizer, path, timeout=TIMEOUT_S)
-    except RankError as error:
-        if len(own) == 1:
-            return [f"raises: {_last_line(error)}"]
-        return [_load(pool, [place], optimizer, path)[0] for place in own]
-    return [
-        next((text for text in found if text != "equal"), "equal")
-        for found in zip(*by_rank, strict=True)
-    ]
+    def work(places: Sequence[Place]) -> list[str]:
+        size = places[0].world_size
+        by_rank = pool(size, load_into_all, places, optimizer, path, timeout=TIMEOUT_S)
+        return [
+            next((text for text in found if text != "equal"), "equal")
+            for found in zip(*by_rank, strict=True)
+        ]
 
-
-def _last_line(error: RankError) -> str:
-    return str(error).strip().splitlines()[-1][:200]
+    return singly_if_failed(work, own, lambda error: f"raises: {last_line(error)}")

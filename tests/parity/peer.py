@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import warnings
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from recsys.distributed.types import ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recsys.modules.embedding_modules import get_embedding_names_by_table
 from recsys.optim import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, Case
@@ -145,13 +147,7 @@ class PeerModel(nn.Module):
             self.ebc = torchrec.EmbeddingCollection(tables=configs, device=CPU)
         self.over = nn.Linear(ours.over.in_features, 3)
         self.load_state_dict(ours.state_dict())
-        names = [name for config in case.configs() for name in config.feature_names]
-        shared = {name for name in names if names.count(name) > 1}
-        self.keys = [
-            f"{name}@{config.name}" if name in shared else name
-            for config in case.configs()
-            for name in config.feature_names
-        ]
+        self.keys = list(itertools.chain(*get_embedding_names_by_table(case.configs())))
 
     def forward(self, features: Any) -> tuple[Tensor, Tensor]:
         found = self.ebc(features)

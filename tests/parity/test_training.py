@@ -1,34 +1,48 @@
-"""Ours and TorchRec agree wherever TorchRec can run, but for differences that are explained."""
+"""Ours and TorchRec agree wherever TorchRec can run, but for differences that are explained.
+
+Each test says how many of the seven strategies must be equal: an explanation alone does not pass.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.conformance.matrix import OPTIMIZERS
+from tests.conformance.matrix import matching
 from tests.conformance.report import why
 from tests.parity.__main__ import compare_batch
 from tests.parity.peer import PeerPool
 from tests.parity.training import EQUAL, cells
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "none"])
-def test_strategies_train_alike(peer_ranks: PeerPool, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "equal"), [("SGD", 7), ("Adagrad", 7), ("RowWiseAdagrad", 5)]
+)
+def test_strategies_train_alike(peer_ranks: PeerPool, optimizer: str, equal: int) -> None:
     found = _hold(peer_ranks, kind="sum", batches="one size", topology="2", optimizer=optimizer)
-    assert found.count(EQUAL) >= {"SGD": 7, "Adagrad": 7, "RowWiseAdagrad": 5}.get(optimizer, 0)
+    assert found.count(EQUAL) >= equal
 
 
-@pytest.mark.parametrize("batches", ["one size", "size per feature"])
-@pytest.mark.parametrize("kind", ["weighted mean", "sequence", "sequence, distinct ids"])
-def test_lookups_are_alike(peer_ranks: PeerPool, kind: str, batches: str) -> None:
-    _hold(peer_ranks, kind=kind, batches=batches, topology="2", optimizer="SGD")
+@pytest.mark.parametrize(
+    ("kind", "batches", "equal"),
+    [
+        ("mean", "one size", 6),
+        ("weighted sum", "one size", 7),
+        ("sequence", "one size", 3),
+        ("weighted sum", "size per feature", 3),
+    ],
+)
+def test_lookups_are_alike(peer_ranks: PeerPool, kind: str, batches: str, equal: int) -> None:
+    found = _hold(peer_ranks, kind=kind, batches=batches, topology="2", optimizer="SGD")
+    assert found.count(EQUAL) >= equal
 
 
 def test_nodes_are_alike(peer_ranks: PeerPool) -> None:
-    _hold(peer_ranks, kind="sum", batches="one size", topology="2x2", optimizer="SGD")
+    found = _hold(peer_ranks, kind="sum", batches="one size", topology="2x2", optimizer="SGD")
+    assert found.count(EQUAL) >= 7
 
 
 def _hold(peer_ranks: PeerPool, **values: str) -> list[str]:
-    chosen = [c for c in cells() if all(getattr(c, axis) == v for axis, v in values.items())]
+    chosen = matching(cells(), values)
     found = compare_batch(peer_ranks, chosen)
     assert {
         str(cell): outcome

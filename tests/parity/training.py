@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.conformance.compare import train_step, upstream_of
 from tests.conformance.matrix import Cell
 from tests.conformance.matrix import cells as all_cells
-from tests.distributed.cases import shard
+from tests.distributed.cases import Case, shard, whole_state
 from tests.parity.peer import ParityCase, parts_of, peer_batch, peer_mood, shard_peer
+from tests.ranks import RankError
 
 STEPS = range(5)
 CLOSE = 1e-5
@@ -46,18 +49,29 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {re.sub(r'[0-9]+', 'N', lines[0])[:110] if lines else ''}"
 
 
-def _train_peer(case: ParityCase) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    rank = dist.get_rank()
-    model, _, dense = shard_peer(case)
-    outputs = []
-    for step in STEPS:
+def last_line(error: RankError) -> str:
+    """What a rank says last."""
+    return str(error).strip().splitlines()[-1][:200]
+
+
+def train_peer(
+    case: Case,
+    model: nn.Module,
+    dense: Any,
+    steps: range,
+    upstream: Callable[[int, int, Tensor], Tensor],
+    dense_scale: float = 1.0,
+) -> list[Tensor]:
+    """Trains what :func:`shard_peer` returns, by the gradient of each step and rank's output."""
+    rank, outputs = dist.get_rank(), []
+    for step in steps:
         if dense is not None:
             dense.zero_grad()
         batch = peer_batch(case.batches(step)[rank])
-        outputs.append(train_step(model, batch, partial(upstream_of, case, step, rank)))
+        outputs.append(train_step(model, batch, partial(upstream, step, rank), dense_scale))
         if dense is not None:
             dense.step()
-    return outputs, model.state_dict()
+    return outputs
 
 
 def compare_with_peer(cell: Cell) -> str:
@@ -66,7 +80,9 @@ def compare_with_peer(cell: Cell) -> str:
     rank = dist.get_rank()
     try:
         with peer_mood():
-            theirs, their_state = _train_peer(case)
+            peer, _, dense = shard_peer(case)
+            theirs = train_peer(case, peer, dense, STEPS, partial(upstream_of, case))
+            their_state = peer.state_dict()
     except Exception as error:
         return f"raises: {described(error)}"
     model = shard(case)
@@ -74,10 +90,7 @@ def compare_with_peer(cell: Cell) -> str:
         train_step(model, case.batches(step)[rank], partial(upstream_of, case, step, rank))
         for step in STEPS
     ]
-    our_state = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
+    our_state = whole_state(model)
     if sorted(our_state) != sorted(their_state):
         return f"differs: names {sorted(our_state)}, the peer {sorted(their_state)}"
     for one, other in zip(ours, theirs, strict=True):
