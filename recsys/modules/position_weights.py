@@ -24,6 +24,8 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 class PositionWeights(nn.ParameterDict):
     """One parameter per feature: a weight per position in its bags, 1 at first.
 
+    In the order given, and under any name, also one that a dict has for itself, such as ``items``.
+
     Args:
         max_feature_lengths: feature to the number of ids that its longest bag may have.
         device: where the weights live; None: torch's default device.
@@ -45,12 +47,18 @@ class PositionWeights(nn.ParameterDict):
                 f"A feature with position weights needs a maximum length of at least 1; received "
                 f"{bad}. Leave the feature out, or give the length of its longest bag."
             )
-        super().__init__(
-            {
-                name: nn.Parameter(torch.ones(length, device=device))
-                for name, length in max_feature_lengths.items()
-            }
+        super().__init__(  # pairs: of a dict it would sort the names
+            (name, nn.Parameter(torch.ones(length, device=device)))
+            for name, length in max_feature_lengths.items()
         )
+
+    def __getitem__(self, key: str) -> nn.Parameter:
+        return self._parameters[key]  # type: ignore[return-value]
+
+    def __setitem__(self, key: str, value: nn.Parameter) -> None:
+        # an attribute, as the base makes of it, could not have the name of a method
+        self._keys[key] = None
+        self._parameters[key] = value
 
     def reset_parameters(self) -> None:
         """Set every weight to 1."""
