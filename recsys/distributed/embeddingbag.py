@@ -54,6 +54,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             if self._poolings[layout.slots[slot].table] is PoolingMode.MEAN
         )
         self._dims = [slot.dim for slot in layout.slots]
+        self._bag_dims = tuple(self._dims)
+        self._bag_features = tuple(f for c in self._configs for f in c.feature_names)
         return OutputDist(
             layout,
             mean_slots,
@@ -82,8 +84,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         def finish() -> KeyedTensor:
             pooled_BD = values.wait()
             if features.variable_stride_per_key():
-                names = [f for config in self._configs for f in config.feature_names]
-                pooled_BD = expand_bags(pooled_BD, self._dims, names, features)
+                pooled_BD = expand_bags(pooled_BD, self._bag_dims, self._bag_features, features)
             return KeyedTensor.from_parts(self._names, self._dims, pooled_BD)
 
         return LazyAwaitable(finish)

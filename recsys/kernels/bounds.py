@@ -6,7 +6,8 @@ Shape suffixes: N ids, F features, B bags per feature.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
 
-__all__ = ["IdGuard", "bad_id_message", "check_ids", "find_bad_ids"]
+__all__ = ["IdGuard", "LateChecks", "bad_id_message", "check_ids", "find_bad_ids"]
 
 
 def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor:
@@ -110,15 +111,49 @@ def bad_id_message(
     )
 
 
-class _Report(NamedTuple):
+class _LateCheck(NamedTuple):
     """A check whose result is still on its way from the device."""
 
     bad_count: Tensor
     """[] int64 in pinned memory."""
     done: torch.cuda.Event
-    bad_N: Tensor
-    indices: Tensor
-    offsets: Tensor
+    complain: Callable[[], None]
+
+
+@final
+class LateChecks:
+    """Checks on a CUDA device that nothing waits for: a later batch reads what they found."""
+
+    def __init__(self) -> None:
+        self._pending: list[_LateCheck] = []
+
+    def add(self, bad: Tensor, complain: Callable[[], None]) -> None:
+        """Start sending to the host how much is bad.
+
+        Args:
+            bad: [any] bool on the device.
+            complain: Called, when it has arrived and is not 0, to raise or warn.
+        """
+        count = torch.empty((), dtype=torch.int64, pin_memory=True)
+        count.copy_(bad.sum(), non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._pending.append(_LateCheck(count, done, complain))
+
+    def read_arrived(self) -> None:
+        """Complain about what the checks that are done have found."""
+        while self._pending and self._pending[0].done.query():
+            check = self._pending.pop(0)
+            if int(check.bad_count):
+                check.complain()
+
+    def read_all(self) -> None:
+        """Wait for the device, and complain about what all checks have found."""
+        pending, self._pending = self._pending, []
+        for check in pending:
+            check.done.synchronize()
+            if int(check.bad_count):
+                check.complain()
 
 
 @final
@@ -153,7 +188,7 @@ class IdGuard:
         self._names = (list(feature_names), list(table_names))
         self._num_rows_F = torch.tensor(num_rows, dtype=torch.int64, device=device)
         self._smallest = min(num_rows)
-        self._reports: list[_Report] = []
+        self._late = LateChecks()
 
     def __call__(self, indices: Tensor, offsets: Tensor) -> Tensor:
         """Check a batch.
@@ -183,26 +218,14 @@ class IdGuard:
 
     def check(self) -> None:
         """Wait for the device and raise (or warn) about bad ids of earlier batches."""
-        reports, self._reports = self._reports, []
-        for report in reports:
-            report.done.synchronize()
-            self._read(report)
+        self._late.read_all()
 
     def _check_on_device(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        while self._reports and self._reports[0].done.query():
-            self._read(self._reports.pop(0))
+        self._late.read_arrived()
         bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
         if self.mode is not BoundsCheckMode.IGNORE:
-            count = torch.empty((), dtype=torch.int64, pin_memory=True)
-            count.copy_(bad_N.sum(), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-            self._reports.append(_Report(count, done, bad_N, indices, offsets))
+            self._late.add(bad_N, partial(self._complain, bad_N, indices, offsets))
         return indices.masked_fill(bad_N, 0)
-
-    def _read(self, report: _Report) -> None:
-        if int(report.bad_count):
-            self._complain(report.bad_N, report.indices, report.offsets)
 
     def _complain(self, bad_N: Tensor, indices: Tensor, offsets: Tensor) -> None:
         if self.mode is BoundsCheckMode.IGNORE:

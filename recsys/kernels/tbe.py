@@ -20,6 +20,7 @@ from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmModule
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
+    Rates,
     RowGradients,
     RowStatistics,
     TorchKernel,
@@ -161,8 +162,7 @@ class TableBatchedEmbedding:
         self._kernel = kernel_class(
             self.layout, self.storage, pooling, output_dtype, optimizer, flat_states
         )
-        rate = 0.0 if optimizer is None else optimizer.learning_rate
-        self._rates = (rate,) * len(self.layout.tables)
+        self._rates: Rates = 0.0 if optimizer is None else float(optimizer.learning_rate)
         # Makes outputs require grad although no input does.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         # DEFERRED mode: what backward left, as it came (one pass only) or reduced to rows
@@ -252,18 +252,21 @@ class TableBatchedEmbedding:
     @property
     def learning_rates(self) -> tuple[float, ...]:
         """[T] used by the next update; set all, or one by `set_learning_rate`."""
-        return self._rates
+        rates = self._rates
+        return (rates,) * len(self.layout.tables) if isinstance(rates, float) else rates
 
     @learning_rates.setter
     def learning_rates(self, values: Sequence[float]) -> None:
-        if len(values) != len(self._rates):
+        num_tables = len(self.layout.tables)
+        if len(values) != num_tables:
             raise ValueError(
                 f"learning_rates must be one per table; received {len(values)} for "
-                f"{len(self._rates)} tables."
+                f"{num_tables} tables."
             )
-        self._rates = tuple(map(float, values))
-        if self._module is not None and len(set(self._rates)) == 1:
-            self._module.set_learning_rate(self._rates[0])
+        rates = tuple(map(float, values))
+        self._rates = rates[0] if len(set(rates)) == 1 else rates
+        if self._module is not None and isinstance(self._rates, float):
+            self._module.set_learning_rate(self._rates)
 
     def set_learning_rate(self, value: float, tables: Iterable[int] | None = None) -> None:
         """Set the rate that the next update uses.
@@ -272,7 +275,7 @@ class TableBatchedEmbedding:
             value: The learning rate.
             tables: Numbers of the tables that it is for; None: all.
         """
-        rates = list(self._rates)
+        rates = list(self.learning_rates)
         for table in range(len(rates)) if tables is None else tables:
             rates[table] = value
         self.learning_rates = rates
@@ -309,14 +312,14 @@ class TableBatchedEmbedding:
         if self.layout.device.type == "meta":
             return self._meta_output(indices, offsets)
         if self._module is not None:
-            if (parameters is None or all(p.requires_grad for p in parameters)) and len(
-                set(self._rates)
-            ) == 1:
+            if isinstance(self._rates, float) and (
+                parameters is None or all(p.requires_grad for p in parameters)
+            ):
                 return self._module.forward(indices, offsets, per_sample_weights)
             if self.location is EmbeddingLocation.MANAGED_CACHING:
                 raise ValueError(
                     "Tables in MANAGED_CACHING that share a lookup must all train, at one learning "
-                    f"rate; received the rates {self._rates}. Give each its own lookup."
+                    f"rate; received the rates {self.learning_rates}. Give each its own lookup."
                 )
         if not torch.is_grad_enabled():
             return self._kernel.lookup(indices, offsets, per_sample_weights)

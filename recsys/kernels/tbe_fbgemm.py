@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from recsys.kernels.ops import USE_FBGEMM
+from recsys.kernels.ops import USE_FBGEMM, complete_cumsum
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
+    Rates,
     RowStatistics,
     TorchKernel,
     distinct_rows,
@@ -117,6 +117,8 @@ class FbgemmCpuKernel(TorchKernel):
         super().__init__(layout, storage, pooling, output_dtype, optimizer, states)
         self._geometry = _geometry_of(layout, tuple(range(layout.num_features)))
         self._geometries: dict[tuple[int, ...], _Geometry] = {}  # of some of the features
+        self._columns_at = [0, *accumulate(layout.feature_dims)]
+        self._parts: tuple[Rates, list[_RatePart]] | None = None
         group = next(g for g in layout.groups if g.features)
         self._one_table = _Geometry(
             weights_offsets=torch.tensor([group.first_element]),
@@ -192,57 +194,66 @@ class FbgemmCpuKernel(TorchKernel):
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
-        rates: tuple[float, ...],
+        rates: Rates,
     ) -> None:
         """One optimizer step from the gradient of the output, in place; a rate per table."""
         if indices.numel() == 0:
             return
-        rate_F = [rates[t] for t in self.layout.feature_table_map]
-        if len(set(rate_F)) == 1:
-            batch = (*self._as_sum(indices, offsets, weights), grad)
-            self._update_at(rate_F[0], *batch)
-            return
-        # FBGEMM's kernel takes one rate, so it runs once for each, on the ids that are its own
-        for rate, batch in self._split_by_rate(rate_F, grad, indices, offsets, weights):
-            self._update_at(rate, *batch)
+        if isinstance(rates, tuple):
+            parts = self._parts_of(rates)
+            if len(parts) > 1:
+                # FBGEMM's kernel takes one rate, so it runs once for each, on the ids of its own
+                for rate, batch in self._split(parts, grad, indices, offsets, weights):
+                    self._update_at(rate, *batch)
+                return
+            rates = parts[0].rate
+        self._update_at(rates, *self._as_sum(indices, offsets, weights), grad)
 
-    def _split_by_rate(
+    def _parts_of(self, rates: tuple[float, ...]) -> list[_RatePart]:
+        """The features of each rate; the same from one batch to the next."""
+        if self._parts is None or self._parts[0] != rates:
+            features_of: dict[float, list[int]] = {}
+            for feature, table in enumerate(self.layout.feature_table_map):
+                features_of.setdefault(rates[table], []).append(feature)
+            parts = [
+                _RatePart(rate, tuple(_runs(features)), self._geometry_of(tuple(features)))
+                for rate, features in features_of.items()
+            ]
+            self._parts = rates, parts
+        return self._parts[1]
+
+    def _split(
         self,
-        rate_F: Sequence[float],
+        parts: Sequence[_RatePart],
         grad: Tensor,
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
     ) -> Iterator[tuple[float, _SumBatch]]:
         """Yields each rate with the part of the batch that is looked up at it."""
-        num_bags = (offsets.numel() - 1) // len(rate_F)
+        num_bags = (offsets.numel() - 1) // self.layout.num_features
         ids_at = offsets[::num_bags].tolist()  # where each feature's ids begin, and the end
-        columns_at = [0, *accumulate(self.layout.feature_dims)]
         geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
         pooled = geometry is self._geometry  # else the gradients are those of the ids
-        features_of: dict[float, list[int]] = {}
-        for feature, rate in enumerate(rate_F):
-            features_of.setdefault(rate, []).append(feature)
-        for rate, features in features_of.items():
-            parts = []
-            for first, last in _runs(features):
+        for rate, runs, own_geometry in parts:
+            pieces = []
+            for first, last in runs:
                 ids = slice(ids_at[first], ids_at[last])
                 if pooled:
                     bags = offsets[first * num_bags : last * num_bags + 1]
-                    rows = grad[:, columns_at[first] : columns_at[last]]
+                    rows = grad[:, self._columns_at[first] : self._columns_at[last]]
                 else:
                     bags, rows = offsets[ids.start : ids.stop + 1], grad[ids]
                 own_weights = None if weights is None else weights[ids]
-                parts.append((indices[ids], bags - ids.start, own_weights, rows))
-            own_ids, own_offsets, own_weights, own_grad = parts[0]
-            if len(parts) > 1:
-                pieces, bags_of, weights_of, grads = zip(*parts, strict=True)
-                own_ids, own_grad = torch.cat(pieces), torch.cat(grads, int(pooled))
-                lengths = torch.cat([bags.diff() for bags in bags_of])
-                own_offsets = functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
+                pieces.append((indices[ids], bags - ids.start, own_weights, rows))
+            own_ids, own_offsets, own_weights, own_grad = pieces[0]
+            if len(pieces) > 1:
+                ids_of, bags_of, weights_of, grads = zip(*pieces, strict=True)
+                own_ids, own_grad = torch.cat(ids_of), torch.cat(grads, int(pooled))
+                own_offsets = complete_cumsum(torch.cat([bags.diff() for bags in bags_of]))
                 own_weights = None if weights is None else torch.cat(weights_of)
             if own_ids.numel():
-                own = self._geometry_of(tuple(features)) if pooled else geometry
+                own = own_geometry if pooled else geometry
                 yield rate, (own, own_ids, own_offsets, own_weights, own_grad.contiguous())
 
     def _geometry_of(self, features: tuple[int, ...]) -> _Geometry:
@@ -321,7 +332,7 @@ class FbgemmCpuKernel(TorchKernel):
         batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
         statistics: list[RowStatistics],
         row_moments: list[Tensor],
-        rates: tuple[float, ...],
+        rates: Rates,
     ) -> None:
         """`update` of a batch with the given row moments [K] of each dim group.
 
@@ -372,7 +383,7 @@ def _statistics_by_row(
     repeated = (counts > 1).nonzero().squeeze(1)
     if repeated.numel():
         lengths = counts.index_select(0, repeated)
-        offsets = functional.pad(lengths.cumsum(0), (1, 0))
+        offsets = complete_cumsum(lengths)
         shift = starts.index_select(0, repeated) - offsets[:-1]
         ids = torch.arange(int(offsets[-1])).add_(shift.repeat_interleave(lengths))
         ids = order.index_select(0, ids)
@@ -441,6 +452,15 @@ class _Geometry:
         self.hash_bits = int(math.log2(int(row_cumsum[-1]))) + 1
         self.host_placement = torch.zeros(len(self.dims), dtype=torch.int32)
         self.ones = torch.ones(len(self.dims), dtype=torch.int32)
+
+
+class _RatePart(NamedTuple):
+    """The features that are looked up at one rate."""
+
+    rate: float
+    runs: tuple[tuple[int, int], ...]
+    """Half-open stretches of features that follow each other."""
+    geometry: _Geometry
 
 
 _SumBatch: TypeAlias = tuple[_Geometry, Tensor, Tensor, Tensor | None, Tensor]

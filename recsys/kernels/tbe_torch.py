@@ -28,6 +28,7 @@ from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import OptimizerSpec, PoolingMode
 
 __all__ = [
+    "Rates",
     "RowGradients",
     "RowStatistics",
     "TorchKernel",
@@ -43,6 +44,9 @@ RowGradients: TypeAlias = tuple[Tensor, Tensor]
 
 RowStatistics: TypeAlias = tuple[Tensor, Tensor]
 """(rows [K] as in `RowGradients`; sum over the columns of the squared gradient [K] fp32)."""
+
+Rates: TypeAlias = float | tuple[float, ...]
+"""The learning rate that all tables have, or where they differ one per table."""
 
 
 @final
@@ -87,7 +91,7 @@ class TorchKernel:
         self.output_dtype = output_dtype
         self.optimizer = optimizer
         self.states = states
-        self._rates_on_device: tuple[tuple[float, ...], Tensor] | None = None
+        self._rates_of_groups: tuple[Rates, dict[int, float | Tensor]] | None = None
 
     def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
@@ -162,7 +166,7 @@ class TorchKernel:
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
-        rates: tuple[float, ...],
+        rates: Rates,
     ) -> None:
         """One optimizer step from the gradient of the output, in place; a rate per table."""
         self.apply(self.row_gradients(grad, indices, offsets, weights), rates)
@@ -170,7 +174,7 @@ class TorchKernel:
     def apply(
         self,
         row_gradients: list[RowGradients],
-        rates: tuple[float, ...],
+        rates: Rates,
         row_moments: list[Tensor] | None = None,
     ) -> None:
         """One optimizer step from the row gradients of each dim group, in place."""
@@ -190,7 +194,7 @@ class TorchKernel:
                 row_moment=None if row_moments is None else row_moments[i],
             )
 
-    def apply_dense(self, gradients: Tensor, rates: tuple[float, ...]) -> None:
+    def apply_dense(self, gradients: Tensor, rates: Rates) -> None:
         """`apply` to all rows, from the gradient of the whole storage."""
         assert self.optimizer is not None
         for group in self.layout.groups:
@@ -218,7 +222,7 @@ class TorchKernel:
         batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
         statistics: list[RowStatistics],
         row_moments: list[Tensor],
-        rates: tuple[float, ...],
+        rates: Rates,
     ) -> None:
         """`update` of a batch with the given row moments [K] of each dim group."""
         raise NotImplementedError
@@ -244,17 +248,24 @@ class TorchKernel:
             if kind != "table"
         }
 
-    def _rate_of_rows(
-        self, group: DimGroup, rows: Tensor | None, rates: tuple[float, ...]
-    ) -> float | Tensor:
-        if len({rates[t] for t in group.tables}) == 1:
-            return rates[group.tables[0]]
-        if self._rates_on_device is None or self._rates_on_device[0] != rates:
-            self._rates_on_device = rates, torch.tensor(rates, device=self.storage.device)
+    def _rate_of_rows(self, group: DimGroup, rows: Tensor | None, rates: Rates) -> float | Tensor:
+        if isinstance(rates, float):
+            return rates
+        if self._rates_of_groups is None or self._rates_of_groups[0] != rates:
+            found: dict[int, float | Tensor] = {}
+            for each in self.layout.groups:
+                own = [rates[t] for t in each.tables]
+                differ = len(set(own)) > 1
+                found[each.dim] = (
+                    torch.tensor(own, device=self.storage.device) if differ else own[0]
+                )
+            self._rates_of_groups = rates, found
+        rate = self._rates_of_groups[1][group.dim]
+        if isinstance(rate, float):
+            return rate
         if rows is None:
             rows = torch.arange(group.num_rows, device=self.storage.device)
-        rates_T = self._rates_on_device[1].index_select(0, group.table_numbers)
-        return rates_T.index_select(0, group.table_of_row(rows)).unsqueeze(1)
+        return rate.index_select(0, group.table_of_row(rows)).unsqueeze(1)
 
     def _step_of_rows(self, group: DimGroup, rows: Tensor) -> Tensor | None:
         if "step" not in self.states:

@@ -85,6 +85,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         by_table = get_embedding_names_by_table(tables)
         self._names = [name for names in by_table for name in names]
         self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+        self._bag_dims = tuple(self._dims)
+        self._bag_features = tuple(f for c in tables for f in c.feature_names)
         self.embedding_bags = self._new_tables()
         self._fill()
 
@@ -113,8 +115,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         pooled = [group.lookup(*group.selector.select(features, weights)) for group in groups]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
         if features.variable_stride_per_key():
-            names = [f for config in self._configs for f in config.feature_names]
-            values_BD = expand_bags(values_BD, self._dims, names, features)
+            values_BD = expand_bags(values_BD, self._bag_dims, self._bag_features, features)
         return KeyedTensor.from_parts(self._names, self._dims, values_BD)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

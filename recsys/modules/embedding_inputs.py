@@ -158,7 +158,7 @@ def _shortened(keys: Sequence[str]) -> str:
 
 
 def expand_bags(
-    pooled_BD: Tensor, dims: Sequence[int], names: Sequence[str], features: KeyedJaggedTensor
+    pooled_BD: Tensor, dims: tuple[int, ...], names: tuple[str, ...], features: KeyedJaggedTensor
 ) -> Tensor:
     """Give each sample the bag that its inverse index names, feature by feature.
 
@@ -183,10 +183,7 @@ def expand_bags(
             "the KeyedJaggedTensor."
         )
     keys, bags_FB = inverse
-    chunk = gcd(*dims)
-    features_C = _feature_of_chunk(
-        tuple(dims), tuple(names), tuple(keys), chunk, str(pooled_BD.device)
-    )
+    chunk, features_C = _feature_of_chunk(dims, names, tuple(keys), pooled_BD.device)
     num_chunks = features_C.numel()
     chunks_SC = bags_FB.index_select(0, features_C).t() * num_chunks
     chunks_SC = chunks_SC + torch.arange(num_chunks, device=pooled_BD.device)
@@ -196,11 +193,12 @@ def expand_bags(
 
 @lru_cache(maxsize=64)
 def _feature_of_chunk(
-    dims: tuple[int, ...], names: tuple[str, ...], keys: tuple[str, ...], chunk: int, device: str
-) -> Tensor:
-    """Per chunk of an output row, the place of its feature among the inverse indices."""
+    dims: tuple[int, ...], names: tuple[str, ...], keys: tuple[str, ...], device: torch.device
+) -> tuple[int, Tensor]:
+    """The width of a chunk, and per chunk of an output row the place of its inverse indices."""
+    chunk = gcd(*dims)
     place = {key: i for i, key in enumerate(keys)}
     features = [
         place[name] for name, dim in zip(names, dims, strict=True) for _ in range(0, dim, chunk)
     ]
-    return torch.tensor(features, dtype=torch.int64, device=device)
+    return chunk, torch.tensor(features, dtype=torch.int64, device=device)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, final
+from functools import partial
+from typing import NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
+from recsys.kernels.bounds import LateChecks
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["PositionGather", "PositionWeights", "with_weights"]
@@ -23,6 +25,8 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 @final
 class PositionWeights(nn.ParameterDict):
     """One parameter per feature: a weight per position in its bags, 1 at first.
+
+    In the order given, and under any name, also one that a dict has for itself, such as ``items``.
 
     Args:
         max_feature_lengths: feature to the number of ids that its longest bag may have.
@@ -45,12 +49,18 @@ class PositionWeights(nn.ParameterDict):
                 f"A feature with position weights needs a maximum length of at least 1; received "
                 f"{bad}. Leave the feature out, or give the length of its longest bag."
             )
-        super().__init__(
-            {
-                name: nn.Parameter(torch.ones(length, device=device))
-                for name, length in max_feature_lengths.items()
-            }
+        super().__init__(  # pairs: of a dict it would sort the names
+            (name, nn.Parameter(torch.ones(length, device=device)))
+            for name, length in max_feature_lengths.items()
         )
+
+    def __getitem__(self, key: str) -> nn.Parameter:
+        return self._parameters[key]  # type: ignore[return-value]
+
+    def __setitem__(self, key: str, value: nn.Parameter) -> None:
+        # an attribute, as the base makes of it, could not have the name of a method
+        self._keys[key] = None
+        self._parameters[key] = value
 
     def reset_parameters(self) -> None:
         """Set every weight to 1."""
@@ -71,17 +81,6 @@ class _Route(NamedTuple):
     """The last of these, on the host."""
     has_others: bool
     """Whether a feature has no weights: all its ids then read a 1 behind the weights."""
-
-
-class _Report(NamedTuple):
-    """A check whose result is still on its way from the device."""
-
-    bad_count: Tensor
-    """[] int64 in pinned memory."""
-    done: torch.cuda.Event
-    too_long_M: Tensor
-    features: KeyedJaggedTensor
-    limits: list[int]
 
 
 @final
@@ -108,7 +107,7 @@ class PositionGather:
         self._owner = owner
         self._seen: tuple[list[str], torch.device] | None = None
         self._route: _Route
-        self._reports: list[_Report] = []
+        self._late = LateChecks()
 
     def __reduce__(self) -> tuple[type[PositionGather], tuple[dict[str, int], str]]:
         """Copies and pickles afresh: what was found out about earlier batches stays here."""
@@ -150,10 +149,7 @@ class PositionGather:
 
     def check(self) -> None:
         """Wait for the device and raise if a bag of an earlier batch was too long."""
-        reports, self._reports = self._reports, []
-        for report in reports:
-            report.done.synchronize()
-            self._read(report)
+        self._late.read_all()
 
     def _route_for(self, keys: list[str], device: torch.device) -> _Route:
         if self._seen is None or self._seen != (keys, device):
@@ -171,27 +167,16 @@ class PositionGather:
     def _check_lengths(
         self, too_long_M: Tensor, features: KeyedJaggedTensor, limits: list[int]
     ) -> None:
-        if not too_long_M.is_cuda:
-            if bool(too_long_M.any()):
-                raise ValueError(self._too_long_message(too_long_M, features, limits))
-            return
-        while self._reports and self._reports[0].done.query():
-            self._read(self._reports.pop(0))
-        count = torch.empty((), dtype=torch.int64, pin_memory=True)
-        count.copy_(too_long_M.sum(), non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        self._reports.append(_Report(count, done, too_long_M, features, limits))
+        complain = partial(self._complain, too_long_M, features, limits)
+        if too_long_M.is_cuda:
+            self._late.read_arrived()
+            self._late.add(too_long_M, complain)
+        elif bool(too_long_M.any()):
+            complain()
 
-    def _read(self, report: _Report) -> None:
-        if int(report.bad_count):
-            raise ValueError(
-                self._too_long_message(report.too_long_M, report.features, report.limits)
-            )
-
-    def _too_long_message(
+    def _complain(
         self, too_long_M: Tensor, features: KeyedJaggedTensor, limits: list[int]
-    ) -> str:
+    ) -> NoReturn:
         bags = too_long_M.nonzero().flatten()
         bag = int(bags[0])
         length = int(features.lengths()[bag])
@@ -200,7 +185,7 @@ class PositionGather:
         bag -= ends[index] - features.stride_per_key()[index]
         key = features.keys()[index]
         where = f"bag {bag} of feature {key!r}" if key else f"bag {bag}"
-        return (
+        raise ValueError(
             f"{self._owner}: a bag must not have more ids than its feature has position weights, "
             f"{limits[index]}; received {length} ids in {where} ({bags.numel()} such in the "
             "batch). Cut the bags, or raise the feature's maximum length."

@@ -18,7 +18,6 @@ __all__ = [
     "AttachedOptimizer",
     "apply_optimizer_in_backward",
     "attached_optimizer",
-    "attached_optimizer_spec",
     "attachment_count",
     "drop_hook",
     "mark_in_backward",
@@ -63,7 +62,11 @@ class AttachedOptimizer:
         self.stochastic_rounding = stochastic_rounding
 
     def spec(self) -> OptimizerSpec:
-        """The optimizer of an embedding table that carries this."""
+        """The optimizer of an embedding table that carries this.
+
+        Raises:
+            ValueError: Tables do not know the optimizer, or one of its settings.
+        """
         spec = optimizer_spec(self.optimizer_class, self.param_groups[0])
         return replace(spec, stochastic_rounding=self.stochastic_rounding)
 
@@ -187,22 +190,6 @@ def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
     """The optimizer that `apply_optimizer_in_backward` gave to a parameter, if any."""
     attached: list[AttachedOptimizer] = getattr(parameter, _ATTRIBUTE, [])
     return attached[0] if attached else None
-
-
-def attached_optimizer_spec(parameter: Tensor) -> OptimizerSpec | None:
-    """The table optimizer that `apply_optimizer_in_backward` gave to a parameter, if any.
-
-    Args:
-        parameter: A table's weight.
-
-    Returns:
-        Its specification, or None.
-
-    Raises:
-        ValueError: Tables do not know the optimizer, or one of its settings.
-    """
-    attached = attached_optimizer(parameter)
-    return None if attached is None else attached.spec()
 
 
 def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> None:

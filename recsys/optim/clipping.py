@@ -143,12 +143,13 @@ class GradientClippingOptimizer(OptimizerWrapper):
             The norm, a scalar, and the values of the gradients of dense parameters.
         """
         tables = self.table_gradients()
+        gradients = list(self._gradients())
         whole: list[Tensor] = []
         parts: list[Tensor] = []
         grouped: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {
             groups: [] for groups in self._groups_of.values()
         }
-        for parameter, values in self._gradients():
+        for parameter, values in gradients:
             if id(parameter) in self._groups_of:
                 grouped[self._groups_of[id(parameter)]].append(values)
             else:
@@ -170,7 +171,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         total = self._join(sums)
         if not math.isinf(self._norm_type):
             total = total.pow(1.0 / self._norm_type)
-        return total, [values for _, values in self._gradients()]
+        return total, [values for _, values in gradients]
 
     def _join(self, shares: Sequence[Tensor]) -> Tensor:
         stacked = torch.stack(list(shares))

@@ -137,15 +137,18 @@ class KeyedOptimizer(Optimizer):
 
         The tensors are the live ones.
         """
-        names = {id(param): name for name, param in self.params.items()}
-        result: dict[str, Any] = {
-            "state": {
+        return self._with_param_groups(
+            {
                 name: dict(self.state[param])
                 for name, param in self.params.items()
                 if param in self.state
             }
-        }
+        )
+
+    def _with_param_groups(self, state: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {"state": state}
         if self._saves_param_groups:
+            names = {id(param): name for name, param in self.params.items()}
             result["param_groups"] = [
                 {**group, "params": sorted(names[id(param)] for param in group["params"])}
                 for group in self.param_groups
@@ -164,11 +167,10 @@ class KeyedOptimizer(Optimizer):
         """
         state = self.state_dict()["state"]
         loaded = state_dict["state"]
-        _check_same_keys("parameters", state, loaded)
+        _check_loaded(state, loaded)
         for name, values in state.items():
-            _check_same_keys(f"states of parameter {name!r}", values, loaded[name])
             for key, value in values.items():
-                _load_value(self.state[self.params[name]], name, key, value, loaded[name][key])
+                _load_value(self.state[self.params[name]], key, value, loaded[name][key])
         if "param_groups" in state_dict:
             self._load_param_groups(state_dict["param_groups"])
         self.post_load_state_dict()
@@ -179,14 +181,15 @@ class KeyedOptimizer(Optimizer):
             tuple(sorted(names[id(param)] for param in group["params"])): group
             for group in self.param_groups
         }
-        for group in groups:
-            key = tuple(sorted(group["params"]))
+        keys = [tuple(sorted(group["params"])) for group in groups]
+        for key in keys:
             if key not in own:
                 raise ValueError(
                     f"The loaded state has a parameter group of {list(key)}; this optimizer's "
                     f"groups are "
                     f"{[list(k) for k in own]}."
                 )
+        for key, group in zip(keys, groups, strict=True):
             for option, value in group.items():
                 if option != "params":
                     own[key][option] = value
@@ -227,21 +230,32 @@ def _check_same_keys(what: str, own: Mapping[str, Any], loaded: Mapping[str, Any
         )
 
 
-def _load_value(
-    holder: dict[str, Any], param: str, key: str, current: object, loaded: object
-) -> None:
+def _check_loaded(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Raises unless both have the same parameters, with the same states of the same shapes."""
+    _check_same_keys("parameters", own, loaded)
+    for name, values in own.items():
+        _check_same_keys(f"states of parameter {name!r}", values, loaded[name])
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            shape = _to_tensor(loaded[name][key]).shape
+            if value.shape != shape:
+                raise ValueError(
+                    f"State {key!r} of parameter {name!r} has shape {tuple(value.shape)}; "
+                    f"the loaded one has {tuple(shape)}."
+                )
+
+
+def _load_value(holder: dict[str, Any], key: str, current: object, loaded: object) -> None:
     if not isinstance(current, Tensor):
         holder[key] = loaded
         return
-    if not isinstance(loaded, Tensor):
-        loaded = torch.as_tensor(loaded)
-    if current.shape != loaded.shape:
-        raise ValueError(
-            f"State {key!r} of parameter {param!r} has shape {tuple(current.shape)}; "
-            f"the loaded one has {tuple(loaded.shape)}."
-        )
     with torch.no_grad():
-        current.copy_(loaded)
+        current.copy_(_to_tensor(loaded))
+
+
+def _to_tensor(value: object) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -252,7 +266,7 @@ class CombinedOptimizer(KeyedOptimizer):
             ``prefix.``.
 
     Raises:
-        ValueError: if two of them name the same parameter.
+        ValueError: if two of them name the same parameter, or save something under the same name.
 
     Example:
         >>> a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
@@ -270,15 +284,19 @@ class CombinedOptimizer(KeyedOptimizer):
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
         self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
         params: dict[str, Tensor] = {}
+        taken: set[str] = set()
         for prefix, optim in self._optims:
-            for name, param in optim.params.items():
+            # some save more than their parameters' state, such as a warm-up its progress
+            for name in {**optim.params, **_state_of(optim)}:
                 key = self.prepend_opt_key(name, prefix)
-                if key in params:
+                if key in taken:
                     raise ValueError(
                         f"CombinedOptimizer needs distinct parameter names; {key!r} appears twice. "
                         "Give one of the optimizers a prefix: (prefix, optimizer)."
                     )
-                params[key] = param
+                taken.add(key)
+                if name in optim.params:
+                    params[key] = optim.params[name]
         groups = [group for _, optim in self._optims for group in optim.param_groups]
         super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
 
@@ -315,8 +333,36 @@ class CombinedOptimizer(KeyedOptimizer):
         """Returns the gradients that no ``.grad`` holds, of all."""
         return [held for _, optim in self._optims for held in optim.table_gradients()]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what each optimizer's own ``state_dict`` says, under its prefix."""
+        return self._with_param_groups(
+            {
+                self.prepend_opt_key(name, prefix): values
+                for prefix, optim in self._optims
+                for name, values in _state_of(optim).items()
+            }
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Has each optimizer load what is its own; nothing is loaded if something does not fit.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it.
+
+        Raises:
+            KeyError: if it lacks a parameter or a state that an optimizer has, or has more.
+            ValueError: if a shape differs, or the parameter groups do not match.
+        """
+        loaded = state_dict["state"]
+        _check_loaded(self.state_dict()["state"], loaded)
+        if "param_groups" in state_dict:  # first: a warm-up then sets its rate
+            self._load_param_groups(state_dict["param_groups"])
+        for prefix, optim in self._optims:
+            names = {name: self.prepend_opt_key(name, prefix) for name in _state_of(optim)}
+            optim.load_state_dict({"state": {own: loaded[key] for own, key in names.items()}})
+
     def post_load_state_dict(self) -> None:
-        """Tells each optimizer that its state was loaded."""
+        """Tells each optimizer that its state was loaded, as its ``load_state_dict`` does."""
         for _, optim in self._optims:
             optim.post_load_state_dict()
 
@@ -329,6 +375,11 @@ class CombinedOptimizer(KeyedOptimizer):
     def __repr__(self) -> str:
         inner = ", ".join(f"{prefix or '-'}: {optim!r}" for prefix, optim in self._optims)
         return f"CombinedOptimizer({inner})"
+
+
+def _state_of(optim: KeyedOptimizer) -> dict[str, Any]:
+    state: dict[str, Any] = optim.state_dict()["state"]
+    return state
 
 
 class _ChainedState(Mapping[Any, Any]):

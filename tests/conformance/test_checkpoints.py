@@ -36,7 +36,7 @@ def test_cover_has_every_pair() -> None:
 
 
 def test_matrix_has_every_move() -> None:
-    assert len(set(map(str, moves()))) == len(moves()) == 2 * (7 * 4) ** 2
+    assert len(set(map(str, moves()))) == len(moves()) == 2 * (len(ShardingType) * 4) ** 2
 
 
 @pytest.mark.parametrize("saved", list(ShardingType))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ def _bags(**lengths: list[int]) -> KeyedJaggedTensor:
 def _collection(
     kind: type[PositionWeightedModuleCollection] = PositionWeightedModuleCollection,
 ) -> PositionWeightedModuleCollection:
-    collection = kind({"a": 3, "b": 2})
+    collection = kind({"b": 2, "a": 3})  # not in alphabetical order
     with torch.no_grad():
         collection.position_weights["a"].copy_(torch.tensor([0.25, 0.5, 0.75]))
         collection.position_weights["b"].copy_(torch.tensor([2.0, 3.0]))
@@ -59,13 +61,27 @@ def test_one_feature_refuses_bags_that_are_too_long() -> None:
 
 def test_many_features() -> None:
     collection = _collection()
-    assert list(collection.state_dict()) == ["position_weights.a", "position_weights.b"]
+    assert list(collection.state_dict()) == ["position_weights.b", "position_weights.a"]
     weighed = collection(_bags(b=[2, 1], a=[0, 3], x=[1, 0]))
     assert weighed.keys() == ["b", "a", "x"]
     assert weighed.weights().tolist() == [2.0, 3.0, 2.0, 0.25, 0.5, 0.75, 1.0]
     assert collection(_bags(b=[1, 0])).weights().tolist() == [2.0]
     collection.reset_parameters()
     assert collection(_bags(a=[3, 1])).weights().tolist() == [1.0] * 4
+
+
+def test_features_may_be_named_as_what_a_dict_has_itself() -> None:
+    names = ["values", "items", "keys", "forward"]
+    collection = PositionWeightedModuleCollection(dict.fromkeys(names, 1))
+    assert list(collection.state_dict()) == [f"position_weights.{name}" for name in names]
+    state = {f"position_weights.{name}": torch.tensor([float(i)]) for i, name in enumerate(names)}
+    for assign in (False, True):
+        collection.reset_parameters()
+        collection.load_state_dict(state, assign=assign)
+        copied = copy.deepcopy(collection)
+        assert [copied.position_weights[name].item() for name in names] == [0, 1, 2, 3]
+        assert collection(_bags(keys=[1], values=[1])).weights().tolist() == [2.0, 0.0]
+        assert [name for name, _ in copied.position_weights.items()] == names
 
 
 def test_no_features() -> None:

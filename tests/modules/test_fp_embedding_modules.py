@@ -23,7 +23,7 @@ from recsys.modules.fp_embedding_modules import (
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
-LENGTHS = {"a": 4, "b": 2, "c": 5}
+LENGTHS = {"c": 5, "a": 4, "b": 2}  # not in alphabetical order
 
 
 def _tables(is_weighted: bool = True) -> EmbeddingBagCollection:

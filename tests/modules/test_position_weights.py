@@ -12,7 +12,7 @@ import torch
 from recsys.modules.position_weights import PositionGather, PositionWeights, with_weights
 from recsys.sparse import KeyedJaggedTensor
 
-LENGTHS = {"a": 4, "b": 2, "c": 5}
+LENGTHS = {"c": 5, "a": 4, "b": 2}  # not in alphabetical order
 
 
 def random_batch(seed: int, keys: list[str]) -> KeyedJaggedTensor:

@@ -13,7 +13,6 @@ from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import (
     apply_optimizer_in_backward,
     attached_optimizer,
-    attached_optimizer_spec,
     mark_in_backward,
 )
 
@@ -60,14 +59,14 @@ def test_a_second_optimizer_raises() -> None:
 
 def test_spec_of_a_parameter() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
-    assert attached_optimizer_spec(parameter) is None
+    assert attached_optimizer(parameter) is None
     apply_optimizer_in_backward(optimizers.RowWiseAdagrad, [parameter], {"lr": 0.5})
-    spec = attached_optimizer_spec(parameter)
-    assert spec is not None
-    assert spec.learning_rate == 0.5
+    attached = attached_optimizer(parameter)
+    assert attached is not None
+    assert attached.spec().learning_rate == 0.5
     shard = nn.Parameter(torch.ones(1, 2))
     mark_in_backward(shard, parameter)
-    assert attached_optimizer_spec(shard) == spec
+    assert attached_optimizer(shard) is attached
 
 
 def test_a_marked_parameter_can_be_pickled() -> None:
@@ -75,8 +74,10 @@ def test_a_marked_parameter_can_be_pickled() -> None:
     other = nn.Parameter(torch.ones(3, 2))
     apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5})
     mark_in_backward(other, parameter)
-    spec = attached_optimizer_spec(pickle.loads(pickle.dumps(other)))
-    assert spec == attached_optimizer_spec(parameter)
+    loaded, attached = map(attached_optimizer, (pickle.loads(pickle.dumps(other)), parameter))
+    assert loaded is not None
+    assert attached is not None
+    assert loaded.spec() == attached.spec()
 
 
 def test_modes_of_tables_travel_with_the_parameter() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -351,6 +351,62 @@ class TestCombinedOptimizer:
         both = CombinedOptimizer([("a", Told(parameters, adam))])
         both.load_state_dict(both.state_dict())
         assert told == ["told"]
+
+    def test_each_optimizer_saves_and_loads_itself(self) -> None:
+        class Counting(OptimizerWrapper):
+            flushed = 0
+            rounds = 0
+
+            def state_dict(self) -> dict[str, Any]:
+                self.flushed += 1
+                saved = super().state_dict()
+                return {"state": {**saved["state"], "rounds": {"count": self.rounds}}}
+
+            def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+                state = dict(state_dict["state"])
+                self.rounds = state.pop("rounds")["count"]
+                super().load_state_dict({"state": state})
+
+        def build() -> tuple[Counting, CombinedOptimizer]:
+            own = Counting(wrap(layer()))
+            own.init_state()
+            return own, CombinedOptimizer([("a", own), wrap(layer(), sgd)])
+
+        first, saving = build()
+        first.rounds = 3
+        before = first.flushed
+        saved = values_of(saving.state_dict())
+        assert first.flushed > before
+        assert set(saved["state"]) == {"a.weight", "a.bias", "a.rounds"}
+        second, loading = build()
+        loading.load_state_dict(saved)
+        assert second.rounds == 3
+        del saved["state"]["a.rounds"], saved["state"]["a.bias"]
+        saved["state"]["b"] = {}
+        with pytest.raises(KeyError, match=r"\['a.bias', 'a.rounds'\], unexpected: \['b'\]"):
+            loading.load_state_dict(saved)
+        with pytest.raises(ValueError, match=r"'rounds' appears twice. Give one .* a prefix"):
+            CombinedOptimizer(
+                Counting(KeyedOptimizerWrapper({name: torch.ones(1)}, sgd)) for name in "ab"
+            )
+
+    def test_nothing_is_loaded_if_something_does_not_fit(self) -> None:
+        both = CombinedOptimizer([("a", wrap(layer())), ("b", wrap(layer()))])
+        both.init_state()
+        before = values_of(both.state_dict())
+        other = values_of(before)
+        other["state"]["a.bias"]["exp_avg"] += 1.0
+        other["state"]["b.bias"]["exp_avg"] = torch.zeros(1)
+        with pytest.raises(ValueError, match=r"'exp_avg' of parameter 'b.bias' has shape \(2,\)"):
+            both.load_state_dict(other)
+        assert_same(values_of(both.state_dict()), before)
+
+    def test_loads_parameter_groups(self) -> None:
+        both, other = (CombinedOptimizer([("a", wrap(layer(), sgd))]) for _ in range(2))
+        both.save_param_groups(True)
+        both.param_groups[0]["lr"] = 0.7
+        other.load_state_dict(values_of(both.state_dict()))
+        assert other.optimizers[0][1].param_groups[0]["lr"] == 0.7
 
     def test_shows_its_parts(self) -> None:
         assert repr(CombinedOptimizer([("a", wrap(layer()))])).startswith("CombinedOptimizer(a: ")

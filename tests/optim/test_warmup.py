@@ -129,6 +129,27 @@ def test_every_group_of_joined_optimizers_follows() -> None:
     assert sorted(optimizer.params) == ["a.p", "b.p"]
 
 
+def test_one_of_joined_optimizers_saves_its_progress() -> None:
+    def build(lr: float = 0.2) -> CombinedOptimizer:
+        warm = WarmupOptimizer(wrapped("t"), [WarmupStage(P.LINEAR, 4, 0.0)], lr=lr)
+        return CombinedOptimizer([("tables", warm), wrapped("dense")])
+
+    first, second = build(), build(lr=0.4)
+    for joined in (first, second):
+        joined.save_param_groups(True)
+    for _ in range(2):
+        first.step()
+    state = copy.deepcopy(first.state_dict())
+    assert state["state"]["tables.__warmup"]["warmup"].tolist() == [2, 0]
+    second.load_state_dict(state)
+    assert [group["lr"] for group in second.param_groups] == pytest.approx([0.2, 5.0])
+    second.step()
+    assert second.param_groups[0]["lr"] == pytest.approx(0.3)
+    del state["state"]["tables.__warmup"]
+    with pytest.raises(KeyError, match=r"missing: \['tables.__warmup'\]"):
+        second.load_state_dict(state)
+
+
 def test_another_setting_can_be_warmed_up() -> None:
     optimizer = WarmupOptimizer(wrapped(), [CONSTANT], lr=0.2, lr_param="momentum")
     group = optimizer.param_groups[0]
