@@ -204,9 +204,16 @@ class Step:
     def __init__(self, case: Case, lib: Library) -> None:
         self.model = build(case, lib)
         self.features = batches(case, lib)
+        self.model(self.features()).backward()
+        # the peer's replicated tables keep their gradients, for an optimizer that is stepped
+        left = [p for p in self.model.parameters() if p.grad is not None]
+        self.optimizer = torch.optim.Adagrad(left, lr=0.1) if left else None
 
     def __call__(self) -> None:
         self.model(self.features()).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 class Floor:
