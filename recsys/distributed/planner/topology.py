@@ -95,6 +95,11 @@ class Topology:
         return self.hbm_mem_bw if self.compute_device == "cuda" else self.ddr_mem_bw
 
     @property
+    def intra_bw(self) -> float:
+        """Bytes per millisecond between two ranks of a node."""
+        return self.intra_host_bw if self.compute_device == "cuda" else self.ddr_mem_bw / 4
+
+    @property
     def exchange_bw(self) -> float:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         if self.local_size < self.world_size:  # several nodes
