@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import final
 
 import numpy as np
@@ -196,9 +195,6 @@ def _undominated(options: Sequence[Option]) -> list[int]:
     return sorted(kept)
 
 
-def _numbers(option: Option) -> list[float]:
-    return list(
-        chain.from_iterable(
-            [*run.cost_ms, *run.memory] * run.count for run in option.pieces
-        )
-    )
+def _numbers(option: Option) -> Floats:
+    runs = np.array([[*run.cost_ms, *run.memory] for run in option.pieces], dtype=np.float64)
+    return np.repeat(runs, [run.count for run in option.pieces], axis=0).ravel()
