@@ -218,7 +218,8 @@ class Topology:
             )
         for one in names:
             check_preset(one)
-        local_world_size = local_world_size or DATASHEETS[names[0]].ranks_per_node
+        if local_world_size is None:
+            local_world_size = DATASHEETS[names[0]].ranks_per_node
         return cls.from_hardware([PRESETS[one] for one in names], local_world_size)
 
     @classmethod
@@ -241,13 +242,17 @@ class Topology:
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        contents = topology_json.read(text, "" if is_text else str(source))
-        return cls.from_hardware(
-            contents.hardware,
-            contents.local_world_size,
-            lookup=contents.lookup,
-            collectives=contents.collectives,
-        )
+        name = "" if is_text else str(source)
+        contents = topology_json.read(text, name)
+        try:
+            return cls.from_hardware(
+                contents.hardware,
+                contents.local_world_size,
+                lookup=contents.lookup,
+                collectives=contents.collectives,
+            )
+        except ValueError as error:
+            raise ValueError(f"{f'Topology file {name}'.rstrip()}: {error}") from None
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the topology as JSON, and writes it to a file if a path is given."""
@@ -424,7 +429,7 @@ class Topology:
             Milliseconds.
 
         Raises:
-            ValueError: if the kind is unknown, or there are more nodes than ranks.
+            ValueError: if the kind is unknown, or there are not that many ranks.
 
         Example:
             >>> topology = Topology.preset("H100", world_size=16)
@@ -436,10 +441,10 @@ class Topology:
         num_ranks = self.world_size if num_ranks is None else num_ranks
         consecutive = math.ceil(num_ranks / self.local_world_size)
         num_nodes = consecutive if num_nodes is None else num_nodes
-        if not 1 <= num_nodes <= num_ranks:
+        if not 1 <= num_nodes <= num_ranks <= self.world_size:
             raise ValueError(
-                f"Topology.collective_ms takes at least one rank on each node; received "
-                f"num_ranks={num_ranks}, num_nodes={num_nodes}."
+                f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one on "
+                f"each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
             )
         model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self._slowest)
         near = self._collectives.nearest_world_size(kind, num_ranks)

@@ -61,7 +61,7 @@ class TestLookups:
     def test_points_come_once(self) -> None:
         with pytest.raises(
             ValueError,
-            match=r"Topology.lookup must have each point once; received dim 64 with pooling 1 twice",
+            match=r"lookup must have each point once; received dim 64 with pooling 1 twice",
         ):
             LookupTable([lookup(64, 1, 20), lookup(64, 1, 30)])
 

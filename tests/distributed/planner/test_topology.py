@@ -135,10 +135,12 @@ class TestPresets:
             Topology.preset(["A100-80", "H100"], 3)
 
     def test_unknown(self) -> None:
-        with pytest.raises(ValueError, match="must be one of A100-40, .*; received 'V100'"):
+        with pytest.raises(ValueError, match=r"must be one of A100-40, .*; received 'V100'"):
             Topology.preset("V100", 8)
         with pytest.raises(ValueError, match="world_size must be positive; received 0"):
             Topology.preset("H100", 0)
+        with pytest.raises(ValueError, match="local_world_size must be positive; received 0"):
+            Topology.preset("H100", 8, 0)
 
 
 POINTS = (
@@ -181,10 +183,13 @@ class TestMeasurements:
             assert topology.collective_ms(kind, 1e6) == topology.collective_ms(kind, 1e6, 16, 2)
 
     def test_what_cannot_be_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="must be one of .*; received 'scan'"):
+        with pytest.raises(ValueError, match=r"must be one of .*; received 'scan'"):
             Topology(2, "cpu").collective_ms("scan", 1)
-        with pytest.raises(ValueError, match="received num_ranks=2, num_nodes=3"):
-            Topology(2, "cpu").collective_ms("all_reduce", 1, 2, 3)
+        for ranks in ((2, 3), (3, 1), (0, 0)):
+            with pytest.raises(
+                ValueError, match="takes some of the 2 ranks, .* received num_ranks="
+            ):
+                Topology(2, "cpu").collective_ms("all_reduce", 1, *ranks)
         with pytest.raises(ValueError, match=r"Topology\.lookup must have each point once"):
             Topology(2, "cpu").with_measurements(lookup=[POINTS[0], POINTS[0]])
 
@@ -220,6 +225,11 @@ class TestFiles:
             Topology.from_json(path)
         with pytest.raises(ValueError, match=r"^Topology file must have the keys"):
             Topology.from_json("{}")
+        path.write_text(
+            Topology.preset("H100", 8).to_json().replace('_size": 8,\n  "h', '_size": 3,\n  "h')
+        )
+        with pytest.raises(ValueError, match=r"file .*mine\.json: Topology\.local_world_size must"):
+            Topology.from_json(path)
         with pytest.raises(FileNotFoundError):
             Topology.from_json(tmp_path / "none.json")
 
