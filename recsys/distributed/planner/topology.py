@@ -242,8 +242,8 @@ class Topology:
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        name = "" if is_text else str(source)
-        contents = topology_json.read(text, name)
+        subject = "Topology file" if is_text else f"Topology file {source}"
+        contents = topology_json.read(text, subject)
         try:
             return cls.from_hardware(
                 contents.hardware,
@@ -252,7 +252,7 @@ class Topology:
                 collectives=contents.collectives,
             )
         except ValueError as error:
-            raise ValueError(f"{f'Topology file {name}'.rstrip()}: {error}") from None
+            raise ValueError(f"{subject}: {error}") from None
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the topology as JSON, and writes it to a file if a path is given."""

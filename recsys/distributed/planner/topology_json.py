@@ -69,19 +69,18 @@ def _braces(lines: Sequence[str], pair: str, indent: str) -> str:
     return f"{pair[0]}\n{body}\n{indent}{pair[1]}"
 
 
-def read(text: str, source: str) -> Contents:
+def read(text: str, subject: str) -> Contents:
     """Returns what a file says, once it is checked.
 
     Args:
         text: JSON.
-        source: the name of the file, for errors; "" if there is none.
+        subject: what the text is, for errors.
 
     Raises:
         ValueError: if the text is no JSON, a key is missing or unknown, a list has not one value
             per rank, or a number is out of range.
         TypeError: if a value has the wrong type.
     """
-    subject = f"Topology file {source}".rstrip()
     try:
         data: object = json.loads(text)
     except json.JSONDecodeError as error:

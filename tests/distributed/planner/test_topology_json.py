@@ -25,7 +25,7 @@ MIXED = Contents(
 
 
 def test_what_is_written_is_read() -> None:
-    again = read(write(MIXED), "x")
+    again = read(write(MIXED), "Topology file x")
     assert again == MIXED
     assert [rank.name for rank in again.hardware] == ["A100-80", "A100-80", "H100", "H100"]
     assert write(again) == write(MIXED)
@@ -92,7 +92,7 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
 )
 def test_wrong_values_are_named(edit: Callable[[dict[str, Any]], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^Topology file {message}|^Topology file x.*{message}"):
-        read(edited(edit), "x")
+        read(edited(edit), "Topology file x")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_wrong_values_are_named(edit: Callable[[dict[str, Any]], object], messag
 )
 def test_wrong_types_are_named(edit: Callable[[dict[str, Any]], object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        read(edited(edit), "x")
+        read(edited(edit), "Topology file x")
 
 
 @pytest.mark.parametrize("name", ["name", *NUMBERS])
@@ -137,6 +137,6 @@ def test_text_that_is_no_json() -> None:
     with pytest.raises(
         ValueError, match=r"Topology file x must be JSON; received text with .*line 1"
     ):
-        read('{"format": 1,}', "x")
+        read('{"format": 1,}', "Topology file x")
     with pytest.raises(TypeError, match=r"Topology file x must be an object, {...}; received 3"):
-        read("3", "x")
+        read("3", "Topology file x")
