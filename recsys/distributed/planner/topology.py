@@ -443,8 +443,8 @@ class Topology:
         num_nodes = consecutive if num_nodes is None else num_nodes
         if not 1 <= num_nodes <= num_ranks <= self.world_size:
             raise ValueError(
-                f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one on "
-                f"each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
+                f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one "
+                f"on each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
             )
         model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self._slowest)
         near = self._collectives.nearest_world_size(kind, num_ranks)

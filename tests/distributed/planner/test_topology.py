@@ -187,7 +187,7 @@ class TestMeasurements:
             Topology(2, "cpu").collective_ms("scan", 1)
         for ranks in ((2, 3), (3, 1), (0, 0)):
             with pytest.raises(
-                ValueError, match=r"takes some of the 2 ranks, .* received num_ranks="
+                ValueError, match=r"takes some of the 2 ranks, .*received num_ranks="
             ):
                 Topology(2, "cpu").collective_ms("all_reduce", 1, *ranks)
         with pytest.raises(ValueError, match=r"Topology\.lookup must have each point once"):
