@@ -192,7 +192,7 @@ class Packing:
         last, height_R = -1, np.zeros(0)
         for place in order.tolist():
             piece = int(pieces[place])
-            if last < 0 or not self._alike(piece, last):
+            if last < 0 or arrays.run_P[piece] != arrays.run_P[last]:
                 height_R = self._piece_heights(piece)
                 height_R[used] = np.inf
                 last = piece
@@ -203,13 +203,6 @@ class Packing:
             ranks[place] = rank
         return ranks, peak
 
-    def _alike(self, one: int, other: int) -> bool:
-        arrays = self.arrays
-        return bool(
-            (arrays.cost_PK[one] == arrays.cost_PK[other]).all()
-            and (arrays.memory_PM[one] == arrays.memory_PM[other]).all()
-        )
-
     def _best_node(self, pieces: Ints, free_J: Flags) -> tuple[Ints, float]:
         """Returns ranks of the free node that is least high with the pieces on it."""
         arrays, size = self.arrays, self.arrays.ranks.node_size
@@ -217,7 +210,7 @@ class Packing:
         longest = int(pieces[order[0]])
         # the longest piece to the lowest rank of the node, and so on
         before_JS = self._piece_heights(longest).reshape(-1, size)
-        if self._alike(longest, int(pieces[order[-1]])):
+        if arrays.run_P[pieces[0]] == arrays.run_P[pieces[-1]]:
             height_JN = np.sort(before_JS, axis=1)[:, : len(pieces)]
         else:
             ranks_JN = np.argsort(before_JS, axis=1, kind="stable")[:, : len(pieces)]

@@ -70,6 +70,7 @@ class PieceArrays:
         first_O: each option's first piece among P; one more entry ends the last. FIXED options
             have no pieces here.
         table_P: each piece's table.
+        run_P: number of the run of like pieces that each belongs to.
         cost_PK: milliseconds.
         memory_PM: bytes.
     """
@@ -102,6 +103,7 @@ class PieceArrays:
         counts = [run.count for run in runs]
         self.first_O = np.concatenate([[0], np.cumsum(num_pieces, dtype=np.int64)])
         self.table_P = np.repeat(self.table_O, num_pieces)
+        self.run_P = np.repeat(np.arange(len(runs)), counts)
         num_kinds = problem.ranks.num_kinds
         self.cost_PK = np.repeat(self._costs(runs, num_kinds), counts, axis=0)
         self.memory_PM = np.repeat(self._bytes(runs), counts, axis=0)
