@@ -45,7 +45,6 @@ def solve_exactly(
     *,
     bound_ms: float,
     known_ms: float,
-    fits: bool = True,
     seconds: float = np.inf,
     max_nodes: int | None = None,
 ) -> Solved:
@@ -56,7 +55,6 @@ def solve_exactly(
         options: those that a best placement may contain.
         bound_ms: a lower bound on the slowest rank.
         known_ms: an upper bound on the slowest rank of the best placement.
-        fits: whether a placement with ``known_ms`` is known to fit.
         seconds: time limit.
         max_nodes: limit of the tree, which unlike a time limit ends it in the same place always.
     """
@@ -91,6 +89,15 @@ def solve_exactly(
         bound_ms=max(bound_ms, min(bound, 1.0) * (1 - _ZERO) * known_ms),
         finished=finished,
     )
+
+
+def count_variables(arrays: PieceArrays, options: Ints) -> int:
+    """Returns about how many variables the program has."""
+    runs_O = np.array([
+        1 if reach is Reach.FIXED else len(option.pieces) * arrays.num_ranks
+        for reach, option in zip(arrays.reach_O, arrays.options, strict=True)
+    ])
+    return int(runs_O[options].sum()) + len(options)
 
 
 @final

@@ -79,20 +79,18 @@ class LocalSearch:
                 return step
         return max_steps
 
-    def search(self, packing: Packing, max_kicks: int, max_steps: int) -> Packing:
-        """Descends, then kicks and descends again; returns the best packing.
+    def kick(self, packing: Packing, max_kicks: int) -> Packing:
+        """Disturbs a packing and descends, again and again; returns the best packing.
 
         Args:
             packing: where to start; is changed.
-            max_kicks: how often to disturb it.
-            max_steps: of the first descent.
+            max_kicks: how often.
         """
-        self.descend(packing, max_steps)
         for _ in range(max_kicks):
             if packing.peak <= self._target or self._is_over():
                 break
             trial = packing.copy()
-            self._kick(trial)
+            self._disturb(trial)
             self.descend(trial, _STEPS_AFTER_KICK)
             if trial.peak <= packing.peak:
                 packing = trial
@@ -249,7 +247,7 @@ class LocalSearch:
             cheap = self._cheap_T[table] = first + order[np.isfinite(price_N[order])]
         return cheap
 
-    def _kick(self, packing: Packing) -> None:
+    def _disturb(self, packing: Packing) -> None:
         """Takes the tables off the highest and a few other ranks and puts them back otherwise."""
         highest = int(packing.height_R.argmax())
         others = self._partners(packing, highest, 4)
@@ -268,7 +266,7 @@ class LocalSearch:
                 option = int(cheap[min(int(self._random.exponential(0.8)), len(cheap) - 1)])
             options.append(option)
         noise = self._random.uniform(0.7, 1.4, len(options))
-        packing.fill(np.array(options, dtype=np.int64), noise)
+        packing.fill(np.array(options, dtype=np.int64), noise=noise)
 
 
 def _with_pairs(sets_XN: Ints) -> Ints:

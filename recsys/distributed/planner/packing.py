@@ -33,7 +33,6 @@ class Packing:
         rank_P: rank of each piece, -1 if it is of another option.
         height_R: height of each rank.
         slots_RS: pieces on each rank, without those of FIXED options; -1 in free slots.
-        even_memory: whether greedy choices look at the share of memory taken as at load.
     """
 
     def __init__(self, arrays: PieceArrays, unit_ms: float) -> None:
@@ -48,7 +47,7 @@ class Packing:
         self._slot_P = np.full(len(arrays.table_P), -1)
         self.slots_RS = np.full((arrays.num_ranks, 8), -1)
         self.count_R = np.zeros(arrays.num_ranks, dtype=np.int64)
-        self.even_memory = False
+        self._even_memory = False
         self.height_R = self.heights(self._load_R, self._room_RM)
 
     def copy(self) -> Packing:
@@ -174,7 +173,7 @@ class Packing:
         cost_K = arrays.cost_PK[piece]
         cost = cost_K[arrays.ranks.kind_R] if len(cost_K) > 1 else cost_K
         height_R = self.heights(self._load_R + cost, self._room_RM - arrays.memory_PM[piece])
-        if self.even_memory:
+        if self._even_memory:
             for m in range(self._room_RM.shape[1]):
                 left_R = self._room_RM[:, m] - arrays.memory_PM[piece, m]
                 np.maximum(height_R, 1 - left_R / self._full_M[m], out=height_R)
@@ -224,14 +223,18 @@ class Packing:
         ranks[order] = node * size + np.argsort(before_JS[node], kind="stable")[: len(pieces)]
         return ranks, float(height_J[node])
 
-    def fill(self, options: Ints, noise: Floats | None = None) -> None:
+    def fill(
+        self, options: Ints, *, noise: Floats | None = None, even_memory: bool = False
+    ) -> None:
         """Places tables that are not placed, the one with the longest piece first.
 
         Args:
             options: one option per table.
             noise: factors by which the order may be off.
+            even_memory: whether to look at the share of memory that is taken as at the load.
         """
-        size_N = self.sizes(options)
+        self._even_memory = even_memory
+        size_N = self._sizes(options)
         if noise is not None:
             size_N = size_N * noise
         for option in options[np.argsort(-size_N, kind="stable")].tolist():
@@ -239,15 +242,16 @@ class Packing:
             if peak >= OVERFULL:
                 option, ranks = self._least_overfull(option, ranks, peak)
             self.add(option, ranks)
+        self._even_memory = False
 
-    def sizes(self, options: Ints) -> Floats:
+    def _sizes(self, options: Ints) -> Floats:
         """Returns the height of the longest piece of each option; FIXED ones come before all."""
         size_N = np.full(len(options), np.inf)
         for place, option in enumerate(options.tolist()):
             first, last = self.arrays.first_O[option], self.arrays.first_O[option + 1]
             if first < last:
                 size = self.arrays.cost_PK[first:last].max() / self._unit_ms
-                if self.even_memory:
+                if self._even_memory:
                     shares = self.arrays.memory_PM[first:last] / self._full_M
                     size = max(size, shares.max(initial=0.0))
                 size_N[place] = size

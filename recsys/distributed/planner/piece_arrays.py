@@ -141,6 +141,16 @@ class PieceArrays:
             misses[option] = over.max()
         return misses
 
+    def most_ms(self) -> float:
+        """Returns a load that no placement exceeds on any rank."""
+        if not self.num_tables:
+            return float(self.ranks.base_R.max())
+        longest_O = np.array([
+            max(max(run.cost_ms) for run in option.pieces) for option in self.options
+        ])
+        longest_T = np.maximum.reduceat(longest_O, self.first_T[:-1])
+        return float(self.ranks.base_R.max() + longest_T.sum())
+
     def pieces_of(self, option: int) -> Ints:
         """Returns the numbers of an option's pieces, in order; none if it is FIXED."""
         return np.arange(self.first_O[option], self.first_O[option + 1])
