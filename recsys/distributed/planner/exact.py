@@ -93,10 +93,12 @@ def solve_exactly(
 
 def count_variables(arrays: PieceArrays, options: Ints) -> int:
     """Returns about how many variables the program has."""
-    runs_O = np.array([
-        1 if reach is Reach.FIXED else len(option.pieces) * arrays.num_ranks
-        for reach, option in zip(arrays.reach_O, arrays.options, strict=True)
-    ])
+    runs_O = np.array(
+        [
+            1 if reach is Reach.FIXED else len(option.pieces) * arrays.num_ranks
+            for reach, option in zip(arrays.reach_O, arrays.options, strict=True)
+        ]
+    )
     return int(runs_O[options].sum()) + len(options)
 
 

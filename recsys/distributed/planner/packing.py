@@ -76,9 +76,7 @@ class Packing:
                 )
         return height_X
 
-    def heights_after(
-        self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats
-    ) -> Floats:
+    def heights_after(self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats) -> Floats:
         """Returns the heights of ranks, any shape X, with something more on them."""
         return self.heights(
             self._load_R[ranks_X] + added_ms_X, self._room_RM[ranks_X] - added_bytes_XM

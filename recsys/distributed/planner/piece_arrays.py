@@ -145,9 +145,9 @@ class PieceArrays:
         """Returns a load that no placement exceeds on any rank."""
         if not self.num_tables:
             return float(self.ranks.base_R.max())
-        longest_O = np.array([
-            max(max(run.cost_ms) for run in option.pieces) for option in self.options
-        ])
+        longest_O = np.array(
+            [max(max(run.cost_ms) for run in option.pieces) for option in self.options]
+        )
         longest_T = np.maximum.reduceat(longest_O, self.first_T[:-1])
         return float(self.ranks.base_R.max() + longest_T.sum())
 

@@ -101,9 +101,7 @@ class _Hunt:
         deadline: of ``time.monotonic``; without one, counts limit the effort.
     """
 
-    def __init__(
-        self, arrays: PieceArrays, seed: int, tolerance: float, deadline: float
-    ) -> None:
+    def __init__(self, arrays: PieceArrays, seed: int, tolerance: float, deadline: float) -> None:
         self._arrays = arrays
         self._seed = seed
         self._tolerance = tolerance
