@@ -193,7 +193,9 @@ class Relaxation:
         price_BK[~allowed_BK] = np.inf
         kind_B = price_BK.argmin(axis=1)
         price_B = np.where(
-            bundles.fixed_B, price_BK.sum(axis=1), np.take_along_axis(price_BK, kind_B[:, None], 1)[:, 0]
+            bundles.fixed_B,
+            price_BK.sum(axis=1),
+            np.take_along_axis(price_BK, kind_B[:, None], 1)[:, 0],
         )
         price_O = np.add.reduceat(price_B, bundles.first_O)
         option_T = self._cheapest(price_O)
@@ -244,9 +246,7 @@ class _Bundles:
             begins[starts] = True
             starts = np.flatnonzero(begins)
         option_P = np.repeat(np.arange(len(arrays.options)), np.diff(arrays.first_O))
-        peak_PK = arrays.cost_PK + [
-            ranks.base_R[mine].min(initial=np.inf) for mine in of_kind_KR
-        ]
+        peak_PK = arrays.cost_PK + [ranks.base_R[mine].min(initial=np.inf) for mine in of_kind_KR]
         for kind, mine in enumerate(of_kind_KR):
             rooms = np.unique(ranks.free_RM[mine], axis=0)
             fits_P = (arrays.memory_PM[:, None] <= rooms).all(axis=2).any(axis=1)
@@ -260,26 +260,30 @@ class _Bundles:
         order = np.argsort(self.owner_B, kind="stable")
         self.owner_B = self.owner_B[order]
         self.fixed_B = ~floating_O[self.owner_B]
-        self.cost_BK = np.concatenate([
-            no_cost if empty else np.add.reduceat(arrays.cost_PK, starts),
-            *(cost_K[None] for cost_K, _, _ in fixed),
-        ])[order]
-        self.memory_BKM = np.concatenate([
-            no_memory if empty else np.repeat(memory_BM[:, None], kinds, axis=1),
-            *(memory_KM[None] for _, memory_KM, _ in fixed),
-        ])[order]
-        self.peak_BK = np.concatenate([
-            no_cost if empty else np.maximum.reduceat(peak_PK, starts),
-            *(np.full((1, kinds), peak) for _, _, peak in fixed),
-        ])[order]
+        self.cost_BK = np.concatenate(
+            [
+                no_cost if empty else np.add.reduceat(arrays.cost_PK, starts),
+                *(cost_K[None] for cost_K, _, _ in fixed),
+            ]
+        )[order]
+        self.memory_BKM = np.concatenate(
+            [
+                no_memory if empty else np.repeat(memory_BM[:, None], kinds, axis=1),
+                *(memory_KM[None] for _, memory_KM, _ in fixed),
+            ]
+        )[order]
+        self.peak_BK = np.concatenate(
+            [
+                no_cost if empty else np.maximum.reduceat(peak_PK, starts),
+                *(np.full((1, kinds), peak) for _, _, peak in fixed),
+            ]
+        )[order]
         self.first_O = np.searchsorted(self.owner_B, np.arange(len(arrays.options)))
         of_all_BM = np.where(
             self.fixed_B[:, None], self.memory_BKM.sum(axis=1), self.memory_BKM.max(axis=1)
         )
         self.memory_OM = np.add.reduceat(of_all_BM, self.first_O)
-        self.fits_O = np.logical_and.reduceat(
-            np.isfinite(self.peak_BK).any(axis=1), self.first_O
-        )
+        self.fits_O = np.logical_and.reduceat(np.isfinite(self.peak_BK).any(axis=1), self.first_O)
 
 
 def _fixed_bundle(

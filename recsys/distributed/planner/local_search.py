@@ -23,6 +23,7 @@ _LEAST_GAIN = 1e-9
 _MANY_RANKS = 128  # above, only some ranks are tried for an exchange
 _PAIR_RANKS = 12  # ranks that are tried for pairs
 _OPTIONS = 6  # options of a table that are tried, the cheapest ones
+_STEPS_AFTER_KICK = 60
 _FIXED_TABLES = 4  # tables of FIXED options that are tried besides those with pieces on a rank
 
 
@@ -78,24 +79,44 @@ class LocalSearch:
                 return step
         return max_steps
 
-    def search(self, packing: Packing, max_kicks: int, max_steps: int) -> Packing:
-        """Descends, then kicks and descends again; returns the best packing.
+    def kick(self, packing: Packing, max_kicks: int) -> Packing:
+        """Disturbs a packing and descends, again and again; returns the best packing.
 
         Args:
             packing: where to start; is changed.
-            max_kicks: how often to disturb it.
-            max_steps: of the first descent.
+            max_kicks: how often.
         """
-        self.descend(packing, max_steps)
         for _ in range(max_kicks):
             if packing.peak <= self._target or self._is_over():
                 break
             trial = packing.copy()
-            self._kick(trial)
-            self.descend(trial, max_steps)
+            self._disturb(trial)
+            self.descend(trial, _STEPS_AFTER_KICK)
             if trial.peak <= packing.peak:
                 packing = trial
         return packing
+
+    def cheapen(self, packing: Packing) -> None:
+        """Gives tables cheaper options where no rank gets higher than the highest is."""
+        price_T = self._price_O[packing.option_T]
+        least_T = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
+        saved_T = price_T - least_T
+        for table in np.argsort(-saved_T, kind="stable")[: int((saved_T > 0).sum())].tolist():
+            if self._is_over():
+                return
+            now, ranks_now = int(packing.option_T[table]), packing.ranks_of(table).copy()
+            limit = packing.peak
+            packing.remove(table)
+            for option in self._cheap_options(table).tolist():
+                if self._price_O[option] >= self._price_O[now]:
+                    packing.add(now, ranks_now)
+                    break
+                ranks, peak = packing.best_ranks(option)
+                if peak < limit:
+                    packing.add(option, ranks)
+                    break
+            else:
+                packing.add(now, ranks_now)
 
     def _is_over(self) -> bool:
         self.cut = self.cut or time.monotonic() > self._deadline
@@ -171,8 +192,9 @@ class LocalSearch:
         peak_ASB[:, ~free_SB] = np.inf
         for column in sets_A.T:
             for row in np.flatnonzero(~self._single_P[column]):
-                used = packing.ranks_of(int(self._table_P[column[row]]))
-                peak_ASB[row, np.isin(ranks_S, used)] = np.inf
+                used_R = np.zeros(len(packing.height_R), dtype=bool)
+                used_R[packing.ranks_of(int(self._table_P[column[row]]))] = True
+                peak_ASB[row, used_R[ranks_S]] = np.inf
         best = int(peak_ASB.argmin())
         if peak_ASB.flat[best] >= packing.height_R[rank] - _LEAST_GAIN:
             return None
@@ -225,7 +247,7 @@ class LocalSearch:
             cheap = self._cheap_T[table] = first + order[np.isfinite(price_N[order])]
         return cheap
 
-    def _kick(self, packing: Packing) -> None:
+    def _disturb(self, packing: Packing) -> None:
         """Takes the tables off the highest and a few other ranks and puts them back otherwise."""
         highest = int(packing.height_R.argmax())
         others = self._partners(packing, highest, 4)
@@ -244,7 +266,7 @@ class LocalSearch:
                 option = int(cheap[min(int(self._random.exponential(0.8)), len(cheap) - 1)])
             options.append(option)
         noise = self._random.uniform(0.7, 1.4, len(options))
-        packing.fill(np.array(options, dtype=np.int64), noise)
+        packing.fill(np.array(options, dtype=np.int64), noise=noise)
 
 
 def _with_pairs(sets_XN: Ints) -> Ints:

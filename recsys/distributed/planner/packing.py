@@ -33,7 +33,6 @@ class Packing:
         rank_P: rank of each piece, -1 if it is of another option.
         height_R: height of each rank.
         slots_RS: pieces on each rank, without those of FIXED options; -1 in free slots.
-        even_memory: whether greedy choices look at the share of memory taken as at load.
     """
 
     def __init__(self, arrays: PieceArrays, unit_ms: float) -> None:
@@ -48,7 +47,7 @@ class Packing:
         self._slot_P = np.full(len(arrays.table_P), -1)
         self.slots_RS = np.full((arrays.num_ranks, 8), -1)
         self.count_R = np.zeros(arrays.num_ranks, dtype=np.int64)
-        self.even_memory = False
+        self._even_memory = False
         self.height_R = self.heights(self._load_R, self._room_RM)
 
     def copy(self) -> Packing:
@@ -77,9 +76,7 @@ class Packing:
                 )
         return height_X
 
-    def heights_after(
-        self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats
-    ) -> Floats:
+    def heights_after(self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats) -> Floats:
         """Returns the heights of ranks, any shape X, with something more on them."""
         return self.heights(
             self._load_R[ranks_X] + added_ms_X, self._room_RM[ranks_X] - added_bytes_XM
@@ -174,7 +171,7 @@ class Packing:
         cost_K = arrays.cost_PK[piece]
         cost = cost_K[arrays.ranks.kind_R] if len(cost_K) > 1 else cost_K
         height_R = self.heights(self._load_R + cost, self._room_RM - arrays.memory_PM[piece])
-        if self.even_memory:
+        if self._even_memory:
             for m in range(self._room_RM.shape[1]):
                 left_R = self._room_RM[:, m] - arrays.memory_PM[piece, m]
                 np.maximum(height_R, 1 - left_R / self._full_M[m], out=height_R)
@@ -192,7 +189,7 @@ class Packing:
         last, height_R = -1, np.zeros(0)
         for place in order.tolist():
             piece = int(pieces[place])
-            if last < 0 or not self._alike(piece, last):
+            if last < 0 or arrays.run_P[piece] != arrays.run_P[last]:
                 height_R = self._piece_heights(piece)
                 height_R[used] = np.inf
                 last = piece
@@ -203,13 +200,6 @@ class Packing:
             ranks[place] = rank
         return ranks, peak
 
-    def _alike(self, one: int, other: int) -> bool:
-        arrays = self.arrays
-        return bool(
-            (arrays.cost_PK[one] == arrays.cost_PK[other]).all()
-            and (arrays.memory_PM[one] == arrays.memory_PM[other]).all()
-        )
-
     def _best_node(self, pieces: Ints, free_J: Flags) -> tuple[Ints, float]:
         """Returns ranks of the free node that is least high with the pieces on it."""
         arrays, size = self.arrays, self.arrays.ranks.node_size
@@ -217,7 +207,7 @@ class Packing:
         longest = int(pieces[order[0]])
         # the longest piece to the lowest rank of the node, and so on
         before_JS = self._piece_heights(longest).reshape(-1, size)
-        if self._alike(longest, int(pieces[order[-1]])):
+        if arrays.run_P[pieces[0]] == arrays.run_P[pieces[-1]]:
             height_JN = np.sort(before_JS, axis=1)[:, : len(pieces)]
         else:
             ranks_JN = np.argsort(before_JS, axis=1, kind="stable")[:, : len(pieces)]
@@ -231,14 +221,18 @@ class Packing:
         ranks[order] = node * size + np.argsort(before_JS[node], kind="stable")[: len(pieces)]
         return ranks, float(height_J[node])
 
-    def fill(self, options: Ints, noise: Floats | None = None) -> None:
+    def fill(
+        self, options: Ints, *, noise: Floats | None = None, even_memory: bool = False
+    ) -> None:
         """Places tables that are not placed, the one with the longest piece first.
 
         Args:
             options: one option per table.
             noise: factors by which the order may be off.
+            even_memory: whether to look at the share of memory that is taken as at the load.
         """
-        size_N = self.sizes(options)
+        self._even_memory = even_memory
+        size_N = self._sizes(options)
         if noise is not None:
             size_N = size_N * noise
         for option in options[np.argsort(-size_N, kind="stable")].tolist():
@@ -246,15 +240,16 @@ class Packing:
             if peak >= OVERFULL:
                 option, ranks = self._least_overfull(option, ranks, peak)
             self.add(option, ranks)
+        self._even_memory = False
 
-    def sizes(self, options: Ints) -> Floats:
+    def _sizes(self, options: Ints) -> Floats:
         """Returns the height of the longest piece of each option; FIXED ones come before all."""
         size_N = np.full(len(options), np.inf)
         for place, option in enumerate(options.tolist()):
             first, last = self.arrays.first_O[option], self.arrays.first_O[option + 1]
             if first < last:
                 size = self.arrays.cost_PK[first:last].max() / self._unit_ms
-                if self.even_memory:
+                if self._even_memory:
                     shares = self.arrays.memory_PM[first:last] / self._full_M
                     size = max(size, shares.max(initial=0.0))
                 size_N[place] = size

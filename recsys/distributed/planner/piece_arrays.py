@@ -70,6 +70,7 @@ class PieceArrays:
         first_O: each option's first piece among P; one more entry ends the last. FIXED options
             have no pieces here.
         table_P: each piece's table.
+        run_P: number of the run of like pieces that each belongs to.
         cost_PK: milliseconds.
         memory_PM: bytes.
     """
@@ -102,6 +103,7 @@ class PieceArrays:
         counts = [run.count for run in runs]
         self.first_O = np.concatenate([[0], np.cumsum(num_pieces, dtype=np.int64)])
         self.table_P = np.repeat(self.table_O, num_pieces)
+        self.run_P = np.repeat(np.arange(len(runs)), counts)
         num_kinds = problem.ranks.num_kinds
         self.cost_PK = np.repeat(self._costs(runs, num_kinds), counts, axis=0)
         self.memory_PM = np.repeat(self._bytes(runs), counts, axis=0)
@@ -138,6 +140,16 @@ class PieceArrays:
             over = np.maximum(memory_NM - self.ranks.free_RM[ranks], 0).sum(axis=1)
             misses[option] = over.max()
         return misses
+
+    def most_ms(self) -> float:
+        """Returns a load that no placement exceeds on any rank."""
+        if not self.num_tables:
+            return float(self.ranks.base_R.max())
+        longest_O = np.array(
+            [max(max(run.cost_ms) for run in option.pieces) for option in self.options]
+        )
+        longest_T = np.maximum.reduceat(longest_O, self.first_T[:-1])
+        return float(self.ranks.base_R.max() + longest_T.sum())
 
     def pieces_of(self, option: int) -> Ints:
         """Returns the numbers of an option's pieces, in order; none if it is FIXED."""
