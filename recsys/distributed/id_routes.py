@@ -18,14 +18,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.layout import Layout
+from recsys.distributed.layout import Layout, LookupGroup
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
 
 
-def rank_major(num_streams: int, world_size: int) -> np.ndarray:
-    """Returns the places of segments ``[stream][rank]`` in the order ``[rank][stream]``."""
-    return np.arange(num_streams * world_size).reshape(-1, world_size).T.reshape(-1)
+def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
+    """Returns whether a lookup reads the ids of one rank after those of another.
+
+    So it does if each id gets a row of its own: rows can then return as they are. Otherwise it
+    reads feature by feature. It does so, too, where several features read a table, to add up that
+    table's gradients in the order of the unsharded lookup: to the same bits.
+    """
+    return not pooled and len(set(group.feature_table_map)) == len(group.feature_table_map)
+
+
+def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool) -> np.ndarray:
+    """Returns the segments ``[rank][stream]`` of one rank's lookups in the order they are read.
+
+    Args:
+        groups: the lookups of the rank.
+        world_size: the ranks that send segments.
+        pooled: whether bags are pooled.
+    """
+    num_streams = sum(len(group.streams) for group in groups)
+    by_rank = np.arange(world_size * num_streams).reshape(world_size, num_streams)
+    found = [np.zeros(0, dtype=np.int64)]
+    for group in groups:
+        of_group = by_rank[:, group.streams]
+        found.append((of_group if reads_by_rank(group, pooled=pooled) else of_group.T).reshape(-1))
+    return np.concatenate(found)
 
 
 @final

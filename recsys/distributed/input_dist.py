@@ -23,7 +23,7 @@ from torch import Tensor
 
 from recsys.distributed import comm
 from recsys.distributed.batch_segments import BatchCutter, HostCounts, Segments
-from recsys.distributed.id_routes import BATCH, COUNTS, FLAG, IdRoute, index_tensor, rank_major
+from recsys.distributed.id_routes import BATCH, COUNTS, FLAG, IdRoute, index_tensor, lookup_order
 from recsys.distributed.layout import LookupGroup
 from recsys.distributed.types import ShardingEnv
 from recsys.distributed.weight_gradients import WeightRoute, carry_weights
@@ -119,20 +119,15 @@ class InputDist:
         narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
         self._word = torch.int32 if narrow else torch.int64
         self._weight_word = torch.float32 if narrow else torch.float64
-        # payload of one source rank: lengths, ids, weights, each [S]; wanted: each [S][R], or if
-        # every id gets a row of its own, lookup by lookup [R][S], as the rows will be sent back
+        reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=cutter.pooled)
+        self.by_rank = index_tensor(np.argsort(reading), device)
+        # payload of one source rank: lengths, ids, weights, each [S]; wanted: each as it is read
         parts = 3 if is_weighted else 2
         order = np.arange(env.world_size * parts * self.num_streams).reshape(
             env.world_size, parts, self.num_streams
         )
-        if cutter.pooled:
-            order = order.transpose(1, 2, 0)
-        else:
-            groups = layout.groups[env.rank]
-            lookups = [order[:, part, g.streams] for part in range(parts) for g in groups]
-            order = np.concatenate([order[0, 0, :0], *(rows.reshape(-1) for rows in lookups)])
-        self._unpack = index_tensor(order.reshape(-1), device)
-        self.by_rank = index_tensor(rank_major(self.num_streams, env.world_size), device)
+        by_part = order.transpose(1, 0, 2).reshape(parts, -1)
+        self._unpack = index_tensor(by_part[:, reading].reshape(-1), device)
         counts = np.arange(COUNTS, COUNTS + self.num_streams)
         self._recv_lengths = index_tensor(
             np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (parts - 1))]), device

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from recsys.distributed.id_routes import reads_by_rank
 from recsys.distributed.input_dist import Bags
 from recsys.distributed.layout import LookupGroup, PlacedTable, Rect
 from recsys.kernels.tbe import TableBatchedEmbedding
@@ -91,14 +92,14 @@ class Lookups:
         self.kernels: list[TableBatchedEmbedding] = []
         self.parameters: list[list[nn.Parameter]] = []
         for group, settings in zip(self.groups, self.settings(), strict=True):
+            pooled = settings.pooling is not PoolingMode.NONE
             kernel = TableBatchedEmbedding(
                 [
                     TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)
                     for t, r in zip(group.tables, group.rects, strict=True)
                 ],
-                # rows that are not pooled are wanted source by source
                 feature_table_map=group.feature_table_map
-                * (num_sources if settings.pooling is PoolingMode.NONE else 1),
+                * (num_sources if reads_by_rank(group, pooled=pooled) else 1),
                 pooling=settings.pooling,
                 weights_dtype=settings.weights_dtype,
                 optimizer=_kernel_optimizer(settings, replicated),

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.exchange import Exchange, start_exchange
-from recsys.distributed.id_routes import IdRoute
+from recsys.distributed.id_routes import IdRoute, index_tensor, lookup_order
 from recsys.distributed.layout import Layout, Stream
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.kernels import ops
 
 
 @final
@@ -66,6 +67,11 @@ class SequenceDist:
         counts = [len(streams) for streams in layout.streams]
         self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
         self.has_exchange = any(counts)
+        reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=False)
+        self.reading = reading
+        self.keeps_order = bool((reading[:-1] < reading[1:]).all())
+        self.to_lookups = index_tensor(reading, device)
+        self.to_ranks = index_tensor(np.argsort(reading), device)
         # each slot's rows arrive in one stretch: they need not be moved
         self.is_whole = len(sent) == len(layout.slots) and self.chunk == self.dim
         self.slot_order = self.sent_slots.tolist() if self.is_whole else None
@@ -155,19 +161,18 @@ class _SequenceExchange(Exchange):
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
         self.widths = [x.shape[1] for x in lookups]
-        if len(lookups) == 1:
-            return self.start_sending(lookups[0].view(-1), replicas)
-        by_lookup = [x.view(-1).split(n) for x, n in zip(lookups, self._stretches(), strict=True)]
-        stretches = [part for of_rank in zip(*by_lookup, strict=True) for part in of_rank]
-        empty = torch.empty(0, device=self.device)
-        return self.start_sending(torch.cat([empty, *stretches]), replicas)
+        rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=self.device)]
+        sent = rows[0] if len(rows) == 1 else torch.cat(rows)
+        if not self.stage.keeps_order:
+            sizes = self.received_chunks.reshape(-1)[self.stage.reading]
+            sent = self._reorder(sent, self.stage.to_ranks, sizes)
+        return self.start_sending(sent, replicas)
 
-    def _stretches(self) -> list[list[int]]:
-        """Returns per lookup the elements for each rank."""
-        return [
-            (self.received_chunks[:, group.streams].sum(1) * self.stage.chunk).tolist()
-            for group in self.stage.layout.groups[self.env.rank]
-        ]
+    def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
+        """Permutes the segments of ``chunks`` chunks each."""
+        sizes = torch.from_numpy(chunks * self.stage.chunk).to(self.device)
+        _, moved, _ = ops.permute_1d(order, sizes, rows, None, rows.numel())
+        return moved
 
     def place(self, buffer: Tensor) -> Tensor:
         """Waits, and puts each row where its id is: ``[N, D]``."""
@@ -195,13 +200,13 @@ class _SequenceExchange(Exchange):
         arrived = self.wait_for_grads()
         if arrived is None or not self.widths:
             return self.replica_grads(grad)
-        if len(self.widths) == 1:
-            return [arrived.view(-1, self.widths[0]), *self.replica_grads(grad)]
-        by_lookup = self._stretches()
-        order = [size for of_rank in zip(*by_lookup, strict=True) for size in of_rank]
-        stretches = arrived.split(order)
-        grads = [
-            torch.cat(stretches[i :: len(by_lookup)]).view(-1, width)
-            for i, width in enumerate(self.widths)
-        ]
+        if not self.stage.keeps_order:
+            arrived = self._reorder(
+                arrived, self.stage.to_lookups, self.received_chunks.reshape(-1)
+            )
+        per_stream = self.received_chunks.sum(0)
+        groups = self.stage.layout.groups[self.env.rank]
+        sizes = [int(per_stream[g.streams].sum()) * self.stage.chunk for g in groups]
+        parts = zip(arrived.split(sizes), self.widths, strict=True)
+        grads = [part.view(-1, width) for part, width in parts]
         return [*grads, *self.replica_grads(grad)]

@@ -14,6 +14,7 @@ from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.optim import apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
+from tests.distributed.cases import whole_state
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -75,6 +76,48 @@ def test_values_lengths_and_indices_are_those_of_the_unsharded(
             assert torch.equal(own[name].values(), jagged.values())
             assert torch.equal(own[name].lengths(), jagged.lengths())
             assert torch.equal(own[name].weights(), jagged.weights())
+
+
+def _gradients_by(rank: int, of: dict[str, JaggedTensor]) -> torch.Tensor:
+    """A loss whose gradients cannot be added up exactly."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.cat([of[name].values() for name in ("x@a", "y", "x@b")])
+    return (values * torch.randn(values.shape, generator=generator)).sum()
+
+
+def _train_shared(kind: ShardingType) -> list[torch.Tensor]:
+    rank, num_ids = dist.get_rank(), 40
+    sharded = _shard(kind, use_index_dedup=False)
+    _gradients_by(rank, dict(sharded(_batch(rank, num_ids)).items())).backward()
+    return list(whole_state(sharded).values())
+
+
+@pytest.mark.parametrize("kind", [ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE])
+def test_a_table_of_several_features_trains_to_the_same_bits(
+    ranks: RankPool, kind: ShardingType
+) -> None:
+    world_size, num_ids = 3, 40
+    unsharded = _unsharded()
+    batches = [_batch(rank, num_ids) for rank in range(world_size)]
+    joint = KeyedJaggedTensor(
+        ["y", "x"],
+        torch.cat([batch[key].values() for key in ("y", "x") for batch in batches]),
+        lengths=torch.cat([batch[key].lengths() for key in ("y", "x") for batch in batches]),
+    )
+    found = unsharded(joint)
+    parts = {name: jagged.values().split(num_ids) for name, jagged in found.items()}
+    of_ranks = [
+        {
+            name: JaggedTensor(part[rank], lengths=torch.tensor([num_ids]))
+            for name, part in parts.items()
+        }
+        for rank in range(world_size)
+    ]
+    losses = [_gradients_by(rank, of) for rank, of in enumerate(of_ranks)]
+    (torch.stack(losses).sum() / world_size).backward()
+    for trained in ranks(world_size, _train_shared, kind):
+        for own, expected in zip(trained, unsharded.state_dict().values(), strict=True):
+            assert torch.equal(own, expected)
 
 
 def _ids_sent(use_index_dedup: bool) -> int:
