@@ -23,7 +23,7 @@ performance model for multicore architectures", 2009.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import final
 
 from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
@@ -55,7 +55,7 @@ class Cost:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.forward + self.backward + self.input + self.output + self.update
 
 
 @final
@@ -169,8 +169,8 @@ class CostModel:
 
     def _link(self, within: float, across: float) -> float:
         """Returns the milliseconds of bytes sent inside a node and, meanwhile, between nodes."""
-        topology = self._topology
-        return max(within / topology.intra_bw, across / topology.inter_host_bw)
+        topology = self._topology.slowest
+        return max(within / topology.intra_host_bw, across / topology.inter_host_bw)
 
 
 def _touched(num_rows: int, ids: float) -> float:

@@ -10,7 +10,7 @@ from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.placement import Option, Pieces, Reach
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.strategies import MIN_COLUMNS, split_evenly
+from recsys.distributed.strategies import MIN_COLUMNS
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 
 _MIN_PARTITION = 32

@@ -8,20 +8,18 @@ replica's gradients, and the buffers of one batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
-from recsys.distributed.layout import Rect
 from recsys.distributed.module_tree import outermost
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, ShardingOption
 from recsys.distributed.planner.placement import InfeasibleError, Problem, Ranks
-from recsys.distributed.planner.search import solve
+from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
@@ -153,7 +151,7 @@ class EmbeddingShardingPlanner:
             tables=[[option.for_search() for option in of_table] for of_table in options],
         )
         try:
-            placement = solve(problem, time_limit=self._timeout_seconds)
+            placement = search(problem, time_limit=self._timeout_seconds)
         except InfeasibleError as error:
             raise PlannerError(self._explain_misfit(error, tables, options, room)) from None
         plan = ShardingPlan()
@@ -180,9 +178,9 @@ class EmbeddingShardingPlanner:
             features, pooled = {}, {}
             for part in child.modules():
                 if isinstance(part, TableCollection):
-                    for config, pooling in zip(part.configs(), part.poolings(), strict=True):
+                    for config, mode in zip(part.configs(), part.poolings(), strict=True):
                         features[config.name] = config.feature_names
-                        pooled[config.name] = pooling is not PoolingMode.NONE
+                        pooled[config.name] = mode is not PoolingMode.NONE
             for name, weight in sharder.shardable_parameters(child).items():
                 constraints = self._constraints.get(name, ParameterConstraints())
                 num_features = len(features.get(name, [name]))
@@ -282,9 +280,7 @@ class EmbeddingShardingPlanner:
 
     def _caps(self, room: Bytes) -> str:
         topology = self._topology
-        return (
-            f"{_mib(topology.memory_cap)} each, of which {_mib(room.device)} are free for tables"
-        )
+        return f"{_mib(topology.memory_cap)} each, of which {_mib(room.device)} are free for tables"
 
     def _tried(self, options: Sequence[ShardingOption], room: Bytes) -> str:
         """Returns the memory there is, and a table of what each option would need of it."""
