@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
+from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -60,16 +61,20 @@ class Cost:
 
 @final
 class CostModel:
-    """The time and the memory of parts of tables.
+    """The time and the memory of parts of tables, on ranks of one kind.
 
     Args:
         topology: the machine.
         batch_size: samples per rank and step.
+        hardware: of the ranks; the slowest of all by default.
     """
 
-    def __init__(self, topology: Topology, batch_size: int) -> None:
+    def __init__(
+        self, topology: Topology, batch_size: int, hardware: Hardware | None = None
+    ) -> None:
         self._topology = topology
         self._batch_size = batch_size
+        self._hardware = hardware or topology.slowest
 
     def of_part(
         self,
@@ -128,7 +133,7 @@ class CostModel:
         within = sent if topology.local_size > 1 else 0.0
         across = sent / topology.local_size if nodes > 1 else 0.0
         # the gradient is cleared, written, read; weights are read and written
-        passes = 5 * size / topology.memory_bw
+        passes = 5 * size / self._hardware.memory_bw
         return Cost(forward=forward, backward=backward, update=self._link(within, across) + passes)
 
     def bytes_of_part(
@@ -158,8 +163,8 @@ class CostModel:
         num_cols: int,
         kernel: EmbeddingComputeKernel,
     ) -> tuple[float, float]:
-        topology = self._topology
-        bandwidth = topology.ddr_mem_bw if kernel in UVM_KERNELS else topology.memory_bw
+        hardware = self._hardware
+        bandwidth = hardware.ddr_mem_bw if kernel in UVM_KERNELS else hardware.memory_bw
         row_bytes = num_cols * table.element_bytes
         forward = ids * row_bytes / bandwidth
         if not table.trains:
@@ -169,8 +174,8 @@ class CostModel:
 
     def _link(self, within: float, across: float) -> float:
         """Returns the milliseconds of bytes sent inside a node and, meanwhile, between nodes."""
-        topology = self._topology.slowest
-        return max(within / topology.intra_host_bw, across / topology.inter_host_bw)
+        hardware = self._hardware
+        return max(within / hardware.intra_host_bw, across / hardware.inter_host_bw)
 
 
 def _touched(num_rows: int, ids: float) -> float:

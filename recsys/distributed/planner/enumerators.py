@@ -24,12 +24,12 @@ class Part:
 
     Attributes:
         count: how many.
-        cost: of one.
+        costs: of one, on a rank of each kind.
         size: of one.
     """
 
     count: int
-    cost: Cost
+    costs: tuple[Cost, ...]
     size: Bytes
 
 
@@ -58,8 +58,12 @@ class ShardingOption:
     def for_search(self) -> Option:
         """Returns what the search must know of it."""
         pieces = tuple(
-            Pieces(count=p.count, cost_ms=(p.cost.total,), memory=(p.size.device, p.size.host))
-            for p in self.parts
+            Pieces(
+                count=part.count,
+                cost_ms=tuple(cost.total for cost in part.costs),
+                memory=(part.size.device, part.size.host),
+            )
+            for part in self.parts
         )
         fixed = range(self.num_ranks) if self.reach is Reach.FIXED else ()
         return Option(reach=self.reach, pieces=pieces, ranks=fixed)
@@ -71,12 +75,13 @@ class EmbeddingEnumerator:
 
     Args:
         topology: the machine.
-        costs: what parts cost on it.
+        batch_size: samples per rank and step.
     """
 
-    def __init__(self, topology: Topology, costs: CostModel) -> None:
+    def __init__(self, topology: Topology, batch_size: int) -> None:
         self._topology = topology
-        self._costs = costs
+        of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
+        self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
     def enumerate(self, table: PlannedTable) -> list[ShardingOption]:
         """Returns the ways that the user, the sharder and the optimizer allow, simplest first."""
@@ -110,12 +115,14 @@ class EmbeddingEnumerator:
         in_node: bool = False,
     ) -> ShardingOption:
         """Returns the option whose parts are, one after the other, so many of so many rows x cols."""
-        costs = self._costs
         parts = tuple(
             Part(
                 count=count,
-                cost=costs.of_part(table, rows, cols, kernel, in_node=in_node),
-                size=costs.bytes_of_part(table, rows, cols, kernel),
+                costs=tuple(
+                    of_kind.of_part(table, rows, cols, kernel, in_node=in_node)
+                    for of_kind in self._costs
+                ),
+                size=self._costs[0].bytes_of_part(table, rows, cols, kernel),
             )
             for count, rows, cols in blocks
         )
@@ -193,8 +200,8 @@ class EmbeddingEnumerator:
             return
         part = Part(
             count=world_size,
-            cost=self._costs.of_replica(table, kernel),
-            size=self._costs.bytes_of_replica(table, kernel),
+            costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
+            size=self._costs[0].bytes_of_replica(table, kernel),
         )
         yield ShardingOption(
             sharding_type=ShardingType.DATA_PARALLEL,

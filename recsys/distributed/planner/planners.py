@@ -16,7 +16,6 @@ from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.module_tree import outermost
-from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, ShardingOption
 from recsys.distributed.planner.placement import InfeasibleError, Problem, Ranks
 from recsys.distributed.planner.search import search
@@ -86,8 +85,7 @@ class EmbeddingShardingPlanner:
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._constraints = dict(constraints or {})
         self._timeout_seconds = timeout_seconds
-        costs = CostModel(self._topology, self._batch_size)
-        self._enumerator = EmbeddingEnumerator(self._topology, costs)
+        self._enumerator = EmbeddingEnumerator(self._topology, self._batch_size)
 
     def collective_plan(
         self,
@@ -140,20 +138,28 @@ class EmbeddingShardingPlanner:
             )
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
-        room = Bytes(
-            self._reservation.usable(self._topology.memory_cap, dense_bytes),
-            self._reservation.usable(self._topology.host_cap, 0),
-        )
+        rooms = [
+            Bytes(
+                self._reservation.usable(rank.memory_cap, dense_bytes),
+                self._reservation.usable(rank.ddr_cap, 0),
+            )
+            for rank in self._topology.hardware
+        ]
         options = [self._options(table) for table in tables]
-        caps = [(room.device, room.host)] * self._topology.world_size
+        ranks = Ranks(
+            memory_caps=[(max(room.device, 0), max(room.host, 0)) for room in rooms],
+            kinds=self._topology.kinds,
+            node_size=self._topology.local_size,
+        )
         problem = Problem(
-            ranks=Ranks(memory_caps=caps, node_size=self._topology.local_size),
+            ranks=ranks,
             tables=[[option.for_search() for option in of_table] for of_table in options],
         )
         try:
             placement = search(problem, time_limit=self._timeout_seconds)
         except InfeasibleError as error:
-            raise PlannerError(self._explain_misfit(error, tables, options, room)) from None
+            most = max(rooms, key=sum)
+            raise PlannerError(self._explain_misfit(error, tables, options, most)) from None
         plan = ShardingPlan()
         for table, of_table, choice in zip(tables, options, placement.choices, strict=True):
             option = of_table[choice.option]

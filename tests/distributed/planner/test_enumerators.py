@@ -36,7 +36,7 @@ def table(rows: int = 1000, dim: int = 128, **constraints: object) -> PlannedTab
 
 def options(of: PlannedTable, world_size: int = 8, local_size: int = 4) -> list[ShardingOption]:
     topology = Topology(world_size, "cpu", ddr_cap=1 << 30, local_world_size=local_size)
-    return EmbeddingEnumerator(topology, CostModel(topology, 16)).enumerate(of)
+    return EmbeddingEnumerator(topology, 16).enumerate(of)
 
 
 def test_each_type_has_its_counts_of_ranks() -> None:
