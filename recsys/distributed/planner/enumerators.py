@@ -114,7 +114,7 @@ class EmbeddingEnumerator:
         *,
         in_node: bool = False,
     ) -> ShardingOption:
-        """Returns the option whose parts are, one after the other, so many of so many rows x cols."""
+        """Returns the option whose parts are, each so many of rows x cols."""
         parts = tuple(
             Part(
                 count=count,

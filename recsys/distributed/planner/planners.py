@@ -1,8 +1,8 @@
 """The planner: lists the ways to place each table, and searches for the best of all together.
 
-Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts weights,
-the state of the optimizer that a table has when it is planned or else its gradient, the sum of a
-replica's gradients, and the buffers of one batch.
+Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
+weights, the state of the optimizer that a table has when it is planned or else its gradient, the
+sum of a replica's gradients, and the buffers of one batch.
 """
 
 from __future__ import annotations
