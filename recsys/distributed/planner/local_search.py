@@ -20,7 +20,7 @@ from recsys.distributed.planner.piece_arrays import Floats, Ints, PieceArrays
 from recsys.distributed.planner.placement import Reach
 
 _LEAST_GAIN = 1e-9
-_MANY_RANKS = 128  # above, only some ranks are tried for an exchange
+_MANY_RANKS = 64  # above, only some ranks are tried for an exchange
 _PAIR_RANKS = 12  # ranks that are tried for pairs
 _OPTIONS = 6  # options of a table that are tried, the cheapest ones
 _STEPS_AFTER_KICK = 60
@@ -144,12 +144,10 @@ class LocalSearch:
         if found is None:
             return False
         given, partner, taken = found
-        for piece in (*given, *taken):
-            packing.lift(piece)
-        for piece in given:
-            packing.put(piece, partner)
-        for piece in taken:
-            packing.put(piece, rank)
+        for pieces, goal in ((given, partner), (taken, rank)):
+            for piece in pieces:
+                packing.lift(np.array([piece]))
+                packing.put(np.array([piece]), np.array([goal]))
         return True
 
     def _partners(self, packing: Packing, rank: int, most: int) -> Ints:

@@ -20,6 +20,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+_FEW_RANKS = 256  # with more, keeping what FIXED options add to every rank takes gigabytes
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,7 @@ class PieceArrays:
         num_kinds = problem.ranks.num_kinds
         self.cost_PK = np.repeat(self._costs(runs, num_kinds), counts, axis=0)
         self.memory_PM = np.repeat(self._bytes(runs), counts, axis=0)
+        self._fixed: dict[int, tuple[Ints, Floats, Floats]] = {}
         self._ranks_of: dict[range | tuple[int, ...], Ints] = {}
 
     @property
@@ -157,6 +160,9 @@ class PieceArrays:
 
     def fixed_at(self, option: int) -> tuple[Ints, Floats, Floats]:
         """Returns the ranks of a FIXED option, [N], and what it adds there, [N] and [N, M]."""
+        found = self._fixed.get(option)
+        if found is not None:
+            return found
         fixed = self.options[option]
         key = _key(fixed.ranks)
         ranks = self._ranks_of.get(key)
@@ -166,12 +172,14 @@ class PieceArrays:
         cost_KN = np.repeat(self._costs(fixed.pieces, self.num_kinds), counts, axis=0).T
         memory_NM = np.repeat(self._bytes(fixed.pieces), counts, axis=0)
         cost_N = cost_KN[self.ranks.kind_R[ranks], np.arange(len(ranks))]
+        if self.num_ranks <= _FEW_RANKS:
+            self._fixed[option] = ranks, cost_N, memory_NM
         return ranks, cost_N, memory_NM
 
     @property
     def num_kinds(self) -> int:
         """K."""
-        return self.cost_PK.shape[1]
+        return int(self.cost_PK.shape[1])
 
     def _costs(self, runs: Sequence[Pieces], num_kinds: int) -> Floats:
         costs = np.array([run.cost_ms for run in runs], dtype=np.float64)

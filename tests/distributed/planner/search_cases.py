@@ -154,18 +154,14 @@ def realistic(
         dim = rng.choice([16, 32, 64, 96, 128])
         ids = samples * math.exp(rng.uniform(0, math.log(30)))
         options = [
-            Option(
-                reach=Reach.ANYWHERE, pieces=(alike(parts, ids, samples, dim / parts, rows, 0),)
-            )
+            Option(reach=Reach.ANYWHERE, pieces=(alike(parts, ids, samples, dim / parts, rows, 0),))
             for parts in range(1, min(num_ranks, dim // 16) + 1)
         ]
         block = rows // num_ranks
         row_wise = alike(num_ranks, ids / num_ranks, samples, dim, block + 1, 0)
         replica = alike(num_ranks, ids / num_ranks, 0, dim, rows, 8 * rows * dim / net_bw)
         for fixed in (row_wise, replica):
-            options.append(
-                Option(reach=Reach.FIXED, pieces=(fixed,), ranks=range(num_ranks))
-            )
+            options.append(Option(reach=Reach.FIXED, pieces=(fixed,), ranks=range(num_ranks)))
         for parts in (1, 2, 4) if num_nodes > 1 else ():
             if parts <= num_nodes and dim // parts >= 32:
                 piece = alike(
@@ -180,8 +176,7 @@ def realistic(
                 options.append(Option(reach=reach, pieces=(piece,)))
         tables.append(options)
     least = sum(
-        min(sum(p.count * p.memory[0] for p in one.pieces) for one in options)
-        for options in tables
+        min(sum(p.count * p.memory[0] for p in one.pieces) for one in options) for options in tables
     )
     cap = int(least / num_ranks / fullness) + 1
     if fullness < 0.5:
@@ -226,14 +221,14 @@ def problems(draw: st.DrawFn) -> Problem:
         return Option(reach=reach, pieces=pieces(count))
 
     num_tables = draw(st.integers(1, 5 if num_ranks < 4 else 3))
-    tables = [
-        [one_option() for _ in range(draw(st.integers(1, 4)))] for _ in range(num_tables)
-    ]
+    tables = [[one_option() for _ in range(draw(st.integers(1, 4)))] for _ in range(num_tables)]
     cap = draw(st.integers(4, 14))
     base = draw(st.booleans())
     return Problem(
         ranks=Ranks(
-            memory_caps=[(cap + rank % 2 * draw(st.integers(0, 2)), 2) for rank in range(num_ranks)],
+            memory_caps=[
+                (cap + rank % 2 * draw(st.integers(0, 2)), 2) for rank in range(num_ranks)
+            ],
             kinds=kinds,
             node_size=node_size,
             base_ms=[draw(costs) for _ in range(num_ranks)] if base else (),
