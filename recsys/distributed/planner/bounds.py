@@ -192,7 +192,7 @@ class Relaxation:
         bundles, kinds = self._bundles, self._arrays.num_kinds
         price_BK = bundles.cost_BK * (prices[:kinds] / self._size_K)
         memory_price_KM = prices[kinds:].reshape(self._room_KM.shape) / self._unit_KM
-        for m in np.flatnonzero(memory_price_KM.any(axis=0)):
+        for m in np.flatnonzero(memory_price_KM.sum(axis=0)):
             price_BK += bundles.memory_BKM[:, :, m] * memory_price_KM[:, m]
         # a FIXED bundle has its share on every kind, any other one goes to the cheapest kind
         price_BK[~allowed_BK] = np.inf
@@ -254,7 +254,7 @@ class _Bundles:
         peak_PK = arrays.cost_PK + [ranks.base_R[mine].min(initial=np.inf) for mine in of_kind_KR]
         for kind, mine in enumerate(of_kind_KR):
             rooms = np.unique(ranks.free_RM[mine], axis=0)
-            fits_P = (arrays.memory_PM[:, None] <= rooms).all(axis=2).any(axis=1)
+            fits_P = np.any(np.all(arrays.memory_PM[:, None] <= rooms, axis=2), axis=1)
             peak_PK[~fits_P, kind] = np.inf
         fixed = [_fixed_bundle(arrays, int(o), of_kind_KR) for o in np.flatnonzero(~floating_O)]
         sorts = arrays.memory_PM.shape[1]

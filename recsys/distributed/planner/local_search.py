@@ -15,7 +15,7 @@ from typing import final
 
 import numpy as np
 
-from recsys.distributed.planner.packing import Packing
+from recsys.distributed.planner.packing import OVERFULL, Packing
 from recsys.distributed.planner.piece_arrays import Floats, Ints, PieceArrays
 from recsys.distributed.planner.placement import Reach
 
@@ -207,13 +207,17 @@ class LocalSearch:
         pieces = packing.slots_RS[rank, : packing.count_R[rank]]
         tables = np.unique(arrays.table_P[pieces])
         fixed = self._fixed_on(packing, rank)
+        # an option that adds more than the height above the mean cannot help
+        slack = height - packing.height_R.mean() if height < OVERFULL else np.inf
         best_score, best_option, best_ranks = np.inf, -1, pieces
         for table in (*tables.tolist(), *fixed):
             now = int(packing.option_T[table])
+            options = self._cheap_options(table)
+            options = options[self._price_O[options] - self._price_O[now] < slack]
             ranks_now = packing.ranks_of(table).copy()
             packing.remove(table)
             left = float(packing.height_R[ranks_now].max())
-            for option in self._cheap_options(table).tolist():
+            for option in options.tolist():
                 ranks, peak = packing.best_ranks(option)
                 peak = max(peak, left)
                 score = peak + self._price_O[option] - self._price_O[now]

@@ -245,15 +245,10 @@ class Packing:
 
     def _sizes(self, options: Ints) -> Floats:
         """Returns the height of the longest piece of each option; FIXED ones come before all."""
-        size_N = np.full(len(options), np.inf)
-        for place, option in enumerate(options.tolist()):
-            first, last = self.arrays.first_O[option], self.arrays.first_O[option + 1]
-            if first < last:
-                size = self.arrays.cost_PK[first:last].max() / self._unit_ms
-                if self._even_memory:
-                    shares = self.arrays.memory_PM[first:last] / self._full_M
-                    size = max(size, shares.max(initial=0.0))
-                size_N[place] = size
+        size_N = self.arrays.longest_O[options] / self._unit_ms
+        if self._even_memory:
+            share_NM = self.arrays.biggest_OM[options] / self._full_M
+            size_N = np.maximum(size_N, share_NM.max(axis=1, initial=0.0))
         return size_N
 
     def _least_overfull(self, option: int, ranks: Ints, peak: float) -> tuple[int, Ints]:

@@ -27,6 +27,7 @@ _DESCENTS = 3  # of the variants, the most promising ones
 _STEPS_PER_RANK = 5
 _UNEVENNESS_LEFT = 0.2
 _KICKS = 20  # where no time limit asks for more
+_KICKS_OF_ALL_RANKS = 640  # and the ranks are not so few that more are cheap
 _MANY_KICKS = 1_000_000  # where there is a time limit
 _SHARE_OF_KICKS = 0.4  # of a time limit where there is an exact search, too
 _ROUNDING = 1e-9
@@ -132,7 +133,7 @@ class _Hunt:
     def _known_ms(self) -> float:
         """Load of the slowest rank of the best packing; if none fits, what none exceeds."""
         peak = self._best.peak
-        return peak * self._unit_ms if peak < OVERFULL else self._most_ms
+        return peak * self._unit_ms if peak < OVERFULL else self._most_ms or 1.0
 
     def pack(self) -> None:
         """Packs the relaxation's mix of options greedily, in some variants."""
@@ -180,7 +181,7 @@ class _Hunt:
         """Improves the best packing as long as is worth it."""
         if self._is_done():
             return
-        deadline, kicks = self._deadline, _KICKS
+        deadline, kicks = self._deadline, max(_KICKS, _KICKS_OF_ALL_RANKS // self._arrays.num_ranks)
         if np.isfinite(deadline):
             kicks = _MANY_KICKS
             if self._num_variables() <= _MEDIUM:  # leave time for the exact search
@@ -214,10 +215,9 @@ class _Hunt:
             return self._relaxed.price_O
         price_O = relaxed.price_O.copy()
         least_T = np.minimum.reduceat(price_O, self._arrays.first_T[:-1])
-        with np.errstate(invalid="ignore"):
-            above_O = price_O - least_T[self._arrays.table_O]
         # with this option, all others at their cheapest, the bound is higher by that
-        price_O[relaxed.bound_ms + above_O > known_ms] = np.inf
+        above_O = price_O - least_T[self._arrays.table_O]
+        price_O[(above_O > 0) & (relaxed.bound_ms + above_O > known_ms)] = np.inf
         return price_O
 
     def solve_exactly(self, max_variables: int) -> None:

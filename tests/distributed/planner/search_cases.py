@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from recsys.distributed.planner.placement import (
     Choice,
+    InfeasibleError,
     Option,
     Pieces,
     Placement,
@@ -18,6 +19,7 @@ from recsys.distributed.planner.placement import (
     Ranks,
     Reach,
 )
+from recsys.distributed.planner.search import search
 
 
 def option(
@@ -88,7 +90,11 @@ def brute_force(problem: Problem) -> float:
                         new_load[rank] += piece.cost_ms[kinds[rank]]
                         device, host = new_used[rank]
                         new_used[rank] = (device + piece.memory[0], host + piece.memory[1])
-                    if all(u <= c for both in zip(new_used, caps) for u, c in zip(*both)):
+                    if all(
+                        u <= c
+                        for both in zip(new_used, caps, strict=True)
+                        for u, c in zip(*both, strict=True)
+                    ):
                         after.add((tuple(new_load), tuple(new_used)))
         states = after
     return min((max(load) for load, _ in states), default=math.inf)
@@ -197,10 +203,7 @@ def problems(draw: st.DrawFn) -> Problem:
     memories = st.tuples(st.integers(0, 6), st.sampled_from([0, 0, 0, 1]))
 
     def pieces(count: int) -> tuple[Pieces, ...]:
-        if draw(st.booleans()):
-            counts = [count]
-        else:
-            counts = [1] * count
+        counts = [count] if draw(st.booleans()) else [1] * count
         return tuple(
             Pieces(
                 count=alike,
@@ -236,3 +239,13 @@ def problems(draw: st.DrawFn) -> Problem:
         ),
         tables=tables,
     )
+
+
+def search_or_none(problem: Problem) -> Placement | None:
+    """The best placement, or None if it is certain that nothing fits."""
+    try:
+        return search(problem, tolerance=0.0)
+    except InfeasibleError as error:
+        if not error.proven:
+            raise
+        return None
