@@ -344,6 +344,6 @@ def _mixed(cuts: list[_Cut], weights: Floats) -> Ints:
     """Returns options of which about the given shares come from each cut."""
     options_CT = np.array([cut.option_T for cut in cuts])
     # the golden ratio spreads any few neighbours evenly over [0, 1)
-    spread_T = (0.5 + np.arange(options_CT.shape[1]) * 0.6180339887498949) % 1.0
+    spread_T = np.arange(1, options_CT.shape[1] + 1) * 0.6180339887498949 % 1.0
     cut_T = np.searchsorted(np.cumsum(weights)[:-1], spread_T)
     return options_CT[cut_T, np.arange(options_CT.shape[1])]

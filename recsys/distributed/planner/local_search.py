@@ -213,7 +213,7 @@ class LocalSearch:
         for table in (*tables.tolist(), *fixed):
             now = int(packing.option_T[table])
             options = self._cheap_options(table)
-            options = options[self._price_O[options] - self._price_O[now] < slack]
+            options = options[self._price_O[options] - self._price_O[now] <= slack]
             ranks_now = packing.ranks_of(table).copy()
             packing.remove(table)
             left = float(packing.height_R[ranks_now].max())

@@ -31,9 +31,9 @@ _KICKS_OF_ALL_RANKS = 640  # and the ranks are not so few that more are cheap
 _MANY_KICKS = 1_000_000  # where there is a time limit
 _SHARE_OF_KICKS = 0.4  # of a time limit where there is an exact search, too
 _ROUNDING = 1e-9
-_SMALL = 250  # variables up to which a problem is searched exhaustively
+_SMALL = 200  # variables up to which a problem is searched exhaustively
 _MEDIUM = 5000  # and up to which it is if a time limit says for how long
-_MAX_NODES = 1000  # of the search tree where there is no time limit
+_MAX_NODES = 300  # of the search tree where there is no time limit
 
 
 def search(
