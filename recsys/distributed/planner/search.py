@@ -137,18 +137,15 @@ class _Hunt:
 
     def pack(self) -> None:
         """Packs the relaxation's mix of options greedily, in some variants."""
-        scarce = self._fullness > _SCARCE
-        best_peak, best = np.inf, (1.0, False)
-        for air in _AIR if scarce else (0.0,):
-            room = 1 - air * (1 - self._fullness)
-            peaks = [
-                self._pack(1.0, room, even_memory)
-                for even_memory in ((False, True) if scarce else (False,))
-            ]
-            if min(peaks) < best_peak:
-                best_peak, best = min(peaks), (room, peaks[0] > min(peaks))
-            if min(peaks) >= OVERFULL and best_peak < OVERFULL:
-                break  # less air will not do either
+        best_peak, best = self._pack(1.0, 1.0, even_memory=False), (1.0, False)
+        if self._fullness > _SCARCE or best_peak >= OVERFULL:
+            for air in _AIR:
+                room = 1 - air * (1 - self._fullness)
+                peaks = [self._pack(1.0, room, even_memory=even) for even in (False, True)]
+                if min(peaks) < best_peak:
+                    best_peak, best = min(peaks), (room, peaks[0] > min(peaks))
+                if min(peaks) >= OVERFULL > best_peak:
+                    break  # less air will not do either
         for ceiling in _CEILINGS:
             self._pack(ceiling, *best)
 
