@@ -27,6 +27,7 @@ from recsys.distributed.planner.piece_arrays import Flags, Floats, Ints, PieceAr
 
 _MAX_CUTS = 200
 _TOLERANCE = 1e-6
+_HIGHEST_PRICE = 1e3  # of all memory of a kind, in units of the bound without such prices
 
 
 @final
@@ -70,13 +71,14 @@ class Relaxation:
     def __init__(self, arrays: PieceArrays) -> None:
         self._arrays = arrays
         ranks = arrays.ranks
+        self._most_ms = arrays.most_ms()
         self._of_kind_KR = ranks.kind_R == np.arange(arrays.num_kinds)[:, None]
         self._size_K = np.maximum(self._of_kind_KR.sum(axis=1), 1)
         self._base_K = self._of_kind_KR @ ranks.base_R
         self._room_KM = self._of_kind_KR @ ranks.free_RM
         self._unit_KM = np.maximum(self._room_KM, 0.5)  # no room at all: any byte is too many
         self._bundles = _Bundles(arrays, self._of_kind_KR)
-        options = np.arange(int(arrays.width_T.max()))
+        options = np.arange(arrays.width_T.max())
         self._option_TO = np.where(
             options < arrays.width_T[:, None], arrays.first_T[:-1, None] + options, -1
         )
@@ -106,7 +108,7 @@ class Relaxation:
             values.append(totals_M / room_M)
             if values[-1] @ share_M > best:
                 best, taken_M = float(values[-1] @ share_M), totals_M
-            upper, share_M, _ = _master(np.array(values), sorts, np.zeros(0))
+            upper, share_M, _ = _master(np.array(values), sorts, np.zeros(0), 1.0)
             if upper <= best * (1 + _TOLERANCE) + 1e-12:
                 break
         return best, taken_M
@@ -136,12 +138,15 @@ class Relaxation:
             if bound > best_bound:
                 best, best_bound = cut, bound
             if len(cuts) == 1:
-                limit_KM = np.where(self._scarce_KM.ravel(), 1e3 * bound + 1e-9, 0.0)
+                unit_ms = max(bound, 1e-6 * self._most_ms, 1e-300)
+                limit_KM = np.where(self._scarce_KM.ravel(), _HIGHEST_PRICE, 0.0)
                 if kinds == 1 and (cut.value[1:] <= 0).all():
                     break  # no memory is missing, so none has a price
             if best_bound > above:
                 break
-            upper, prices, weights = _master(np.array([c.value for c in cuts]), kinds, limit_KM)
+            upper, prices, weights = _master(
+                np.array([c.value for c in cuts]), kinds, limit_KM, unit_ms
+            )
             if upper <= best_bound + _TOLERANCE * abs(best_bound):
                 break
         assert best is not None
@@ -187,7 +192,7 @@ class Relaxation:
         bundles, kinds = self._bundles, self._arrays.num_kinds
         price_BK = bundles.cost_BK * (prices[:kinds] / self._size_K)
         memory_price_KM = prices[kinds:].reshape(self._room_KM.shape) / self._unit_KM
-        for m in np.flatnonzero(memory_price_KM.any(axis=0)):
+        for m in np.flatnonzero(memory_price_KM.sum(axis=0)):
             price_BK += bundles.memory_BKM[:, :, m] * memory_price_KM[:, m]
         # a FIXED bundle has its share on every kind, any other one goes to the cheapest kind
         price_BK[~allowed_BK] = np.inf
@@ -195,7 +200,7 @@ class Relaxation:
         price_B = np.where(
             bundles.fixed_B,
             price_BK.sum(axis=1),
-            np.take_along_axis(price_BK, kind_B[:, None], 1)[:, 0],
+            price_BK[np.arange(len(kind_B)), kind_B],
         )
         price_O = np.add.reduceat(price_B, bundles.first_O)
         option_T = self._cheapest(price_O)
@@ -212,7 +217,7 @@ class Relaxation:
         return _Cut(value=value, option_T=option_T, price_O=price_O)
 
     def _cheapest(self, price_O: Floats) -> Ints:
-        place_T = np.append(price_O, np.inf)[self._option_TO].argmin(axis=1)
+        place_T: Ints = np.append(price_O, np.inf)[self._option_TO].argmin(axis=1)
         return self._arrays.first_T[:-1] + place_T
 
 
@@ -249,7 +254,7 @@ class _Bundles:
         peak_PK = arrays.cost_PK + [ranks.base_R[mine].min(initial=np.inf) for mine in of_kind_KR]
         for kind, mine in enumerate(of_kind_KR):
             rooms = np.unique(ranks.free_RM[mine], axis=0)
-            fits_P = (arrays.memory_PM[:, None] <= rooms).all(axis=2).any(axis=1)
+            fits_P = np.any(np.all(arrays.memory_PM[:, None] <= rooms, axis=2), axis=1)
             peak_PK[~fits_P, kind] = np.inf
         fixed = [_fixed_bundle(arrays, int(o), of_kind_KR) for o in np.flatnonzero(~floating_O)]
         sorts = arrays.memory_PM.shape[1]
@@ -296,13 +301,16 @@ def _fixed_bundle(
     return of_kind_KN @ cost_N, of_kind_KN @ memory_NM, peak
 
 
-def _master(values_CX: Floats, shares: int, limits: Floats) -> tuple[float, Floats, Floats]:
+def _master(
+    values_CX: Floats, shares: int, limits: Floats, unit: float
+) -> tuple[float, Floats, Floats]:
     """Finds the prices at which the least cut is highest.
 
     Args:
         values_CX: one row per cut.
         shares: the first so many prices add up to 1.
-        limits: of the other prices.
+        limits: of the other prices, in ``unit``.
+        unit: of cuts and of the other prices; numbers near 1 suit the solver.
 
     Returns:
         The height of the least cut, the prices, and the weights of the cuts in the mix that
@@ -314,31 +322,28 @@ def _master(values_CX: Floats, shares: int, limits: Floats) -> tuple[float, Floa
         return float(values_CX[least, 0]), np.ones(1), np.eye(num_cuts)[least]
     from scipy.optimize import linprog  # slow to import
 
-    scale = max(float(np.abs(values_CX[:, :shares]).max()), 1e-300)
-    scaled_CX = values_CX.copy()
-    scaled_CX[:, :shares] /= scale  # and the other prices are in units of scale
-    sums = np.concatenate([[0.0], np.ones(shares), np.zeros(num_prices - shares)])
+    units = np.where(np.arange(num_prices) < shares, unit, 1.0)
     result = linprog(
         np.concatenate([[-1.0], np.zeros(num_prices)]),
-        A_ub=np.hstack([np.ones((num_cuts, 1)), -scaled_CX]),
+        A_ub=np.hstack([np.ones((num_cuts, 1)), -values_CX / units]),
         b_ub=np.zeros(num_cuts),
-        A_eq=sums[None],
+        A_eq=np.concatenate([[0.0], np.ones(shares), np.zeros(num_prices - shares)])[None],
         b_eq=[1.0],
-        bounds=[(None, None), *[(0, None)] * shares, *((0, limit / scale) for limit in limits)],
+        bounds=[(None, None), *[(0, None)] * shares, *((0, limit) for limit in limits)],
         method="highs-ds",
     )
     assert result.status == 0, result.message
     prices = np.maximum(result.x[1:], 0.0)
     prices[:shares] /= prices[:shares].sum()
-    prices[shares:] *= scale
+    prices[shares:] *= unit
     weights = np.maximum(-result.ineqlin.marginals, 0.0)
-    return -float(result.fun) * scale, prices, weights / weights.sum()
+    return -float(result.fun) * unit, prices, weights / weights.sum()
 
 
 def _mixed(cuts: list[_Cut], weights: Floats) -> Ints:
     """Returns options of which about the given shares come from each cut."""
     options_CT = np.array([cut.option_T for cut in cuts])
     # the golden ratio spreads any few neighbours evenly over [0, 1)
-    spread_T = (0.5 + np.arange(options_CT.shape[1]) * 0.6180339887498949) % 1.0
+    spread_T = np.arange(1, options_CT.shape[1] + 1) * 0.6180339887498949 % 1.0
     cut_T = np.searchsorted(np.cumsum(weights)[:-1], spread_T)
     return options_CT[cut_T, np.arange(options_CT.shape[1])]

@@ -177,12 +177,13 @@ class _Program:
         if reach is Reach.FIXED:
             return []
         if reach is Reach.ANYWHERE:
-            runs = []
+            runs: list[_Run] = []
             for alike in _runs_of(arrays, pieces):
                 runs.append(_Run(pieces=alike, column_of_rank=self._columns(arrays.num_ranks)))
                 terms = [(column, 1.0) for column in runs[-1].column_of_rank]
                 rows.add([*terms, (chosen, -len(alike))], 0, 0)
-            for columns in zip(*(run.column_of_rank for run in runs), strict=True):
+            for rank in range(arrays.num_ranks):
+                columns = [run.column_of_rank[rank] for run in runs]
                 rows.add([*((column, 1.0) for column in columns), (chosen, -1)], -np.inf, 0)
             return runs
         size = arrays.ranks.node_size
@@ -193,7 +194,8 @@ class _Program:
             rows.add([*((node, 1.0) for node in nodes), (chosen, -len(groups))], 0, 0)
             columns_of_rank = [column for column in nodes for _ in range(size)]
             return [_Run(pieces=pieces, column_of_rank=columns_of_rank)]
-        runs, nodes_of_groups = [], []
+        runs = []
+        nodes_of_groups: list[list[int]] = []
         for group in groups:
             nodes = self._columns(num_nodes)
             nodes_of_groups.append(nodes)
@@ -206,11 +208,12 @@ class _Program:
                 for node, column in enumerate(nodes):
                     here = run.column_of_rank[node * size : (node + 1) * size]
                     rows.add([*((c, 1.0) for c in here), (column, -len(run.pieces))], 0, 0)
-            for columns in zip(*(run.column_of_rank for run in of_group), strict=True):
-                rows.add([(column, 1.0) for column in columns], -np.inf, 1)
+            for rank in range(arrays.num_ranks):
+                rows.add([(run.column_of_rank[rank], 1.0) for run in of_group], -np.inf, 1)
             runs += of_group
-        for nodes in zip(*nodes_of_groups, strict=True):
-            rows.add([*((node, 1.0) for node in nodes), (chosen, -1)], -np.inf, 0)
+        for node in range(num_nodes):
+            terms = [(nodes[node], 1.0) for nodes in nodes_of_groups]
+            rows.add([*terms, (chosen, -1)], -np.inf, 0)
         return runs
 
     def _add_tables(self) -> None:

@@ -15,12 +15,12 @@ from typing import final
 
 import numpy as np
 
-from recsys.distributed.planner.packing import Packing
+from recsys.distributed.planner.packing import OVERFULL, Packing
 from recsys.distributed.planner.piece_arrays import Floats, Ints, PieceArrays
 from recsys.distributed.planner.placement import Reach
 
 _LEAST_GAIN = 1e-9
-_MANY_RANKS = 128  # above, only some ranks are tried for an exchange
+_MANY_RANKS = 64  # above, only some ranks are tried for an exchange
 _PAIR_RANKS = 12  # ranks that are tried for pairs
 _OPTIONS = 6  # options of a table that are tried, the cheapest ones
 _STEPS_AFTER_KICK = 60
@@ -144,12 +144,10 @@ class LocalSearch:
         if found is None:
             return False
         given, partner, taken = found
-        for piece in (*given, *taken):
-            packing.lift(piece)
-        for piece in given:
-            packing.put(piece, partner)
-        for piece in taken:
-            packing.put(piece, rank)
+        for pieces, goal in ((given, partner), (taken, rank)):
+            for piece in pieces:
+                packing.lift(np.array([piece]))
+                packing.put(np.array([piece]), np.array([goal]))
         return True
 
     def _partners(self, packing: Packing, rank: int, most: int) -> Ints:
@@ -209,13 +207,17 @@ class LocalSearch:
         pieces = packing.slots_RS[rank, : packing.count_R[rank]]
         tables = np.unique(arrays.table_P[pieces])
         fixed = self._fixed_on(packing, rank)
+        # an option that adds more than the height above the mean cannot help
+        slack = height - packing.height_R.mean() if height < OVERFULL else np.inf
         best_score, best_option, best_ranks = np.inf, -1, pieces
         for table in (*tables.tolist(), *fixed):
             now = int(packing.option_T[table])
+            options = self._cheap_options(table)
+            options = options[self._price_O[options] - self._price_O[now] <= slack]
             ranks_now = packing.ranks_of(table).copy()
             packing.remove(table)
             left = float(packing.height_R[ranks_now].max())
-            for option in self._cheap_options(table).tolist():
+            for option in options.tolist():
                 ranks, peak = packing.best_ranks(option)
                 peak = max(peak, left)
                 score = peak + self._price_O[option] - self._price_O[now]

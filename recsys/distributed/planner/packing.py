@@ -18,6 +18,7 @@ from recsys.distributed.planner.piece_arrays import Flags, Floats, Ints, PieceAr
 from recsys.distributed.planner.placement import Choice, Reach
 
 OVERFULL = 1e6  # height from which on a rank holds too many bytes
+_MAX_RESCUES = 200  # tables that get another option than asked for
 
 
 @final
@@ -89,8 +90,7 @@ class Packing:
         if arrays.reach_O[option] is Reach.FIXED:
             self._shift_fixed(option, 1.0)
             return
-        for piece, rank in zip(arrays.pieces_of(option).tolist(), ranks_N.tolist(), strict=True):
-            self.put(piece, rank)
+        self.put(arrays.pieces_of(option), ranks_N)
 
     def remove(self, table: int) -> None:
         """Takes a placed table away."""
@@ -99,8 +99,7 @@ class Packing:
         if self.arrays.reach_O[option] is Reach.FIXED:
             self._shift_fixed(option, -1.0)
             return
-        for piece in self.arrays.pieces_of(option).tolist():
-            self.lift(piece)
+        self.lift(self.arrays.pieces_of(option))
 
     def ranks_of(self, table: int) -> Ints:
         """Returns the ranks of the pieces of a placed table, in order."""
@@ -109,34 +108,34 @@ class Packing:
             return np.asarray(self.arrays.options[option].ranks)
         return self.rank_P[self.arrays.first_O[option] : self.arrays.first_O[option + 1]]
 
-    def put(self, piece: int, rank: int) -> None:
-        """Puts a piece that is nowhere on a rank."""
-        slot = int(self.count_R[rank])
-        if slot == self.slots_RS.shape[1]:
+    def put(self, pieces_N: Ints, ranks_N: Ints) -> None:
+        """Puts pieces that are nowhere on ranks, no two on one."""
+        slots_N = self.count_R[ranks_N]
+        if slots_N.max(initial=0) >= self.slots_RS.shape[1]:
             self.slots_RS = np.hstack([self.slots_RS, np.full_like(self.slots_RS, -1)])
-        self.slots_RS[rank, slot] = piece
-        self._slot_P[piece] = slot
-        self.rank_P[piece] = rank
-        self.count_R[rank] += 1
-        self._shift(piece, rank, 1.0)
+        self.slots_RS[ranks_N, slots_N] = pieces_N
+        self._slot_P[pieces_N] = slots_N
+        self.rank_P[pieces_N] = ranks_N
+        self.count_R[ranks_N] += 1
+        self._shift(pieces_N, ranks_N, 1.0)
 
-    def lift(self, piece: int) -> None:
-        """Takes a piece off its rank."""
-        rank, slot = int(self.rank_P[piece]), int(self._slot_P[piece])
-        last = int(self.count_R[rank]) - 1
-        moved = self.slots_RS[rank, last]
-        self.slots_RS[rank, slot] = moved
-        self._slot_P[moved] = slot
-        self.slots_RS[rank, last] = -1
-        self.count_R[rank] = last
-        self.rank_P[piece] = -1
-        self._shift(piece, rank, -1.0)
+    def lift(self, pieces_N: Ints) -> None:
+        """Takes pieces off their ranks, no two off one."""
+        ranks_N, slots_N = self.rank_P[pieces_N], self._slot_P[pieces_N]
+        last_N = self.count_R[ranks_N] - 1
+        moved_N = self.slots_RS[ranks_N, last_N]
+        self.slots_RS[ranks_N, slots_N] = moved_N
+        self._slot_P[moved_N] = slots_N
+        self.slots_RS[ranks_N, last_N] = -1
+        self.count_R[ranks_N] = last_N
+        self.rank_P[pieces_N] = -1
+        self._shift(pieces_N, ranks_N, -1.0)
 
-    def _shift(self, piece: int, rank: int, sign: float) -> None:
+    def _shift(self, pieces_N: Ints, ranks_N: Ints, sign: float) -> None:
         arrays = self.arrays
-        self._load_R[rank] += sign * arrays.cost_PK[piece, arrays.ranks.kind_R[rank]]
-        self._room_RM[rank] -= sign * arrays.memory_PM[piece]
-        self.height_R[rank] = self.heights(self._load_R[rank], self._room_RM[rank])
+        self._load_R[ranks_N] += sign * arrays.cost_PK[pieces_N, arrays.ranks.kind_R[ranks_N]]
+        self._room_RM[ranks_N] -= sign * arrays.memory_PM[pieces_N]
+        self.height_R[ranks_N] = self.heights(self._load_R[ranks_N], self._room_RM[ranks_N])
 
     def _shift_fixed(self, option: int, sign: float) -> None:
         ranks, cost_N, memory_NM = self.arrays.fixed_at(option)
@@ -235,24 +234,21 @@ class Packing:
         size_N = self._sizes(options)
         if noise is not None:
             size_N = size_N * noise
+        rescues = _MAX_RESCUES
         for option in options[np.argsort(-size_N, kind="stable")].tolist():
             ranks, peak = self.best_ranks(option)
-            if peak >= OVERFULL:
+            if peak >= OVERFULL and rescues:
+                rescues -= 1
                 option, ranks = self._least_overfull(option, ranks, peak)
             self.add(option, ranks)
         self._even_memory = False
 
     def _sizes(self, options: Ints) -> Floats:
         """Returns the height of the longest piece of each option; FIXED ones come before all."""
-        size_N = np.full(len(options), np.inf)
-        for place, option in enumerate(options.tolist()):
-            first, last = self.arrays.first_O[option], self.arrays.first_O[option + 1]
-            if first < last:
-                size = self.arrays.cost_PK[first:last].max() / self._unit_ms
-                if self._even_memory:
-                    shares = self.arrays.memory_PM[first:last] / self._full_M
-                    size = max(size, shares.max(initial=0.0))
-                size_N[place] = size
+        size_N = self.arrays.longest_O[options] / self._unit_ms
+        if self._even_memory:
+            share_NM = self.arrays.biggest_OM[options] / self._full_M
+            size_N = np.maximum(size_N, share_NM.max(axis=1, initial=0.0))
         return size_N
 
     def _least_overfull(self, option: int, ranks: Ints, peak: float) -> tuple[int, Ints]:

@@ -1,7 +1,7 @@
 """A problem as flat arrays, without the options that cannot be part of a best placement.
 
 Shape suffixes: T tables, O options that are left, P pieces of the options that are not FIXED,
-R ranks, K kinds of rank, M sorts of memory that some piece takes (device, host).
+R ranks, K kinds of rank, M sorts of memory that are taken (device, host).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from recsys.distributed.planner.placement import Option, Pieces, Problem, Ranks,
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+_FEW_RANKS = 256  # with more, keeping what FIXED options add to every rank takes gigabytes
 
 
 @final
@@ -77,7 +79,8 @@ class PieceArrays:
 
     def __init__(self, problem: Problem) -> None:
         pieces = [p for options in problem.tables for o in options for p in o.pieces]
-        sorts = tuple(m for m in (0, 1) if any(piece.memory[m] for piece in pieces))
+        sizes = [*(piece.memory for piece in pieces), *problem.ranks.base_memory]
+        sorts = tuple(m for m in (0, 1) if any(both[m] for both in sizes))
         self.ranks = RankArrays.build(problem.ranks, sorts)
         kept = [_undominated(options) for options in problem.tables]
         self.options: list[Option] = [
@@ -107,6 +110,7 @@ class PieceArrays:
         num_kinds = problem.ranks.num_kinds
         self.cost_PK = np.repeat(self._costs(runs, num_kinds), counts, axis=0)
         self.memory_PM = np.repeat(self._bytes(runs), counts, axis=0)
+        self._fixed: dict[int, tuple[Ints, Floats, Floats]] = {}
         self._ranks_of: dict[range | tuple[int, ...], Ints] = {}
 
     @property
@@ -125,16 +129,30 @@ class PieceArrays:
         return np.diff(self.first_T)
 
     @cached_property
-    def misses_O(self) -> Floats:
-        """Bytes by which the option's worst piece exceeds the rank where it fits best."""
-        misses = np.zeros(len(self.options))
-        rooms_M = np.unique(self.ranks.free_RM, axis=0)
-        miss_P = np.min(
-            [np.maximum(self.memory_PM - room, 0).sum(axis=1) for room in rooms_M], axis=0
-        )
+    def longest_O(self) -> Floats:
+        """Milliseconds of each option's longest piece; inf if it is FIXED."""
+        return self._largest(self.cost_PK.max(axis=1, initial=0.0), np.inf)
+
+    @cached_property
+    def biggest_OM(self) -> Floats:
+        """Bytes of each option's biggest piece; 0 if it is FIXED."""
+        return self._largest(self.memory_PM, 0.0)
+
+    def _largest(self, values_PX: Floats, fixed: float) -> Floats:
+        largest_OX = np.full((len(self.options), *values_PX.shape[1:]), fixed)
         floating = np.diff(self.first_O) > 0
         if floating.any():
-            misses[floating] = np.maximum.reduceat(miss_P, self.first_O[:-1][floating])
+            starts = self.first_O[:-1][floating]
+            largest_OX[floating] = np.maximum.reduceat(values_PX, starts)
+        return largest_OX
+
+    @cached_property
+    def misses_O(self) -> Floats:
+        """Bytes by which the option's worst piece exceeds the rank where it fits best."""
+        rooms = np.unique(self.ranks.free_RM, axis=0)
+        over = [np.maximum(self.memory_PM - room, 0).sum(axis=1) for room in rooms]
+        misses = self._largest(np.min(over, axis=0), 0.0)
+        floating = np.diff(self.first_O) > 0
         for option in np.flatnonzero(~floating):
             ranks, _, memory_NM = self.fixed_at(int(option))
             over = np.maximum(memory_NM - self.ranks.free_RM[ranks], 0).sum(axis=1)
@@ -157,6 +175,9 @@ class PieceArrays:
 
     def fixed_at(self, option: int) -> tuple[Ints, Floats, Floats]:
         """Returns the ranks of a FIXED option, [N], and what it adds there, [N] and [N, M]."""
+        found = self._fixed.get(option)
+        if found is not None:
+            return found
         fixed = self.options[option]
         key = _key(fixed.ranks)
         ranks = self._ranks_of.get(key)
@@ -166,12 +187,14 @@ class PieceArrays:
         cost_KN = np.repeat(self._costs(fixed.pieces, self.num_kinds), counts, axis=0).T
         memory_NM = np.repeat(self._bytes(fixed.pieces), counts, axis=0)
         cost_N = cost_KN[self.ranks.kind_R[ranks], np.arange(len(ranks))]
+        if self.num_ranks <= _FEW_RANKS:
+            self._fixed[option] = ranks, cost_N, memory_NM
         return ranks, cost_N, memory_NM
 
     @property
     def num_kinds(self) -> int:
         """K."""
-        return self.cost_PK.shape[1]
+        return int(self.cost_PK.shape[1])
 
     def _costs(self, runs: Sequence[Pieces], num_kinds: int) -> Floats:
         costs = np.array([run.cost_ms for run in runs], dtype=np.float64)

@@ -21,18 +21,19 @@ from recsys.distributed.planner.piece_arrays import Floats, PieceArrays
 from recsys.distributed.planner.placement import Placement, Problem
 
 _CEILINGS = (0.7, 0.5, 0.35)  # of pieces, in units of the bound
-_AIR = (0.0, 0.5, 0.8, 0.95)  # share of the memory that need not be taken, to be kept free
+_AIR = (0.95, 0.8, 0.4, 0.0)  # share of the memory that need not be taken, to be kept free
 _SCARCE = 0.3  # share of all memory that has to be taken; below, memory hardly matters
-_GOOD_START = 1.1  # peak at which no more air is needed
 _DESCENTS = 3  # of the variants, the most promising ones
 _STEPS_PER_RANK = 5
 _UNEVENNESS_LEFT = 0.2
-_KICKS = 40
+_KICKS = 12  # where no time limit asks for more
+_KICKS_OF_ALL_RANKS = 320  # and the ranks are not so few that more are cheap
 _MANY_KICKS = 1_000_000  # where there is a time limit
+_SHARE_OF_KICKS = 0.4  # of a time limit where there is an exact search, too
 _ROUNDING = 1e-9
-_SMALL = 250  # variables up to which a problem is searched exhaustively
+_SMALL = 200  # variables up to which a problem is searched exhaustively
 _MEDIUM = 5000  # and up to which it is if a time limit says for how long
-_MAX_NODES = 2000  # of the search tree where there is no time limit
+_MAX_NODES = 300  # of the search tree where there is no time limit
 
 
 def search(
@@ -86,8 +87,11 @@ def search(
         return _placement(Packing(arrays, 1.0), base_ms, started, exact=True, cut=False)
     hunt = _Hunt(arrays, seed, tolerance, np.inf if time_limit is None else started + time_limit)
     hunt.pack()
-    hunt.improve()
-    hunt.solve_exactly()
+    hunt.descend()
+    hunt.solve_exactly(_SMALL)
+    hunt.kick()
+    if time_limit is not None:
+        hunt.solve_exactly(_MEDIUM)
     return hunt.placement(started)
 
 
@@ -114,8 +118,8 @@ class _Hunt:
         self._most_ms = arrays.most_ms()
         self._unit_ms = max(self._bound_ms, 10 * self._most_ms / OVERFULL, 1e-300)
         self._packings: list[Packing] = []
+        self._seen: set[tuple[bool, bytes]] = set()
         self._exact = False
-        self._cut = False
 
     @property
     def _target(self) -> float:
@@ -129,57 +133,76 @@ class _Hunt:
     def _known_ms(self) -> float:
         """Load of the slowest rank of the best packing; if none fits, what none exceeds."""
         peak = self._best.peak
-        return peak * self._unit_ms if peak < OVERFULL else self._most_ms
+        return peak * self._unit_ms if peak < OVERFULL else self._most_ms or 1.0
 
     def pack(self) -> None:
         """Packs the relaxation's mix of options greedily, in some variants."""
-        scarce = self._fullness > _SCARCE
-        best = (1.0, False)
-        for air in _AIR if scarce else _AIR[:1]:
-            room = 1 - air * (1 - self._fullness)
-            for even_memory in (False, True) if scarce else (False,):
-                peak = self._best.peak if self._packings else np.inf
-                self._pack(1.0, room, even_memory)
-                if self._best.peak < peak:
-                    best = (room, even_memory)
-            if self._best.peak < _GOOD_START:
-                break
+        best_peak, best = self._pack(1.0, 1.0, even_memory=False), (1.0, False)
+        if self._fullness > _SCARCE or best_peak >= OVERFULL:
+            for air in _AIR:
+                room = 1 - air * (1 - self._fullness)
+                peaks = [self._pack(1.0, room, even_memory=even) for even in (False, True)]
+                if min(peaks) < best_peak:
+                    best_peak, best = min(peaks), (room, peaks[0] > min(peaks))
+                if min(peaks) >= OVERFULL > best_peak:
+                    break  # less air will not do either
         for ceiling in _CEILINGS:
             self._pack(ceiling, *best)
 
-    def _pack(self, ceiling: float, room: float, even_memory: bool) -> None:
-        if self._packings and (self._is_over() or self._best.peak <= self._target):
-            return
+    def _pack(self, ceiling: float, room: float, even_memory: bool) -> float:
+        """Returns the peak of one variant; inf if it is none or a known one."""
+        if self._packings and self._is_done():
+            return np.inf
         mix = self._relaxation.solve(ceiling * self._bound_ms, room=room)
         if mix is None and not self._packings:
             mix = self._relaxed
-        if mix is None:
-            return
+        if mix is None or (even_memory, mix.option_T.tobytes()) in self._seen:
+            return np.inf
+        self._seen.add((even_memory, mix.option_T.tobytes()))
         packing = Packing(self._arrays, self._unit_ms)
         packing.fill(mix.option_T, even_memory=even_memory)
         self._packings.append(packing)
+        return packing.peak
 
-    def improve(self) -> None:
-        """Improves the most promising packings, then the best of them as long as is worth it."""
+    def descend(self) -> None:
+        """Improves the most promising packings."""
         promising = sorted(self._packings, key=_promise)[:_DESCENTS]
-        local = self._local_search()
+        local = self._local_search(self._deadline)
+        steps = _STEPS_PER_RANK * self._arrays.num_ranks + 100
         for packing in promising:
-            for _ in range(2):
-                local.descend(packing, _STEPS_PER_RANK * self._arrays.num_ranks + 100)
-                local.cheapen(packing)
-        local = self._local_search()
-        kicks = _KICKS if np.isinf(self._deadline) else _MANY_KICKS
-        self._packings = [local.kick(self._best, kicks)]
-        self._cut = self._cut or local.cut
+            local.descend(packing, steps)
+            local.cheapen(packing)
+            local.descend(packing, steps)
 
-    def _local_search(self) -> LocalSearch:
+    def kick(self) -> None:
+        """Improves the best packing as long as is worth it."""
+        if self._is_done():
+            return
+        deadline, kicks = self._deadline, max(_KICKS, _KICKS_OF_ALL_RANKS // self._arrays.num_ranks)
+        if np.isfinite(deadline):
+            kicks = _MANY_KICKS
+            if self._num_variables() <= _MEDIUM:  # leave time for the exact search
+                now = time.monotonic()
+                deadline = now + _SHARE_OF_KICKS * (deadline - now)
+        self._packings.append(self._local_search(deadline).kick(self._best, kicks))
+
+    def _is_done(self) -> bool:
+        """Returns whether the best packing is good enough, the best there is, or all in time."""
+        good = self._exact or self._best.peak <= self._target
+        return good or time.monotonic() > self._deadline
+
+    def _local_search(self, deadline: float) -> LocalSearch:
         return LocalSearch(
             self._arrays,
             self._prices() / self._unit_ms,
             target=self._target,
             seed=self._seed,
-            deadline=self._deadline,
+            deadline=deadline,
         )
+
+    def _num_variables(self) -> int:
+        options = np.flatnonzero(np.isfinite(self._prices()))
+        return count_variables(self._arrays, options)
 
     def _prices(self) -> Floats:
         """Returns the prices of options; inf if none better than the best packing has them."""
@@ -189,37 +212,33 @@ class _Hunt:
             return self._relaxed.price_O
         price_O = relaxed.price_O.copy()
         least_T = np.minimum.reduceat(price_O, self._arrays.first_T[:-1])
-        with np.errstate(invalid="ignore"):
-            above_O = price_O - least_T[self._arrays.table_O]
         # with this option, all others at their cheapest, the bound is higher by that
-        price_O[relaxed.bound_ms + above_O > known_ms] = np.inf
+        above_O = price_O - least_T[self._arrays.table_O]
+        price_O[(above_O > 0) & (relaxed.bound_ms + above_O > known_ms)] = np.inf
         return price_O
 
-    def solve_exactly(self) -> None:
-        """Searches a small problem exhaustively."""
-        limited = np.isfinite(self._deadline)
-        while self._best.peak > self._target and not (limited and self._is_over()):
-            options = np.flatnonzero(np.isfinite(self._prices()))
-            size = count_variables(self._arrays, options)
-            if size > (_MEDIUM if limited else _SMALL):
-                return
+    def solve_exactly(self, max_variables: int) -> None:
+        """Searches exhaustively, if the problem is small enough."""
+        while not self._is_done() and self._num_variables() <= max_variables:
             known_ms = self._known_ms
             solved = solve_exactly(
                 self._arrays,
-                options,
+                np.flatnonzero(np.isfinite(self._prices())),
                 bound_ms=self._bound_ms,
                 known_ms=known_ms,
                 seconds=self._deadline - time.monotonic(),
-                max_nodes=None if limited else _MAX_NODES,
+                max_nodes=_MAX_NODES if np.isinf(self._deadline) else None,
             )
-            feasible = self._best.peak < OVERFULL
-            if solved.packing is not None:
-                self._packings.append(self._in_unit(solved.packing))
             self._bound_ms = max(self._bound_ms, solved.bound_ms)
-            self._exact = solved.finished
-            # a first packing that fits is a far better start than none
-            if feasible or solved.packing is None:
+            if solved.packing is None:
+                self._exact = solved.finished
                 return
+            first = self._best.peak >= OVERFULL
+            self._packings.append(self._in_unit(solved.packing))
+            if not first:
+                self._exact = solved.finished
+                return
+            # the first that fits at all: with a true upper bound the solver is more precise
 
     def _in_unit(self, packing: Packing) -> Packing:
         """Returns the same placement with heights in the unit of this search."""
@@ -227,10 +246,6 @@ class _Hunt:
         for table, option in enumerate(packing.option_T.tolist()):
             twin.add(option, packing.ranks_of(table))
         return twin
-
-    def _is_over(self) -> bool:
-        self._cut = self._cut or time.monotonic() > self._deadline
-        return self._cut
 
     def placement(self, started: float) -> Placement:
         """Returns the best placement.
@@ -241,7 +256,8 @@ class _Hunt:
         best = self._best
         if best.peak >= OVERFULL:
             raise not_found(self._arrays, best, self._fullness, proven=self._exact)
-        cut = self._cut and best.peak > self._target and not self._exact
+        good = self._exact or best.peak <= self._target
+        cut = not good and bool(np.isfinite(self._deadline))
         return _placement(best, self._bound_ms, started, exact=self._exact, cut=cut)
 
 
