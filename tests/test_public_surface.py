@@ -20,8 +20,8 @@ SURFACE = {
     "recsys.datasets": "",
     "recsys.distributed": "",
     "recsys.distributed.planner": """
-        EmbeddingShardingPlanner FixedPercentageStorageReservation HeuristicalStorageReservation
-        ParameterConstraints PlannerError Topology
+        CustomTopologyData EmbeddingShardingPlanner FixedPercentageStorageReservation Hardware
+        HeuristicalStorageReservation ParameterConstraints PlannerError Topology
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection export_torchscript quantize_embeddings shard_quant_model

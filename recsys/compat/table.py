@@ -209,7 +209,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.distributed.planner.types",
         "ParameterConstraints, PlannerError, StorageReservation",
     ),
-    ("torchrec.distributed.planner.types", "recsys.distributed.planner", "Topology"),
+    (
+        "torchrec.distributed.planner.types",
+        "recsys.distributed.planner",
+        "CustomTopologyData, Topology",
+    ),
     ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
     # inference
     ("torchrec.inference.modules", "recsys.inference", "quantize_embeddings, shard_quant_model"),

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "engine.md",
+    ROOT / "docs" / "planner.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)

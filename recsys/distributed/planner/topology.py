@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import final
 
 import torch
 
 from recsys.distributed.node import get_local_size
+from recsys.distributed.planner import topology_json
+from recsys.distributed.planner.custom_topology import CustomTopologyData
+from recsys.distributed.planner.hardware import (
+    NUMBERS,
+    Hardware,
+    build_hardware,
+    check_device,
+    per_rank,
+)
+from recsys.distributed.planner.measured import (
+    CollectivePoint,
+    CollectiveTable,
+    LookupPoint,
+    LookupTable,
+    check_kind,
+    modelled_ms,
+)
+from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
+from recsys.distributed.planner.topology_table import hardware_table
 
-_GIB = 1 << 30
-_CUDA_DEFAULT_BYTES = 32 * _GIB  # where no GPU is at hand to ask
+_CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False, repr=False, slots=True)
 class Topology:
-    """Ranks, their memory and the bandwidths between them.
+    """Ranks, their memory and the links between them.
+
+    Each number is one for all ranks or a sequence with one per rank. Ranks with consecutive numbers
+    share a node. Bandwidths are in bytes per millisecond (1 GB/s is 1e6) and count one direction.
+    :meth:`preset` and :meth:`from_json` make a topology without this machine being asked anything.
 
     Args:
         world_size: number of ranks.
@@ -26,77 +51,472 @@ class Topology:
             none) by default, 0 for "cpu".
         ddr_cap: bytes of host memory per rank; this host's memory divided by ``local_world_size``
             by default.
+        ssd_cap: bytes of solid-state disk per rank.
         local_world_size: ranks per node; by default what torchrun says
-            (:func:`~recsys.distributed.node.get_local_size`), else all.
-        hbm_mem_bw: device memory bandwidth in bytes per millisecond.
-        ddr_mem_bw: host memory bandwidth in bytes per millisecond.
-        intra_host_bw: bandwidth between ranks of a node in bytes per millisecond.
-        inter_host_bw: bandwidth between nodes in bytes per millisecond.
+            (:func:`~recsys.distributed.node.get_local_size`), else all. More than there are ranks
+            means all.
+        hbm_mem_bw: device memory bandwidth.
+        ddr_mem_bw: host memory bandwidth.
+        ssd_mem_bw: disk bandwidth for reads of single rows.
+        hbm_to_ddr_mem_bw: bandwidth between device and host.
+        intra_host_bw: bandwidth between ranks of a node; 3e8 by default, for "cpu" a quarter of
+            ``ddr_mem_bw``.
+        inter_host_bw: bandwidth between nodes.
+        kernel_launch_ms: the least milliseconds of a kernel.
+        intra_host_latency_ms: the least milliseconds of a collective inside a node; 0.02 by
+            default, 0.1 for "cpu".
+        inter_host_latency_ms: the least milliseconds of a collective across nodes; 0.04 by
+            default, 0.15 for "cpu".
+        custom_topology_data: numbers that differ from rank to rank, another way to give them.
+
+    Attributes:
+        hardware: the :class:`~recsys.distributed.planner.hardware.Hardware` of each rank.
+        lookup: measured lookups; see :meth:`lookup_bw`.
+        collectives: measured collectives; see :meth:`collective_ms`.
 
     Raises:
-        ValueError: if a size is not positive or the device kind is unknown.
+        ValueError: if a number is out of range, a sequence has not one number per rank, nodes would
+            differ in their number of ranks, or the device kind is unknown.
+        TypeError: if a number is not one.
 
     Example:
-        >>> Topology(world_size=2, compute_device="cpu", ddr_cap=1 << 30).memory_cap
-        1073741824
+        >>> topology = Topology(world_size=2, compute_device="cpu", ddr_cap=[1 << 30, 2 << 30])
+        >>> topology.hardware[1].ddr_cap, topology.memory_cap
+        (2147483648, 1073741824)
     """
 
-    world_size: int
-    compute_device: str
-    hbm_cap: int | None = None
-    ddr_cap: int | None = None
-    _: KW_ONLY
-    local_world_size: int | None = None
-    hbm_mem_bw: float = 2.0e9
-    ddr_mem_bw: float = 1.0e7
-    intra_host_bw: float = 3.0e8
-    inter_host_bw: float = 1.25e7
+    local_world_size: int
+    hardware: tuple[Hardware, ...]
+    lookup: tuple[LookupPoint, ...]
+    collectives: tuple[CollectivePoint, ...]
+    _kinds: tuple[int, ...] = field(compare=False)
+    _slowest: Hardware = field(compare=False)
+    _lookups: LookupTable | None = field(compare=False)
+    _collectives: CollectiveTable = field(compare=False)
 
-    def __post_init__(self) -> None:
-        if self.compute_device not in ("cpu", "cuda"):
+    def __init__(
+        self,
+        world_size: int,
+        compute_device: str,
+        hbm_cap: int | Sequence[int] | None = None,
+        ddr_cap: int | Sequence[int] | None = None,
+        ssd_cap: int | Sequence[int] = 0,
+        local_world_size: int | None = None,
+        *,
+        hbm_mem_bw: float | Sequence[float] = 2.0e9,
+        ddr_mem_bw: float | Sequence[float] = 1.0e7,
+        ssd_mem_bw: float | Sequence[float] = 1.0e6,
+        hbm_to_ddr_mem_bw: float | Sequence[float] = 2.5e7,
+        intra_host_bw: float | Sequence[float] | None = None,
+        inter_host_bw: float | Sequence[float] = 1.25e7,
+        kernel_launch_ms: float | Sequence[float] = 0.005,
+        intra_host_latency_ms: float | Sequence[float] | None = None,
+        inter_host_latency_ms: float | Sequence[float] | None = None,
+        custom_topology_data: CustomTopologyData | None = None,
+    ) -> None:
+        check_device("Topology", compute_device)
+        _check_size("world_size", world_size)
+        local_world_size = _local_size(world_size, local_world_size)
+        arguments = {
+            "hbm_cap": hbm_cap,
+            "ddr_cap": ddr_cap,
+            "ssd_cap": ssd_cap,
+            "hbm_mem_bw": hbm_mem_bw,
+            "ddr_mem_bw": ddr_mem_bw,
+            "ssd_mem_bw": ssd_mem_bw,
+            "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw,
+            "intra_host_bw": intra_host_bw,
+            "inter_host_bw": inter_host_bw,
+            "kernel_launch_ms": kernel_launch_ms,
+            "intra_host_latency_ms": intra_host_latency_ms,
+            "inter_host_latency_ms": inter_host_latency_ms,
+        }
+        given = {name: value for name, value in arguments.items() if value is not None}
+        if custom_topology_data is not None:
+            given |= custom_topology_data.all_of(world_size)
+        if "hbm_cap" not in given:
+            given["hbm_cap"] = _device_bytes(compute_device)
+        if "ddr_cap" not in given:
+            given["ddr_cap"] = _host_bytes() // local_world_size
+        columns = {
+            name: per_rank("Topology", name, value, world_size) for name, value in given.items()
+        }
+        on_cpu = compute_device == "cpu"
+        defaults = {
+            "intra_host_bw": tuple(bw / 4 if on_cpu else 3.0e8 for bw in columns["ddr_mem_bw"]),
+            "intra_host_latency_ms": (0.1 if on_cpu else 0.02,) * world_size,
+            "inter_host_latency_ms": (0.15 if on_cpu else 0.04,) * world_size,
+        }
+        columns = defaults | columns
+        hardware = build_hardware(compute_device, [""] * world_size, columns)
+        self._set(local_world_size, hardware, (), ())
+
+    @classmethod
+    def from_hardware(
+        cls,
+        hardware: Sequence[Hardware],
+        local_world_size: int | None = None,
+        *,
+        lookup: Sequence[LookupPoint] = (),
+        collectives: Sequence[CollectivePoint] = (),
+    ) -> Topology:
+        """Returns the topology of these ranks.
+
+        Args:
+            hardware: of each rank, all with one ``compute_device``.
+            local_world_size: as in the constructor.
+            lookup: measured lookups.
+            collectives: measured collectives.
+
+        Raises:
+            ValueError: if there are no ranks, their devices differ, nodes would differ in their
+                number of ranks, or a point was measured twice.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> slow_network = replace(PRESETS["H100"], inter_host_bw=1.25e7)
+            >>> Topology.from_hardware([slow_network] * 16, local_world_size=8).exchange_bw
+            12500000.0
+        """
+        _check_size("world_size", len(hardware))
+        devices = sorted({rank.compute_device for rank in hardware})
+        if len(devices) > 1:
             raise ValueError(
-                f"Topology.compute_device must be 'cpu' or 'cuda'; received "
-                f"{self.compute_device!r}."
+                f"Topology.hardware must have one compute_device for all ranks; received "
+                f"{' and '.join(devices)}."
             )
-        for name in ("world_size", "local_world_size", "hbm_cap", "ddr_cap"):
-            value = getattr(self, name)
-            if value is not None and (value < 0 or (value == 0 and "size" in name)):
-                raise ValueError(f"Topology.{name} must be positive; received {value}.")
+        topology = cls.__new__(cls)
+        local_world_size = _local_size(len(hardware), local_world_size)
+        topology._set(local_world_size, tuple(hardware), tuple(lookup), tuple(collectives))
+        return topology
+
+    @classmethod
+    def preset(
+        cls, name: str | Sequence[str], world_size: int, local_world_size: int | None = None
+    ) -> Topology:
+        """Returns the topology of machines known by name, from the numbers of their vendors.
+
+        Args:
+            name: "A100-40", "A100-80", "H100", "H200", "B200" or "CPU", for all ranks or as a
+                sequence with one name per rank.
+            world_size: number of ranks.
+            local_world_size: ranks per node; by default 8 with GPUs, 2 with CPUs.
+
+        Raises:
+            ValueError: if a name is unknown, or there is not one per rank.
+
+        Example:
+            >>> Topology.preset("H100", world_size=64).num_nodes
+            8
+        """
+        names = [name] * world_size if isinstance(name, str) else list(name)
+        _check_size("world_size", world_size)
+        if len(names) != world_size:
+            raise ValueError(
+                f"Topology.preset takes one name, or one for each of the {world_size} ranks; "
+                f"received {len(names)} names."
+            )
+        for one in names:
+            check_preset(one)
+        if local_world_size is None:
+            local_world_size = DATASHEETS[names[0]].ranks_per_node
+        return cls.from_hardware([PRESETS[one] for one in names], local_world_size)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Topology:
+        """Returns the topology that a file describes.
+
+        Args:
+            source: a path, or the JSON text itself, which starts with a brace.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if the text is no JSON, a key is missing or unknown, a list has not one
+                value per rank, or a number is out of range.
+            TypeError: if a value has the wrong type.
+
+        Example:
+            >>> topology = Topology.preset("B200", world_size=8)
+            >>> Topology.from_json(topology.to_json()) == topology
+            True
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+        subject = "Topology file" if is_text else f"Topology file {source}"
+        contents = topology_json.read(text, subject)
+        try:
+            return cls.from_hardware(
+                contents.hardware,
+                contents.local_world_size,
+                lookup=contents.lookup,
+                collectives=contents.collectives,
+            )
+        except ValueError as error:
+            raise ValueError(f"{subject}: {error}") from None
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns the topology as JSON, and writes it to a file if a path is given."""
+        text = topology_json.write(
+            topology_json.Contents(
+                local_world_size=self.local_world_size,
+                hardware=self.hardware,
+                lookup=self.lookup,
+                collectives=self.collectives,
+            )
+        )
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def with_measurements(
+        self,
+        *,
+        lookup: Sequence[LookupPoint] | None = None,
+        collectives: Sequence[CollectivePoint] | None = None,
+    ) -> Topology:
+        """Returns this topology with other tables of measurements; a table that is None stays.
+
+        Raises:
+            ValueError: if a point comes twice.
+        """
+        return Topology.from_hardware(
+            self.hardware,
+            self.local_world_size,
+            lookup=self.lookup if lookup is None else lookup,
+            collectives=self.collectives if collectives is None else collectives,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.hardware)
+
+    @property
+    def compute_device(self) -> str:
+        """The kind of device of all ranks, "cpu" or "cuda"."""
+        return self.hardware[0].compute_device
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """For each rank a small number, from 0 on: ranks with equal hardware have the same.
+
+        Example:
+            >>> Topology.preset(["A100-80", "A100-80", "H100", "H100"], 4).kinds
+            (0, 0, 1, 1)
+        """
+        return self._kinds
+
+    @property
+    def slowest(self) -> Hardware:
+        """What every rank has at least: least memory and bandwidth, most latency."""
+        return self._slowest
+
+    @property
+    def hbm_cap(self) -> int:
+        """Bytes of device memory per rank, the least."""
+        return self._slowest.hbm_cap
+
+    @property
+    def ddr_cap(self) -> int:
+        """Bytes of host memory per rank, the least."""
+        return self._slowest.ddr_cap
+
+    @property
+    def ssd_cap(self) -> int:
+        """Bytes of disk per rank, the least."""
+        return self._slowest.ssd_cap
+
+    @property
+    def hbm_mem_bw(self) -> float:
+        """Device memory bandwidth in bytes per millisecond, the least."""
+        return self._slowest.hbm_mem_bw
+
+    @property
+    def ddr_mem_bw(self) -> float:
+        """Host memory bandwidth in bytes per millisecond, the least."""
+        return self._slowest.ddr_mem_bw
+
+    @property
+    def ssd_mem_bw(self) -> float:
+        """Disk bandwidth in bytes per millisecond, the least."""
+        return self._slowest.ssd_mem_bw
+
+    @property
+    def hbm_to_ddr_mem_bw(self) -> float:
+        """Bandwidth between device and host in bytes per millisecond, the least."""
+        return self._slowest.hbm_to_ddr_mem_bw
+
+    @property
+    def intra_host_bw(self) -> float:
+        """Bandwidth between ranks of a node in bytes per millisecond, the least."""
+        return self._slowest.intra_host_bw
+
+    @property
+    def inter_host_bw(self) -> float:
+        """Bandwidth between nodes in bytes per millisecond, the least."""
+        return self._slowest.inter_host_bw
 
     @property
     def memory_cap(self) -> int:
-        """Bytes per rank where tables live: device memory for "cuda", host memory for "cpu"."""
-        if self.compute_device == "cuda":
-            if self.hbm_cap is not None:
-                return self.hbm_cap
-            if torch.cuda.is_available():
-                return int(
-                    torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-                )
-            return _CUDA_DEFAULT_BYTES
-        return self.host_cap
+        """Bytes per rank where tables live, the least: on device for "cuda", else on the host."""
+        return self._slowest.memory_cap
 
     @property
     def host_cap(self) -> int:
-        """Bytes of host memory per rank."""
-        if self.ddr_cap is not None:
-            return self.ddr_cap
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return host_bytes // self.local_size
+        """Bytes of host memory per rank, the least."""
+        return self._slowest.ddr_cap
 
     @property
     def local_size(self) -> int:
         """Ranks per node."""
-        return self.local_world_size or get_local_size(self.world_size)
+        return self.local_world_size
 
     @property
     def memory_bw(self) -> float:
-        """Bytes per millisecond where tables live."""
-        return self.hbm_mem_bw if self.compute_device == "cuda" else self.ddr_mem_bw
+        """Bytes per millisecond where tables live, the least."""
+        return self._slowest.memory_bw
 
     @property
     def exchange_bw(self) -> float:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
-        if self.local_size < self.world_size:  # several nodes
-            return self.inter_host_bw
-        return self.intra_host_bw if self.compute_device == "cuda" else self.ddr_mem_bw / 4
+        return self.inter_host_bw if self.num_nodes > 1 else self.intra_host_bw
+
+    def lookup_bw(self, dim: int, pooling: float, rank: int | None = None) -> tuple[float, float]:
+        """Returns how fast rows are looked up, in forward and in backward with the update.
+
+        As measured (:class:`~recsys.distributed.planner.measured.LookupTable`), the same for all
+        ranks, else the bandwidth of the memory where tables live.
+
+        Args:
+            dim: columns of the shard.
+            pooling: ids per bag.
+            rank: whose memory bandwidth to take where nothing was measured; the slowest if None.
+
+        Returns:
+            Bytes per millisecond in forward, and in backward.
+        """
+        if self._lookups is not None:
+            return self._lookups.at(dim, pooling)
+        memory_bw = (self._slowest if rank is None else self.hardware[rank]).memory_bw
+        return memory_bw, memory_bw
+
+    def collective_ms(
+        self,
+        kind: str,
+        num_bytes: float,
+        num_ranks: int | None = None,
+        num_nodes: int | None = None,
+    ) -> float:
+        """Returns the time of a collective.
+
+        As :func:`~recsys.distributed.planner.measured.modelled_ms` has it. Where consecutive ranks
+        take part and the kind was measured, the time measured at the nearest world size, times the
+        ratio that the model gives for the two world sizes.
+
+        Args:
+            kind: "all_to_all", "reduce_scatter", "all_gather" or "all_reduce".
+            num_bytes: of the larger of a rank's two buffers.
+            num_ranks: ranks that take part; all if None.
+            num_nodes: nodes they are spread over; those of consecutive ranks if None. Give
+                ``num_ranks`` for one rank of each node.
+
+        Returns:
+            Milliseconds.
+
+        Raises:
+            ValueError: if the kind is unknown, or there are not that many ranks.
+
+        Example:
+            >>> topology = Topology.preset("H100", world_size=16)
+            >>> two_hops = topology.collective_ms("all_to_all", 1e8, num_ranks=2, num_nodes=2)
+            >>> two_hops > topology.collective_ms("all_to_all", 1e8, num_ranks=8)
+            True
+        """
+        check_kind(kind)
+        num_ranks = self.world_size if num_ranks is None else num_ranks
+        consecutive = math.ceil(num_ranks / self.local_world_size)
+        num_nodes = consecutive if num_nodes is None else num_nodes
+        if not 1 <= num_nodes <= num_ranks <= self.world_size:
+            raise ValueError(
+                f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one "
+                f"on each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
+            )
+        model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self._slowest)
+        near = self._collectives.nearest_world_size(kind, num_ranks)
+        if near is None or num_nodes != consecutive or 1 in (near, num_ranks):
+            return model
+        measured = self._collectives.at(kind, near, num_bytes)
+        if near == num_ranks:
+            return measured
+        near_nodes = math.ceil(near / self.local_world_size)
+        return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self._slowest)
+
+    def __str__(self) -> str:
+        """A table with one column for each kind of rank."""
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return (
+            f"{self.world_size} {self.compute_device} ranks on {nodes}\n"
+            f"{hardware_table(self.hardware, self._kinds)}\n"
+            f"measured: {len(self.lookup)} lookups, {len(self.collectives)} collectives"
+        )
+
+    __repr__ = __str__
+
+    def _set(
+        self,
+        local_world_size: int,
+        hardware: tuple[Hardware, ...],
+        lookup: tuple[LookupPoint, ...],
+        collectives: tuple[CollectivePoint, ...],
+    ) -> None:
+        distinct = {rank: kind for kind, rank in enumerate(dict.fromkeys(hardware))}
+        worst = {
+            name: [(max if name.endswith("_ms") else min)(getattr(r, name) for r in distinct)]
+            for name in NUMBERS
+        }
+        for name, value in (
+            ("local_world_size", local_world_size),
+            ("hardware", hardware),
+            ("lookup", lookup),
+            ("collectives", collectives),
+            ("_kinds", tuple(distinct[rank] for rank in hardware)),
+            ("_slowest", build_hardware(hardware[0].compute_device, [""], worst)[0]),
+            ("_lookups", LookupTable(lookup) if lookup else None),
+            ("_collectives", CollectiveTable(collectives)),
+        ):
+            object.__setattr__(self, name, value)
+
+
+def _check_size(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"Topology.{name} must be positive; received {value}.")
+
+
+def _local_size(world_size: int, local_world_size: int | None) -> int:
+    if local_world_size is None:
+        return get_local_size(world_size)
+    _check_size("local_world_size", local_world_size)
+    local_world_size = min(local_world_size, world_size)
+    if world_size % local_world_size:
+        raise ValueError(
+            f"Topology.local_world_size must divide world_size: nodes have equally many ranks; "
+            f"received local_world_size={local_world_size}, world_size={world_size}."
+        )
+    return local_world_size
+
+
+def _device_bytes(device: str) -> int:
+    if device == "cpu":
+        return 0
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return _CUDA_DEFAULT_BYTES
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,225 @@
+"""Measured speeds of lookups and collectives, and what is assumed where nothing was measured."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from recsys.distributed.planner.hardware import Hardware, check_number
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookupPoint:
+    """The measured speed of lookups of one shape.
+
+    Args:
+        dim: columns of the tables.
+        pooling: ids per bag.
+        forward_bw: bytes of rows read per millisecond in forward.
+        backward_bw: bytes of rows read and written per millisecond in backward and update.
+
+    Raises:
+        ValueError: if a number is not positive.
+    """
+
+    dim: int
+    pooling: float
+    forward_bw: float
+    backward_bw: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, ("dim", "pooling", "forward_bw", "backward_bw"))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectivePoint:
+    """The measured time of one collective.
+
+    Args:
+        kind: one of :data:`COLLECTIVES`.
+        world_size: ranks that took part, which were consecutive.
+        bytes: of the larger of a rank's two buffers: what an all-to-all or a reduce-scatter is
+            given, what an all-gather returns.
+        ms: milliseconds.
+
+    Raises:
+        ValueError: if a number is not positive or the kind is unknown.
+    """
+
+    kind: str
+    world_size: int
+    bytes: int
+    ms: float
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind)
+        _check_positive(self, ("world_size", "bytes", "ms"))
+
+
+def check_kind(kind: str) -> None:
+    """Raises ValueError unless the collective is one that sharded models use."""
+    if kind not in COLLECTIVES:
+        raise ValueError(
+            f"The kind of a collective must be one of {', '.join(COLLECTIVES)}; received {kind!r}."
+        )
+
+
+def _check_positive(point: LookupPoint | CollectivePoint, names: Sequence[str]) -> None:
+    for name in names:
+        subject = f"{type(point).__name__}.{name}"
+        value = check_number(subject, name, getattr(point, name))
+        whole = name in ("dim", "world_size", "bytes")
+        if value <= 0 or (whole and value != int(value)):
+            kind = "a positive whole number" if whole else "positive"
+            raise ValueError(f"{subject} must be {kind}; received {getattr(point, name)}.")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """Straight lines between points with rising ``xs``, level outside."""
+
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+    def at(self, x: float) -> float:
+        right = bisect_left(self.xs, x)
+        if right == 0:
+            return self.ys[0]
+        if right == len(self.xs):
+            return self.ys[-1]
+        left = right - 1
+        share = (x - self.xs[left]) / (self.xs[right] - self.xs[left])
+        return self.ys[left] + share * (self.ys[right] - self.ys[left])
+
+
+@final
+class LookupTable:
+    """Answers for any dim and pooling from measured points.
+
+    Between measured poolings a bandwidth runs straight over the logarithm of the pooling, between
+    measured dims straight over the dim; outside it is that of the nearest.
+
+    Args:
+        points: at least one, each dim and pooling once.
+
+    Raises:
+        ValueError: if a dim and pooling come twice.
+
+    Example:
+        >>> fast = LookupPoint(dim=64, pooling=1, forward_bw=2e6, backward_bw=1e6)
+        >>> LookupTable([fast]).at(dim=128, pooling=5.0)
+        (2000000.0, 1000000.0)
+    """
+
+    def __init__(self, points: Sequence[LookupPoint]) -> None:
+        ordered = sorted(points, key=lambda p: (p.dim, p.pooling))
+        _check_once("lookup", [(p.dim, p.pooling) for p in ordered], "dim {} with pooling {}")
+        self._dims = sorted({p.dim for p in ordered})
+        self._curves: dict[int, tuple[_Curve, _Curve]] = {}
+        for dim in self._dims:
+            rows = [p for p in ordered if p.dim == dim]
+            xs = tuple(math.log(p.pooling) for p in rows)
+            self._curves[dim] = (
+                _Curve(xs, tuple(p.forward_bw for p in rows)),
+                _Curve(xs, tuple(p.backward_bw for p in rows)),
+            )
+
+    def at(self, dim: int, pooling: float) -> tuple[float, float]:
+        """Returns the forward and the backward bandwidth in bytes per millisecond."""
+        x = math.log(max(pooling, 1e-9))  # features that are mostly empty have less than one id
+        right = bisect_left(self._dims, dim)
+        near = self._dims[max(right - 1, 0) : right + 1]
+        xs = tuple(float(d) for d in near)
+        pairs = [(f.at(x), b.at(x)) for f, b in (self._curves[d] for d in near)]
+        forward, backward = (_Curve(xs, tuple(ys)).at(dim) for ys in zip(*pairs, strict=True))
+        return forward, backward
+
+
+@final
+class CollectiveTable:
+    """Answers for any size from measured points.
+
+    Between measured sizes the logarithm of the time runs straight over the logarithm of the size.
+    Below the smallest the time is that of the smallest, above the largest it grows with the size.
+
+    Args:
+        points: each kind, world size and number of bytes once.
+
+    Raises:
+        ValueError: if a kind, world size and number of bytes come twice.
+    """
+
+    def __init__(self, points: Sequence[CollectivePoint]) -> None:
+        ordered = sorted(points, key=lambda p: (p.kind, p.world_size, p.bytes))
+        keys = [(p.kind, p.world_size, p.bytes) for p in ordered]
+        _check_once("collectives", keys, "{} of {} ranks and {} bytes")
+        self._curves: dict[str, dict[int, _Curve]] = {}
+        for kind, size in sorted({(p.kind, p.world_size) for p in ordered}):
+            rows = [p for p in ordered if (p.kind, p.world_size) == (kind, size)]
+            self._curves.setdefault(kind, {})[size] = _Curve(
+                tuple(math.log(p.bytes) for p in rows), tuple(math.log(p.ms) for p in rows)
+            )
+
+    def nearest_world_size(self, kind: str, num_ranks: int) -> int | None:
+        """Returns the measured world size that is nearest by factor, None if there is none."""
+        sizes = self._curves.get(kind, {})
+        return min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=None)
+
+    def at(self, kind: str, world_size: int, num_bytes: float) -> float:
+        """Returns the milliseconds of a kind and world size that were measured."""
+        curve = self._curves[kind][world_size]
+        x = math.log(max(num_bytes, 1))
+        return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
+
+
+def _check_once(table: str, keys: Sequence[tuple[object, ...]], words: str) -> None:
+    for one, other in pairwise(keys):
+        if one == other:
+            raise ValueError(
+                f"Topology.{table} must have each point once; received {words.format(*one)} twice."
+            )
+
+
+def modelled_ms(
+    kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
+) -> float:
+    """Returns the milliseconds of a collective by latency and bandwidth.
+
+    Ranks are spread evenly over the nodes. Transfers inside a node and across nodes run at the same
+    time. What a rank must send at least is known for each kind (the "bus bandwidth" factors of
+    nccl-tests); a reduction crosses between nodes once for all ranks of a node, which share it.
+
+    Args:
+        kind: one of :data:`COLLECTIVES`.
+        num_bytes: as in :class:`CollectivePoint`.
+        num_ranks: ranks that take part.
+        num_nodes: nodes they are on.
+        rank: the hardware of the slowest.
+
+    Example:
+        >>> rank = Hardware(compute_device="cuda", hbm_cap=0, ddr_cap=0, intra_host_bw=1e6,
+        ...     intra_host_latency_ms=0.5)
+        >>> modelled_ms("all_to_all", 8e6, num_ranks=4, num_nodes=1, rank=rank)
+        6.5
+    """
+    if num_ranks == 1:
+        return 0.0
+    per_node = num_ranks / num_nodes
+    if kind == "all_to_all":
+        inside = num_bytes * (per_node - 1) / num_ranks
+        across = num_bytes * (num_ranks - per_node) / num_ranks
+    else:
+        sent = (2 if kind == "all_reduce" else 1) * num_bytes * (num_ranks - 1) / num_ranks
+        inside = sent if per_node > 1 else 0.0
+        across = sent / per_node if num_nodes > 1 else 0.0
+    latency = rank.inter_host_latency_ms if num_nodes > 1 else rank.intra_host_latency_ms
+    return latency + max(inside / rank.intra_host_bw, across / rank.inter_host_bw)

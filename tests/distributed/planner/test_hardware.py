@@ -1,0 +1,98 @@
+"""One rank: what is allowed, and how numbers are spread over ranks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from recsys.distributed.planner.hardware import (
+    NUMBERS,
+    Hardware,
+    build_hardware,
+    check_number,
+    per_rank,
+)
+
+RANK = Hardware(compute_device="cuda", hbm_cap=8, ddr_cap=9)
+
+
+def test_tables_live_on_the_device() -> None:
+    rank = replace(RANK, hbm_mem_bw=3.0, ddr_mem_bw=2.0)
+    assert (rank.memory_cap, rank.memory_bw) == (8, 3.0)
+    host = replace(rank, compute_device="cpu")
+    assert (host.memory_cap, host.memory_bw) == (9, 2.0)
+
+
+def test_a_name_is_no_difference() -> None:
+    assert replace(RANK, name="x") == RANK
+    assert hash(replace(RANK, name="x")) == hash(RANK)
+    assert replace(RANK, ssd_mem_bw=1.0) != RANK
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_checked(name: str) -> None:
+    for value, error in (
+        (-1, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        ("8", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ):
+        with pytest.raises(error, match=rf"^Hardware\.{name} must be .*|not be negative"):
+            replace(RANK, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hbm_mem_bw", 0, "x must be positive; received 0. It is in bytes per millisecond: 1 GB/s"),
+        ("hbm_cap", 1.5, "x must be a whole number of bytes; received 1.5"),
+        ("kernel_launch_ms", -1, "x must not be negative; received -1"),
+        ("hbm_cap", "8", "x must be a number; received '8'"),
+    ],
+)
+def test_errors_say_what_is_wrong(name: str, value: object, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        check_number("x", name, value)
+
+
+def test_bytes_are_whole_and_the_rest_floats() -> None:
+    for value in (2, 2.0, np.int64(2), np.float32(2)):
+        assert type(check_number("x", "ddr_cap", value)) is int
+        assert type(check_number("x", "ddr_mem_bw", value)) is float
+    assert check_number("x", "ddr_cap", sys.maxsize) == sys.maxsize
+
+
+def test_one_number_is_for_all_ranks() -> None:
+    assert per_rank("x", "hbm_cap", 5, 3) == (5, 5, 5)
+    assert per_rank("x", "hbm_cap", (1, 2, 3), 3) == (1, 2, 3)
+
+
+def test_lists_have_a_number_for_each_rank() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"x\.hbm_cap must be one number, or one for each of the 3 ranks; received 2 numbers",
+    ):
+        per_rank("x", "hbm_cap", [1, 2], 3)
+    with pytest.raises(ValueError, match=r"x\.hbm_cap of rank 1 must not be negative; received -2"):
+        per_rank("x", "hbm_cap", [1, -2], 2)
+    with pytest.raises(TypeError, match=r"x\.hbm_cap must be a number; received '12'"):
+        per_rank("x", "hbm_cap", "12", 2)
+
+
+def test_every_field_comes_from_its_column() -> None:
+    columns = {name: (10 * i + 1, 10 * i + 2) for i, name in enumerate(NUMBERS)}
+    ranks = build_hardware("cpu", ["a", "b"], columns)
+    for i, name in enumerate(NUMBERS):
+        assert [getattr(rank, name) for rank in ranks] == [10 * i + 1, 10 * i + 2]
+    assert [rank.name for rank in ranks] == ["a", "b"]
+    assert {rank.compute_device for rank in ranks} == {"cpu"}
+
+
+def test_unknown_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="compute_device must be 'cpu' or 'cuda'; received 'tpu'"):
+        replace(RANK, compute_device="tpu")

@@ -1,0 +1,130 @@
+"""Between measured points, outside them, and where there are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from recsys.distributed.planner.hardware import Hardware
+from recsys.distributed.planner.measured import (
+    COLLECTIVES,
+    CollectivePoint,
+    CollectiveTable,
+    LookupPoint,
+    LookupTable,
+    modelled_ms,
+)
+
+RANK = Hardware(
+    compute_device="cuda",
+    hbm_cap=0,
+    ddr_cap=0,
+    intra_host_bw=100.0,
+    inter_host_bw=10.0,
+    intra_host_latency_ms=1.0,
+    inter_host_latency_ms=2.0,
+)
+
+
+def lookup(dim: int, pooling: float, forward: float) -> LookupPoint:
+    return LookupPoint(dim=dim, pooling=pooling, forward_bw=forward, backward_bw=forward / 2)
+
+
+def collective(num_bytes: int, ms: float, world_size: int = 2) -> CollectivePoint:
+    return CollectivePoint(kind="all_to_all", world_size=world_size, bytes=num_bytes, ms=ms)
+
+
+class TestLookups:
+    # in no order, and dims with different poolings
+    TABLE = LookupTable(
+        [lookup(128, 1, 80), lookup(64, 100, 60), lookup(64, 1, 20), lookup(64, 10, 40)]
+    )
+
+    @pytest.mark.parametrize(
+        ("dim", "pooling", "forward"),
+        [
+            (64, 1, 20),  # as measured
+            (64, 10, 40),
+            (64, 10**0.5, 30),  # half way by factor
+            (64, 1000, 60),  # beyond the largest
+            (64, 0.1, 20),
+            (64, 0, 20),
+            (128, 50, 80),
+            (96, 1, 50),  # half way between dims
+            (96, 10, 60),
+            (16, 10, 40),
+            (512, 1, 80),
+        ],
+    )
+    def test_between_and_beyond(self, dim: int, pooling: float, forward: float) -> None:
+        assert self.TABLE.at(dim, pooling) == pytest.approx((forward, forward / 2))
+
+    def test_points_come_once(self) -> None:
+        with pytest.raises(
+            ValueError,
+            match=r"lookup must have each point once; received dim 64 with pooling 1 twice",
+        ):
+            LookupTable([lookup(64, 1, 20), lookup(64, 1, 30)])
+
+
+class TestCollectives:
+    TABLE = CollectiveTable([collective(10_000, 4.0), collective(100, 1.0)])
+
+    @pytest.mark.parametrize(
+        ("num_bytes", "ms"),
+        [(100, 1.0), (10_000, 4.0), (1000, 2.0), (1, 1.0), (0, 1.0), (40_000, 16.0)],
+    )
+    def test_between_and_beyond(self, num_bytes: int, ms: float) -> None:
+        assert self.TABLE.at("all_to_all", 2, num_bytes) == pytest.approx(ms)
+
+    def test_nearest_world_size_is_by_factor(self) -> None:
+        table = CollectiveTable([collective(1, 1.0, world_size=size) for size in (2, 8, 64)])
+        near = [table.nearest_world_size("all_to_all", size) for size in (1, 3, 4, 8, 20, 30, 500)]
+        assert near == [2, 2, 8, 8, 8, 64, 64]
+        assert table.nearest_world_size("all_reduce", 8) is None
+
+    def test_points_come_once(self) -> None:
+        with pytest.raises(ValueError, match="received all_to_all of 2 ranks and 7 bytes twice"):
+            CollectiveTable([collective(7, 1.0), collective(7, 2.0)])
+
+
+class TestModel:
+    @pytest.mark.parametrize(
+        ("kind", "ranks", "nodes", "ms"),
+        [
+            ("all_to_all", 1, 1, 0),
+            ("all_to_all", 4, 1, 1 + 3000 / 100),  # 1000 of 4000 bytes stay
+            ("reduce_scatter", 4, 1, 1 + 3000 / 100),
+            ("all_gather", 4, 1, 1 + 3000 / 100),
+            ("all_reduce", 4, 1, 1 + 6000 / 100),
+            ("all_to_all", 4, 2, 2 + 2000 / 10),  # 2000 leave the node
+            ("reduce_scatter", 4, 2, 2 + 3000 / 2 / 10),  # two ranks share what leaves their node
+            ("all_reduce", 2, 2, 2 + 4000 / 10),  # one rank per node
+        ],
+    )
+    def test_times(self, kind: str, ranks: int, nodes: int, ms: float) -> None:
+        assert modelled_ms(kind, 4000, ranks, nodes, RANK) == pytest.approx(ms)
+
+    def test_a_slow_node_is_seen_across_nodes_too(self) -> None:
+        slow = Hardware(
+            compute_device="cpu", hbm_cap=0, ddr_cap=0, intra_host_bw=1.0, inter_host_bw=10.0
+        )
+        slow_ms = modelled_ms("all_to_all", 4000, 4, 2, slow)
+        assert slow_ms == pytest.approx(slow.inter_host_latency_ms + 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "scan"}, f"must be one of {', '.join(COLLECTIVES)}; received 'scan'"),
+        ({"ms": 0}, r"CollectivePoint\.ms must be positive; received 0"),
+        ({"bytes": 0.5}, r"CollectivePoint\.bytes must be a positive whole number; received 0.5"),
+        ({"world_size": 0}, r"CollectivePoint\.world_size must be a positive whole number"),
+    ],
+)
+def test_points_are_checked(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CollectivePoint(**{"kind": "all_reduce", "world_size": 2, "bytes": 1, "ms": 1.0, **change})
+    with pytest.raises(ValueError, match=r"LookupPoint\.forward_bw must be positive"):
+        lookup(64, 1, -1.0)
+    with pytest.raises(TypeError, match=r"LookupPoint\.dim must be a number; received '64'"):
+        lookup("64", 1, 1.0)  # type: ignore[arg-type]
