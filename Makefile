@@ -2,7 +2,7 @@
 #
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
-#   make conformance  every way to shard, against the unsharded model and TorchRec; an hour or more
+#   make conformance  every way to shard, against the unsharded model and TorchRec; about an hour
 #   make bench      CPU benchmarks against TorchRec
 #   make gpu        tests and benchmarks that need a GPU
 #   make lint       ruff, codespell, mypy
