@@ -129,6 +129,11 @@ def names(case: Case) -> list[str]:
     return [f"f{i}" for i in range(case.tables)]
 
 
+def kinds(case: Case) -> dict[str, str]:
+    """Strategies by table."""
+    return {f"t{i}": case.strategies[i % len(case.strategies)] for i in range(case.tables)}
+
+
 def build(case: Case, lib: Library) -> nn.Module:
     """Shard the case's model, from the meta device."""
     world = dist.get_world_size()
@@ -162,10 +167,9 @@ def build(case: Case, lib: Library) -> nn.Module:
             for i, name in enumerate(names(case))
         ]
         module = collection(tables=tables, device=torch.device("meta"))
-        kinds = {f"t{i}": case.strategies[i % len(case.strategies)] for i in range(case.tables)}
         plans[f"collections.{m}"] = lib.plans.construct_module_sharding_plan(
             module,
-            {table: generators[kind](int(table[1:])) for table, kind in kinds.items()},
+            {table: generators[kind](int(table[1:])) for table, kind in kinds(case).items()},
             sharder=sharder,
             world_size=world,
             local_size=local,
@@ -204,9 +208,13 @@ class Step:
     def __init__(self, case: Case, lib: Library) -> None:
         self.model = build(case, lib)
         self.features = batches(case, lib)
-        self.model(self.features()).backward()
-        # the peer's replicated tables keep their gradients, for an optimizer that is stepped
-        left = [p for p in self.model.parameters() if p.grad is not None]
+        # the peer leaves replicated tables to an optimizer that is stepped
+        replicated = {n for n, kind in kinds(case).items() if kind == "data_parallel"}
+        left = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name.split(".")[-2] in replicated and not lib.ours
+        ]
         self.optimizer = torch.optim.Adagrad(left, lr=0.1) if left else None
 
     def __call__(self) -> None:
@@ -244,16 +252,13 @@ class Floor:
             self.lookups.append((kernel, *args))
             return look_up(kernel, *args)
 
+        step()  # from the second on, several modules share a header
         with (
             mock.patch.object(dist, "all_to_all_single", seen),
             mock.patch.object(dist, "all_reduce", added_up),
             mock.patch.object(TableBatchedEmbedding, "forward", looked_up),
         ):
             step()
-            step()  # from the second on, several modules share a header
-        self.exchanges = self.exchanges[len(self.exchanges) // 2 :]
-        self.sums = self.sums[len(self.sums) // 2 :]
-        self.lookups = self.lookups[len(self.lookups) // 2 :]
 
     def __call__(self) -> None:
         for out, given, to, of, group in self.exchanges:
