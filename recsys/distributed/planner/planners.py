@@ -16,7 +16,7 @@ from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.module_tree import outermost
-from recsys.distributed.planner.enumerators import EmbeddingEnumerator, ShardingOption
+from recsys.distributed.planner.options import OptionLister, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Problem, Ranks
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, PlannedTable
@@ -85,7 +85,7 @@ class EmbeddingShardingPlanner:
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._constraints = dict(constraints or {})
         self._timeout_seconds = timeout_seconds
-        self._enumerator = EmbeddingEnumerator(self._topology, self._batch_size)
+        self._lister = OptionLister(self._topology, self._batch_size)
 
     def collective_plan(
         self,
@@ -226,8 +226,8 @@ class EmbeddingShardingPlanner:
                 kernels[ShardingType(name)] = EmbeddingComputeKernel(usable[0])
         return kernels
 
-    def _options(self, table: PlannedTable) -> list[ShardingOption]:
-        options = self._enumerator.enumerate(table)
+    def _options(self, table: PlannedTable) -> list[TableOption]:
+        options = self._lister.options_of(table)
         if not options:
             demands = table.constraints
             types = [kind.value for kind in ShardingType]
@@ -244,7 +244,7 @@ class EmbeddingShardingPlanner:
         self,
         error: InfeasibleError,
         tables: Sequence[PlannedTable],
-        options: Sequence[Sequence[ShardingOption]],
+        options: Sequence[Sequence[TableOption]],
         room: Bytes,
     ) -> str:
         topology = self._topology
@@ -288,7 +288,7 @@ class EmbeddingShardingPlanner:
         topology = self._topology
         return f"{_mib(topology.memory_cap)} each, of which {_mib(room.device)} are free for tables"
 
-    def _tried(self, options: Sequence[ShardingOption], room: Bytes) -> str:
+    def _tried(self, options: Sequence[TableOption], room: Bytes) -> str:
         """Returns the memory there is, and a table of what each option would need of it."""
         topology = self._topology
         caps = {topology.compute_device: topology.memory_cap, "host": topology.host_cap}

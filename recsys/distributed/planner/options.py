@@ -35,7 +35,7 @@ class Part:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardingOption:
+class TableOption:
     """One way to place a table.
 
     Attributes:
@@ -70,7 +70,7 @@ class ShardingOption:
 
 
 @final
-class EmbeddingEnumerator:
+class OptionLister:
     """Lists the ways to place a table.
 
     Args:
@@ -83,7 +83,7 @@ class EmbeddingEnumerator:
         of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
-    def enumerate(self, table: PlannedTable) -> list[ShardingOption]:
+    def options_of(self, table: PlannedTable) -> list[TableOption]:
         """Returns the ways that the user, the sharder and the optimizer allow, simplest first."""
         return [
             option
@@ -113,7 +113,7 @@ class EmbeddingEnumerator:
         blocks: Sequence[tuple[int, int, int]],
         *,
         in_node: bool = False,
-    ) -> ShardingOption:
+    ) -> TableOption:
         """Returns the option whose parts are, each so many of rows x cols."""
         parts = tuple(
             Part(
@@ -126,26 +126,26 @@ class EmbeddingEnumerator:
             )
             for count, rows, cols in blocks
         )
-        return ShardingOption(
+        return TableOption(
             sharding_type=sharding_type, compute_kernel=kernel, reach=reach, parts=parts
         )
 
     def _table_wise(
         self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    ) -> Iterator[TableOption]:
         whole = [(1, table.rows, table.dim)]
         yield self._option(table, ShardingType.TABLE_WISE, kernel, Reach.ANYWHERE, whole)
 
     def _column_wise(
         self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    ) -> Iterator[TableOption]:
         for cuts in self._column_cuts(table, self._topology.world_size):
             blocks = [(count, table.rows, cols) for count, cols in cuts]
             yield self._option(table, ShardingType.COLUMN_WISE, kernel, Reach.ANYWHERE, blocks)
 
     def _table_column_wise(
         self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    ) -> Iterator[TableOption]:
         if not self._asked(table):
             return  # costs what column_wise costs, and goes to fewer places
         for cuts in self._column_cuts(table, self._topology.local_size):
@@ -155,7 +155,7 @@ class EmbeddingEnumerator:
 
     def _row_wise(
         self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    ) -> Iterator[TableOption]:
         world_size = self._topology.world_size
         if world_size == 1 and not self._asked(table):
             return
@@ -167,7 +167,7 @@ class EmbeddingEnumerator:
 
     def _table_row_wise(
         self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    ) -> Iterator[TableOption]:
         topology = self._topology
         if topology.local_size == topology.world_size and not self._asked(table):
             return
@@ -175,9 +175,7 @@ class EmbeddingEnumerator:
         kind = ShardingType.TABLE_ROW_WISE
         yield self._option(table, kind, kernel, Reach.ONE_NODE, blocks, in_node=True)
 
-    def _grid(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    def _grid(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Iterator[TableOption]:
         topology = self._topology
         rows = _cut(table.rows, topology.local_size)
         if sum(count for count, _ in rows) < topology.local_size:
@@ -194,7 +192,7 @@ class EmbeddingEnumerator:
 
     def _data_parallel(
         self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[ShardingOption]:
+    ) -> Iterator[TableOption]:
         world_size = self._topology.world_size
         if world_size == 1 and not self._asked(table):
             return
@@ -203,7 +201,7 @@ class EmbeddingEnumerator:
             costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
             size=self._costs[0].bytes_of_replica(table, kernel),
         )
-        yield ShardingOption(
+        yield TableOption(
             sharding_type=ShardingType.DATA_PARALLEL,
             compute_kernel=kernel,
             reach=Reach.FIXED,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from recsys.distributed.planner.costs import CostModel
-from recsys.distributed.planner.enumerators import EmbeddingEnumerator, ShardingOption
+from recsys.distributed.planner.options import OptionLister, TableOption
 from recsys.distributed.planner.placement import Reach
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -34,9 +34,9 @@ def table(rows: int = 1000, dim: int = 128, **constraints: object) -> PlannedTab
     )
 
 
-def options(of: PlannedTable, world_size: int = 8, local_size: int = 4) -> list[ShardingOption]:
+def options(of: PlannedTable, world_size: int = 8, local_size: int = 4) -> list[TableOption]:
     topology = Topology(world_size, "cpu", ddr_cap=1 << 30, local_world_size=local_size)
-    return EmbeddingEnumerator(topology, 16).enumerate(of)
+    return OptionLister(topology, 16).options_of(of)
 
 
 def test_each_type_has_its_counts_of_ranks() -> None:
