@@ -32,6 +32,7 @@ TESTED_THROUGH = {
     "distributed/exchange.py": "distributed/test_sharding.py",
     "distributed/id_routes.py": "distributed/test_input_dist.py",
     "distributed/output_dist.py": "distributed/test_sharding.py",
+    "distributed/planner/memory_check.py": "distributed/planner/test_search.py",
     "distributed/row_updates.py": "distributed/test_fused_optimizer.py",
     "distributed/sequence_dist.py": "distributed/test_embedding.py",
     "distributed/sharded_collection.py": "distributed/test_sharding.py",

@@ -21,7 +21,7 @@ from recsys.distributed.types import (
 )
 from recsys.kernels.types import PoolingMode
 
-_MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
+MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
 
 
 def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -66,7 +66,7 @@ def _row_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list
 
 
 def _column_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return column_blocks(rows, split_evenly(dim, len(ranks), _MIN_COLUMNS), ranks)
+    return column_blocks(rows, split_evenly(dim, len(ranks), MIN_COLUMNS), ranks)
 
 
 def row_blocks(blocks: Sequence[tuple[int, int]], dim: int, ranks: Sequence[int]) -> list[Rect]:
@@ -90,7 +90,7 @@ def _grid(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rec
     return [
         Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
         for (left, right), node in zip(
-            split_evenly(dim, len(nodes), _MIN_COLUMNS), nodes, strict=False
+            split_evenly(dim, len(nodes), MIN_COLUMNS), nodes, strict=False
         )
         for (top, bottom), rank in zip(split_evenly(rows, len(node)), node, strict=False)
     ]

@@ -1,26 +1,25 @@
-"""A greedy planner: the largest table first, each where it makes the slowest rank least slow.
+"""The planner: lists the ways to place each table, and searches for the best of all together.
 
-Costs are bytes moved divided by bandwidths: rows read in forward, read and written in backward,
-ids and embeddings exchanged, dense gradients of replicas reduced. Memory, of device and host each,
-counts weights, the state of the optimizer that a table has when it is planned or else its
-gradient, the sum of a replica's gradients, and the buffers of one batch. The estimates order
-placements; they do not predict milliseconds.
+Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
+weights, the state of the optimizer that a table has when it is planned or else its gradient, the
+sum of a replica's gradients, and the buffers of one batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
-from recsys.distributed.layout import Rect
 from recsys.distributed.module_tree import outermost
-from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
+from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.placement import InfeasibleError, Problem, Ranks
+from recsys.distributed.planner.search import search
+from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
     HeuristicalStorageReservation,
@@ -28,7 +27,7 @@ from recsys.distributed.planner.types import (
     PlannerError,
     StorageReservation,
 )
-from recsys.distributed.strategies import STRATEGIES, parameter_sharding
+from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -37,27 +36,10 @@ from recsys.distributed.types import (
     ShardingType,
     format_table,
 )
+from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_tables import TableCollection
 
 _DEFAULT_BATCH = 512
-_MIN_PARTITION = 32
-_ID_BYTES, _VALUE_BYTES = 4, 4
-_ORDER = (  # the simplest first: it wins ties
-    ShardingType.TABLE_WISE,
-    ShardingType.COLUMN_WISE,
-    ShardingType.ROW_WISE,
-    ShardingType.DATA_PARALLEL,
-)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Option:
-    sharding_type: ShardingType
-    kernel: EmbeddingComputeKernel
-    ranks: tuple[int, ...]
-    cost_by_rank: Mapping[int, float]
-    bytes_by_rank: Mapping[int, Bytes]
 
 
 class EmbeddingShardingPlanner:
@@ -69,6 +51,7 @@ class EmbeddingShardingPlanner:
         storage_reservation: memory to keep free of tables; 15 % and room for the dense parts, if
             None.
         constraints: demands by table name.
+        timeout_seconds: how long the search may take; the best plan found until then is returned.
 
     Example:
         >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -91,6 +74,7 @@ class EmbeddingShardingPlanner:
         *,
         storage_reservation: StorageReservation | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
+        timeout_seconds: float | None = None,
     ) -> None:
         self._topology = topology or _default_topology()
         if batch_size is not None and batch_size < 1:
@@ -100,6 +84,8 @@ class EmbeddingShardingPlanner:
         self._batch_size = batch_size or _DEFAULT_BATCH
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._constraints = dict(constraints or {})
+        self._timeout_seconds = timeout_seconds
+        self._lister = OptionLister(self._topology, self._batch_size)
 
     def collective_plan(
         self,
@@ -152,30 +138,39 @@ class EmbeddingShardingPlanner:
             )
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
-        room = Bytes(
-            self._reservation.usable(self._topology.memory_cap, dense_bytes),
-            self._reservation.usable(self._topology.host_cap, 0),
+        rooms = [
+            Bytes(
+                self._reservation.usable(rank.memory_cap, dense_bytes),
+                self._reservation.usable(rank.ddr_cap, 0),
+            )
+            for rank in self._topology.hardware
+        ]
+        options = [self._options(table) for table in tables]
+        ranks = Ranks(
+            memory_caps=[(max(room.device, 0), max(room.host, 0)) for room in rooms],
+            kinds=self._topology.kinds,
+            node_size=self._topology.local_size,
         )
-        costs = [0.0] * self._topology.world_size
-        free = [room] * self._topology.world_size
-        chosen: dict[tuple[str, str], _Option] = {}
-        for table in sorted(tables, key=lambda t: (-sum(t.whole), t.path, t.name)):
-            option = self._choose(table, costs, free)
-            for rank, cost in option.cost_by_rank.items():
-                costs[rank] += cost
-                free[rank] = free[rank].minus(option.bytes_by_rank[rank])
-            chosen[table.path, table.name] = option
+        problem = Problem(
+            ranks=ranks,
+            tables=[[option.for_search() for option in of_table] for of_table in options],
+        )
+        try:
+            placement = search(problem, time_limit=self._timeout_seconds)
+        except InfeasibleError as error:
+            most = max(rooms, key=sum)
+            raise PlannerError(self._explain_misfit(error, tables, options, most)) from None
         plan = ShardingPlan()
-        for table in tables:
-            option = chosen[table.path, table.name]
+        for table, of_table, choice in zip(tables, options, placement.choices, strict=True):
+            option = of_table[choice.option]
             plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = (
                 parameter_sharding(
                     option.sharding_type,
                     table.rows,
                     table.dim,
-                    option.ranks,
+                    choice.ranks,
                     device_type=self._topology.compute_device,
-                    compute_kernel=option.kernel,
+                    compute_kernel=option.compute_kernel,
                     local_size=self._topology.local_size,
                 )
             )
@@ -186,12 +181,12 @@ class EmbeddingShardingPlanner:
     ) -> Iterator[PlannedTable]:
         for path, child in outermost(module, lambda found: type(found) in sharders):
             sharder = sharders[type(child)]
-            features = {
-                config.name: config.feature_names
-                for part in child.modules()
-                if isinstance(part, TableCollection)
-                for config in part.configs()
-            }
+            features, pooled = {}, {}
+            for part in child.modules():
+                if isinstance(part, TableCollection):
+                    for config, mode in zip(part.configs(), part.poolings(), strict=True):
+                        features[config.name] = config.feature_names
+                        pooled[config.name] = mode is not PoolingMode.NONE
             for name, weight in sharder.shardable_parameters(child).items():
                 constraints = self._constraints.get(name, ParameterConstraints())
                 num_features = len(features.get(name, [name]))
@@ -213,6 +208,7 @@ class EmbeddingShardingPlanner:
                     trains=weight.requires_grad,
                     ids_per_sample=sum(pooling),
                     num_features=num_features,
+                    is_pooled=pooled.get(name, True),
                     constraints=constraints,
                     kernels=self._kernels(sharder, constraints),
                 )
@@ -230,148 +226,90 @@ class EmbeddingShardingPlanner:
                 kernels[ShardingType(name)] = EmbeddingComputeKernel(usable[0])
         return kernels
 
-    def _choose(
-        self, table: PlannedTable, costs: Sequence[float], free: Sequence[Bytes]
-    ) -> _Option:
-        """Returns the option that fits and makes the slowest rank least slow."""
-        options = list(self._options(table, costs, free))
-        fitting = [
-            option
-            for option in options
-            if all(size.fits(free[rank]) for rank, size in option.bytes_by_rank.items())
-        ]
-        if not fitting:
-            raise PlannerError(self._explain_misfit(table, options, free))
-
-        def slowest(option: _Option) -> tuple[float, float]:
-            after = [cost + option.cost_by_rank.get(r, 0.0) for r, cost in enumerate(costs)]
-            return max(after), sum(after)
-
-        return min(fitting, key=slowest)
-
-    def _options(
-        self, table: PlannedTable, costs: Sequence[float], free: Sequence[Bytes]
-    ) -> Iterator[_Option]:
-        world_size = self._topology.world_size
-        asked = table.constraints.sharding_types is not None
-        wanted = [t for t in _ORDER if t in table.kernels and table.allows(t)]
-        if not wanted:
+    def _options(self, table: PlannedTable) -> list[TableOption]:
+        options = self._lister.options_of(table)
+        if not options:
             demands = table.constraints
+            types = [kind.value for kind in ShardingType]
             raise PlannerError(
                 f"Table {table.name!r} may only be sharded "
-                f"{', '.join(demands.sharding_types or [t.value for t in _ORDER])} with compute "
+                f"{', '.join(demands.sharding_types or types)} with compute "
                 f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
-                f"on {self._topology.compute_device} with its optimizer; sharding types are "
-                f"{', '.join(t.value for t in _ORDER)}."
+                f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
+                f"{table.dim} values; sharding types are {', '.join(types)}."
             )
-        by_room = sorted(range(world_size), key=lambda rank: (costs[rank], -sum(free[rank]), rank))
-        for sharding_type in wanted:
-            if sharding_type is ShardingType.DATA_PARALLEL:
-                yield self._replicate(table)
-                continue
-            if sharding_type is ShardingType.TABLE_WISE:
-                size = table.whole
-                roomy = [rank for rank in by_room if size.fits(free[rank])] or by_room
-                yield self._split(table, sharding_type, roomy[:1])
-            elif sharding_type is ShardingType.ROW_WISE:
-                if world_size > 1 or asked:
-                    yield self._split(table, sharding_type, range(world_size))
-            else:
-                least = table.constraints.min_partition or _MIN_PARTITION
-                most = min(world_size, table.dim // least)
-                for parts in range(2, most + 1):
-                    yield self._split(table, sharding_type, by_room[:parts])
-                if most < 2 and asked:
-                    yield self._split(table, sharding_type, by_room[:1])
-
-    def _split(
-        self, table: PlannedTable, sharding_type: ShardingType, ranks: Sequence[int]
-    ) -> _Option:
-        rects = STRATEGIES[sharding_type](table.rows, table.dim, ranks, self._topology.local_size)
-        kernel = table.kernels[sharding_type]
-        costs: dict[int, float] = {}
-        sizes: dict[int, Bytes] = {}
-        for rect in rects:
-            size = self._bytes(table, rect, kernel)
-            costs[rect.rank] = costs.get(rect.rank, 0.0) + self._cost(table, rect, kernel)
-            sizes[rect.rank] = sizes.get(rect.rank, Bytes(0)).plus(size)
-        return _Option(
-            sharding_type=sharding_type,
-            kernel=kernel,
-            ranks=tuple(ranks),
-            cost_by_rank=costs,
-            bytes_by_rank=sizes,
-        )
-
-    def _cost(self, table: PlannedTable, rect: Rect, kernel: EmbeddingComputeKernel) -> float:
-        """Milliseconds of one rectangle on its owner, by bytes over bandwidth."""
-        topology = self._topology
-        samples = self._batch_size * topology.world_size
-        ids = samples * table.ids_per_sample * rect.num_rows / max(table.rows, 1)
-        row_bytes = rect.num_cols * table.element_bytes
-        moved = 3 * ids * row_bytes  # read forward, read and write backward
-        exchanged = 0.0
-        if topology.world_size > 1:
-            embeddings = samples * table.num_features * rect.num_cols * _VALUE_BYTES
-            exchanged = ids * _ID_BYTES + 2 * embeddings
-        bandwidth = topology.ddr_mem_bw if kernel in UVM_KERNELS else topology.memory_bw
-        return moved / bandwidth + exchanged / topology.exchange_bw
-
-    def _bytes(self, table: PlannedTable, rect: Rect, kernel: EmbeddingComputeKernel) -> Bytes:
-        samples = self._batch_size * self._topology.world_size
-        buffers = 2 * samples * table.num_features * rect.num_cols * _VALUE_BYTES
-        buffers += int(samples * table.ids_per_sample) * _ID_BYTES
-        return table.bytes_of(rect.num_rows, rect.num_cols, kernel).plus(Bytes(buffers))
-
-    def _replicate(self, table: PlannedTable) -> _Option:
-        topology = self._topology
-        ids = self._batch_size * table.ids_per_sample
-        kernel = table.kernels[ShardingType.DATA_PARALLEL]
-        # of each element the sum of gradients, of each row whether it was touched
-        dense = table.rows * (table.dim + 1) * 4 if table.trains else 0
-        cost = 3 * ids * table.dim * table.element_bytes / topology.memory_bw
-        if topology.world_size > 1:
-            cost += 2 * dense / topology.exchange_bw + 3 * dense / topology.memory_bw
-        size = table.bytes_of(table.rows, table.dim, kernel).plus(Bytes(dense))
-        ranks = range(topology.world_size)
-        return _Option(
-            sharding_type=ShardingType.DATA_PARALLEL,
-            kernel=kernel,
-            ranks=tuple(ranks),
-            cost_by_rank=dict.fromkeys(ranks, cost),
-            bytes_by_rank=dict.fromkeys(ranks, size),
-        )
+        return options
 
     def _explain_misfit(
-        self, table: PlannedTable, options: Sequence[_Option], free: Sequence[Bytes]
+        self,
+        error: InfeasibleError,
+        tables: Sequence[PlannedTable],
+        options: Sequence[Sequence[TableOption]],
+        room: Bytes,
     ) -> str:
+        topology = self._topology
+        where = f"the {topology.world_size} {topology.compute_device} ranks"
+        advice = (
+            "Allow more sharding types, use more ranks, a smaller data_type, or a smaller "
+            "storage reservation."
+        )
+        if error.too_big:
+            number = error.too_big[0].table
+            return (
+                f"{self._describe(tables[number])} does not fit on {where} of "
+                f"{self._tried(options[number], room)}\n{advice}"
+            )
+        over = ", and ".join(
+            f"{_mib(size)} more of {name} memory than there is"
+            for size, name in zip(error.bytes_over, (topology.compute_device, "host"), strict=True)
+            if size
+        )
+        largest = sorted(tables, key=lambda t: -sum(t.whole))[:3]
+        enough = (
+            f" {error.ranks_needed} ranks like these could hold them."
+            if error.ranks_needed is not None
+            else ""
+        )
+        verdict = "do not fit" if error.proven else "were not found to fit"
+        return (
+            f"The {len(tables)} tables {verdict} on {where} of {self._caps(room)}: they need at "
+            f"least {over or 'room that no rank has left'}. The largest: "
+            f"{'; '.join(self._describe(table) for table in largest)}.{enough} {advice}"
+        )
+
+    def _describe(self, table: PlannedTable) -> str:
+        state = "its gradient" if table.has_gradient else "optimizer state"
+        return (
+            f"Table {table.name!r} of module {table.path!r} ({table.rows} x {table.dim}, "
+            f"{_mib(sum(table.whole))} with {state})"
+        )
+
+    def _caps(self, room: Bytes) -> str:
+        topology = self._topology
+        return f"{_mib(topology.memory_cap)} each, of which {_mib(room.device)} are free for tables"
+
+    def _tried(self, options: Sequence[TableOption], room: Bytes) -> str:
+        """Returns the memory there is, and a table of what each option would need of it."""
         topology = self._topology
         caps = {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
         rows, scarce = [], {}
         for option in options:
             for pool, memory in enumerate(caps):
-                needed = {rank: size[pool] for rank, size in option.bytes_by_rank.items()}
-                over = max(size - free[rank][pool] for rank, size in needed.items())
-                if over > 0:
-                    kind, ranks = option.sharding_type.value, str(len(option.ranks))
-                    rows.append((kind, ranks, _mib(max(needed.values())), _mib(over), memory))
-                    scarce[memory] = [room[pool] for room in free]
+                needed = max(part.size[pool] for part in option.parts)
+                if needed > room[pool]:
+                    kind, ranks = option.sharding_type.value, str(option.num_ranks)
+                    over = _mib(needed - room[pool])
+                    rows.append((kind, ranks, _mib(needed), over, memory))
+                    scarce[memory] = room[pool]
+        rooms = ", and ".join(
+            f"{_mib(caps[memory])}{' of host memory' if memory == 'host' else ''} each, of which "
+            f"{_mib(free)} are free for it"
+            for memory, free in scarce.items()
+        )
         tried = format_table(
             ("sharding type", "ranks", "bytes per rank", "over by", "memory"), rows
         )
-        rooms = ", and ".join(
-            f"{_mib(caps[memory])}{' of host memory' if memory == 'host' else ''} each, of which "
-            f"{_mib(min(rooms))} to {_mib(max(rooms))} are free for it"
-            for memory, rooms in scarce.items()
-        )
-        state = "its gradient" if table.has_gradient else "optimizer state"
-        return (
-            f"Table {table.name!r} of module {table.path!r} ({table.rows} x {table.dim}, "
-            f"{_mib(sum(table.whole))} with {state}) does not fit on the "
-            f"{topology.world_size} {topology.compute_device} ranks of {rooms}. Tried:\n{tried}\n"
-            "Allow more sharding types, use more ranks, a smaller data_type, or a smaller "
-            "storage reservation."
-        )
+        return f"{rooms}. Tried:\n{tried}"
 
 
 def _mib(size: int) -> str:

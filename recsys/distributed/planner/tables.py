@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
-from recsys.kernels.row_update import STATE_KINDS
+from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient
 from recsys.optim.specs import TableOptimizer
 
 UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
@@ -53,6 +53,9 @@ class PlannedTable:
         trains: whether its weights require gradients.
         ids_per_sample: over all its features.
         num_features: that read it.
+        is_pooled: whether bags are pooled, else every id has a row of its own in the output.
+        is_weighted: whether ids have weights.
+        wire_bytes: of a value on its way there, and of its gradient on its way back.
         constraints: the user's demands.
         kernels: the sharding types that may be chosen, each with its kernel.
     """
@@ -66,6 +69,9 @@ class PlannedTable:
     trains: bool
     ids_per_sample: float
     num_features: int
+    is_pooled: bool = True
+    is_weighted: bool = False
+    wire_bytes: tuple[float, float] = (4.0, 4.0)
     constraints: ParameterConstraints
     kernels: Mapping[ShardingType, EmbeddingComputeKernel]
 
@@ -89,6 +95,25 @@ class PlannedTable:
             slot = cols * self.element_bytes + _CACHE_SLOT_BYTES
             cache = int(_CACHED_SHARE * rows * slot) + rows * _CACHE_ROW_BYTES
         return Bytes(cache + by_row, weights + by_element)  # FBGEMM keeps row states on the device
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of an id on its way."""
+        return 4 if self.rows < 2**31 else 8
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The sum of replicas' gradients, and of each row whether it was touched, if it matters."""
+        spec = self.optimizer and self.optimizer.spec
+        flags = 4 * self.rows if spec is not None and moves_without_gradient(spec) else 0
+        return 4 * self.rows * self.dim + flags
+
+    def state_bytes_per_row(self, cols: int) -> int:
+        """Bytes of optimizer state of a row of so many columns."""
+        if self.optimizer is None:
+            return 0
+        kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values())
+        return 4 * cols * kinds.count("element") + 4 * kinds.count("row")
 
     @property
     def whole(self) -> Bytes:

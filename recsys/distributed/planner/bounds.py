@@ -1,0 +1,349 @@
+"""A lower bound on the slowest rank, and the mix of options that comes with it.
+
+Ranks of a kind are alike, so a relaxation adds them up: the loads of a kind share its ranks evenly,
+its memory is one pool, a piece may go to any kind, a table may mix its options. That is a linear
+program with a row per table and a handful of rows that tie the tables together. Prices for the
+latter (load of a kind, bytes of a kind) make every table choose its cheapest option by itself, and
+whatever the prices, the sum of these choices is a lower bound. Kelley's cutting planes find the
+best prices: a tiny linear program proposes prices, the choices at these prices are its next row.
+
+What the pool does not see, that a piece is never split, comes in through a ceiling: an option with
+a piece that takes longer than the slowest rank does not count. The bound is the least ceiling that
+the relaxation under that ceiling does not exceed.
+
+Shape suffixes as in ``piece_arrays``; also B bundles (pieces of an option that are priced together)
+and C cuts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from recsys.distributed.planner.piece_arrays import Flags, Floats, Ints, PieceArrays
+
+_MAX_CUTS = 200
+_TOLERANCE = 1e-6
+_HIGHEST_PRICE = 1e3  # of all memory of a kind, in units of the bound without such prices
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relaxed:
+    """A solution of the relaxation.
+
+    Attributes:
+        bound_ms: no placement within the ceiling has a slowest rank that takes less.
+        price_O: each option at the best prices, in milliseconds; inf where it does not fit.
+        option_T: options of each table that mix to the solution.
+    """
+
+    bound_ms: float
+    price_O: Floats
+    option_T: Ints
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """Choices at some prices.
+
+    At any prices they cost ``value @ prices``: prices of the loads [K], which add up to 1, and of
+    the memory [K * M].
+    """
+
+    value: Floats
+    option_T: Ints
+    price_O: Floats
+
+
+@final
+class Relaxation:
+    """The relaxed problem.
+
+    Args:
+        arrays: what to place; at least one table.
+    """
+
+    def __init__(self, arrays: PieceArrays) -> None:
+        self._arrays = arrays
+        ranks = arrays.ranks
+        self._most_ms = arrays.most_ms()
+        self._of_kind_KR = ranks.kind_R == np.arange(arrays.num_kinds)[:, None]
+        self._size_K = np.maximum(self._of_kind_KR.sum(axis=1), 1)
+        self._base_K = self._of_kind_KR @ ranks.base_R
+        self._room_KM = self._of_kind_KR @ ranks.free_RM
+        self._unit_KM = np.maximum(self._room_KM, 0.5)  # no room at all: any byte is too many
+        self._bundles = _Bundles(arrays, self._of_kind_KR)
+        options = np.arange(arrays.width_T.max())
+        self._option_TO = np.where(
+            options < arrays.width_T[:, None], arrays.first_T[:-1, None] + options, -1
+        )
+        # a sort of memory that cannot run out needs no price
+        most_OM = np.add.reduceat(self._bundles.memory_BKM.sum(axis=1), self._bundles.first_O)
+        most_TM = np.maximum.reduceat(most_OM, arrays.first_T[:-1])
+        self._scarce_KM = most_TM.sum(axis=0) > self._room_KM
+
+    def least_memory(self) -> tuple[float, Floats]:
+        """Returns the least fullness, and the bytes [M] then taken.
+
+        Fullness is the bytes of all tables over those of all ranks, of the sort of memory where
+        that is more. Above 1 no placement fits.
+        """
+        memory_OM = self._bundles.memory_OM
+        sorts = memory_OM.shape[1]
+        if not sorts:
+            return 0.0, np.zeros(0)
+        room_M = np.maximum(self._room_KM.sum(axis=0), 0.5)
+        values: list[Floats] = []
+        best, taken_M = -1.0, np.zeros(sorts)
+        share_M = np.full(sorts, 1 / sorts)
+        for _ in range(_MAX_CUTS):
+            price_O = (memory_OM / room_M) @ share_M
+            price_O[~self._bundles.fits_O] = np.inf
+            totals_M = memory_OM[self._cheapest(price_O)].sum(axis=0)
+            values.append(totals_M / room_M)
+            if values[-1] @ share_M > best:
+                best, taken_M = float(values[-1] @ share_M), totals_M
+            upper, share_M, _ = _master(np.array(values), sorts, np.zeros(0), 1.0)
+            if upper <= best * (1 + _TOLERANCE) + 1e-12:
+                break
+        return best, taken_M
+
+    def solve(
+        self, ceiling: float = np.inf, *, room: float = 1.0, above: float = np.inf
+    ) -> Relaxed | None:
+        """Returns the solution with no piece above a ceiling, or None if there is none.
+
+        Args:
+            ceiling: milliseconds that a rank may take.
+            room: share of the memory that may be taken: less than 1 leaves air for packing.
+            above: milliseconds; a bound above this need not be the best one.
+        """
+        kinds = self._arrays.num_kinds
+        allowed_BK = self._bundles.peak_BK <= ceiling
+        prices = np.concatenate([self._size_K / self._size_K.sum(), np.zeros(self._room_KM.size)])
+        cuts: list[_Cut] = []
+        best, best_bound = None, -np.inf
+        weights = np.ones(1)
+        for _ in range(_MAX_CUTS):
+            cut = self._cut(prices, allowed_BK, room)
+            if cut is None:
+                return None
+            cuts.append(cut)
+            bound = float(cut.value @ prices)
+            if bound > best_bound:
+                best, best_bound = cut, bound
+            if len(cuts) == 1:
+                unit_ms = max(bound, 1e-6 * self._most_ms, 1e-300)
+                limit_KM = np.where(self._scarce_KM.ravel(), _HIGHEST_PRICE, 0.0)
+                if kinds == 1 and (cut.value[1:] <= 0).all():
+                    break  # no memory is missing, so none has a price
+            if best_bound > above:
+                break
+            upper, prices, weights = _master(
+                np.array([c.value for c in cuts]), kinds, limit_KM, unit_ms
+            )
+            if upper <= best_bound + _TOLERANCE * abs(best_bound):
+                break
+        assert best is not None
+        return Relaxed(
+            bound_ms=max(best_bound, 0.0),
+            price_O=best.price_O,
+            option_T=_mixed(cuts[: len(weights)], weights),
+        )
+
+    def lower_bound(self, deadline: float = np.inf) -> Relaxed:
+        """Returns the solution at the least ceiling that it does not exceed.
+
+        Args:
+            deadline: of ``time.monotonic``; past it the bound may be lower than it could be.
+        """
+        start = self.solve()
+        assert start is not None, "tables without an option that fits are refused before"
+        floor = max(start.bound_ms, float(self._arrays.ranks.base_R.max()))
+        # Ceilings from one peak to before the next admit the same options.
+        peaks = self._bundles.peak_BK
+        peaks = np.unique(peaks[(peaks > floor) & np.isfinite(peaks)])
+        ceilings = np.concatenate([[floor], peaks])
+        ends = np.concatenate([peaks, [np.inf]])
+        found = start
+        low, high, step = -1, len(ceilings) - 1, 1  # the optimum is above ends[low]
+        while low + 1 < high or (low < high and found is start):
+            if time.monotonic() > deadline:
+                break
+            # gallop first: it mostly is among the lowest
+            middle = min(low + step, (low + high + 1) // 2 if step > 1 else low + 1, high)
+            tried = self.solve(float(ceilings[middle]), above=float(ends[middle]))
+            if tried is None or tried.bound_ms > ends[middle]:
+                low, step = middle, 2 * step
+            else:
+                high, step, found = middle, high, tried
+        bound = max(floor, float(ends[low]) if low >= 0 else 0.0)
+        if high == low + 1 and found is not start:
+            bound = max(bound, found.bound_ms)
+        return Relaxed(bound_ms=bound, price_O=found.price_O, option_T=found.option_T)
+
+    def _cut(self, prices: Floats, allowed_BK: Flags, room: float) -> _Cut | None:
+        """Returns what the tables choose at some prices; None if one has no choice."""
+        bundles, kinds = self._bundles, self._arrays.num_kinds
+        price_BK = bundles.cost_BK * (prices[:kinds] / self._size_K)
+        memory_price_KM = prices[kinds:].reshape(self._room_KM.shape) / self._unit_KM
+        for m in np.flatnonzero(memory_price_KM.sum(axis=0)):
+            price_BK += bundles.memory_BKM[:, :, m] * memory_price_KM[:, m]
+        # a FIXED bundle has its share on every kind, any other one goes to the cheapest kind
+        price_BK[~allowed_BK] = np.inf
+        kind_B = price_BK.argmin(axis=1)
+        price_B = np.where(
+            bundles.fixed_B,
+            price_BK.sum(axis=1),
+            price_BK[np.arange(len(kind_B)), kind_B],
+        )
+        price_O = np.add.reduceat(price_B, bundles.first_O)
+        option_T = self._cheapest(price_O)
+        if not np.isfinite(price_O[option_T]).all():
+            return None
+        chosen_O = np.zeros(len(price_O), dtype=bool)
+        chosen_O[option_T] = True
+        chosen = np.flatnonzero(chosen_O[bundles.owner_B])
+        here = bundles.fixed_B[chosen, None] | (kind_B[chosen, None] == np.arange(kinds))
+        load_K = (bundles.cost_BK[chosen] * here).sum(axis=0) + self._base_K
+        taken_KM = (bundles.memory_BKM[chosen] * here[:, :, None]).sum(axis=0)
+        missing_KM = (taken_KM - room * self._room_KM) / self._unit_KM
+        value = np.concatenate([load_K / self._size_K, missing_KM.ravel()])
+        return _Cut(value=value, option_T=option_T, price_O=price_O)
+
+    def _cheapest(self, price_O: Floats) -> Ints:
+        place_T: Ints = np.append(price_O, np.inf)[self._option_TO].argmin(axis=1)
+        return self._arrays.first_T[:-1] + place_T
+
+
+@final
+class _Bundles:
+    """Pieces that are priced together, in the order of their options.
+
+    The pieces of a FIXED option are one bundle. The others choose their kind of rank, like pieces
+    alike: a bundle each; where there is one kind only, one bundle for all.
+
+    Attributes:
+        owner_B: option.
+        fixed_B: whether FIXED.
+        cost_BK: milliseconds on each kind: of all pieces, or of those that are fixed there.
+        memory_BKM: bytes, likewise.
+        peak_BK: load of a rank that had only the longest piece; inf where one does not fit.
+        first_O: each option's first bundle.
+        memory_OM: bytes of each option.
+        fits_O: whether all pieces fit somewhere.
+    """
+
+    def __init__(self, arrays: PieceArrays, of_kind_KR: Flags) -> None:
+        ranks, kinds = arrays.ranks, arrays.num_kinds
+        floating_O = np.diff(arrays.first_O) > 0
+        starts = arrays.first_O[:-1][floating_O]
+        if kinds > 1:
+            begins = np.ones(len(arrays.cost_PK), dtype=bool)
+            for numbers in (arrays.cost_PK, arrays.memory_PM):
+                begins[1:] &= (numbers[1:] == numbers[:-1]).all(axis=1)
+            begins[1:] = ~begins[1:]
+            begins[starts] = True
+            starts = np.flatnonzero(begins)
+        option_P = np.repeat(np.arange(len(arrays.options)), np.diff(arrays.first_O))
+        peak_PK = arrays.cost_PK + [ranks.base_R[mine].min(initial=np.inf) for mine in of_kind_KR]
+        for kind, mine in enumerate(of_kind_KR):
+            rooms = np.unique(ranks.free_RM[mine], axis=0)
+            fits_P = np.any(np.all(arrays.memory_PM[:, None] <= rooms, axis=2), axis=1)
+            peak_PK[~fits_P, kind] = np.inf
+        fixed = [_fixed_bundle(arrays, int(o), of_kind_KR) for o in np.flatnonzero(~floating_O)]
+        sorts = arrays.memory_PM.shape[1]
+        no_cost, no_memory = np.zeros((0, kinds)), np.zeros((0, kinds, sorts))
+        empty = not len(starts)  # which reduceat does not take
+        memory_BM = np.zeros((0, sorts)) if empty else np.add.reduceat(arrays.memory_PM, starts)
+        self.owner_B = np.concatenate([option_P[starts], np.flatnonzero(~floating_O)])
+        order = np.argsort(self.owner_B, kind="stable")
+        self.owner_B = self.owner_B[order]
+        self.fixed_B = ~floating_O[self.owner_B]
+        self.cost_BK = np.concatenate(
+            [
+                no_cost if empty else np.add.reduceat(arrays.cost_PK, starts),
+                *(cost_K[None] for cost_K, _, _ in fixed),
+            ]
+        )[order]
+        self.memory_BKM = np.concatenate(
+            [
+                no_memory if empty else np.repeat(memory_BM[:, None], kinds, axis=1),
+                *(memory_KM[None] for _, memory_KM, _ in fixed),
+            ]
+        )[order]
+        self.peak_BK = np.concatenate(
+            [
+                no_cost if empty else np.maximum.reduceat(peak_PK, starts),
+                *(np.full((1, kinds), peak) for _, _, peak in fixed),
+            ]
+        )[order]
+        self.first_O = np.searchsorted(self.owner_B, np.arange(len(arrays.options)))
+        of_all_BM = np.where(
+            self.fixed_B[:, None], self.memory_BKM.sum(axis=1), self.memory_BKM.max(axis=1)
+        )
+        self.memory_OM = np.add.reduceat(of_all_BM, self.first_O)
+        self.fits_O = np.logical_and.reduceat(np.isfinite(self.peak_BK).any(axis=1), self.first_O)
+
+
+def _fixed_bundle(
+    arrays: PieceArrays, option: int, of_kind_KR: Flags
+) -> tuple[Floats, Floats, float]:
+    at, cost_N, memory_NM = arrays.fixed_at(option)
+    of_kind_KN = of_kind_KR[:, at]
+    fits = bool((memory_NM <= arrays.ranks.free_RM[at]).all())
+    peak = float((cost_N + arrays.ranks.base_R[at]).max()) if fits else np.inf
+    return of_kind_KN @ cost_N, of_kind_KN @ memory_NM, peak
+
+
+def _master(
+    values_CX: Floats, shares: int, limits: Floats, unit: float
+) -> tuple[float, Floats, Floats]:
+    """Finds the prices at which the least cut is highest.
+
+    Args:
+        values_CX: one row per cut.
+        shares: the first so many prices add up to 1.
+        limits: of the other prices, in ``unit``.
+        unit: of cuts and of the other prices; numbers near 1 suit the solver.
+
+    Returns:
+        The height of the least cut, the prices, and the weights of the cuts in the mix that
+        certifies it.
+    """
+    num_cuts, num_prices = values_CX.shape
+    if num_prices == 1:  # nothing to choose
+        least = values_CX[:, 0].argmin()
+        return float(values_CX[least, 0]), np.ones(1), np.eye(num_cuts)[least]
+    from scipy.optimize import linprog  # slow to import
+
+    units = np.where(np.arange(num_prices) < shares, unit, 1.0)
+    result = linprog(
+        np.concatenate([[-1.0], np.zeros(num_prices)]),
+        A_ub=np.hstack([np.ones((num_cuts, 1)), -values_CX / units]),
+        b_ub=np.zeros(num_cuts),
+        A_eq=np.concatenate([[0.0], np.ones(shares), np.zeros(num_prices - shares)])[None],
+        b_eq=[1.0],
+        bounds=[(None, None), *[(0, None)] * shares, *((0, limit) for limit in limits)],
+        method="highs-ds",
+    )
+    assert result.status == 0, result.message
+    prices = np.maximum(result.x[1:], 0.0)
+    prices[:shares] /= prices[:shares].sum()
+    prices[shares:] *= unit
+    weights = np.maximum(-result.ineqlin.marginals, 0.0)
+    return -float(result.fun) * unit, prices, weights / weights.sum()
+
+
+def _mixed(cuts: list[_Cut], weights: Floats) -> Ints:
+    """Returns options of which about the given shares come from each cut."""
+    options_CT = np.array([cut.option_T for cut in cuts])
+    # the golden ratio spreads any few neighbours evenly over [0, 1)
+    spread_T = np.arange(1, options_CT.shape[1] + 1) * 0.6180339887498949 % 1.0
+    cut_T = np.searchsorted(np.cumsum(weights)[:-1], spread_T)
+    return options_CT[cut_T, np.arange(options_CT.shape[1])]

@@ -1,0 +1,296 @@
+"""What the search is asked and what it answers: pieces with costs and bytes, ranks to put them on.
+
+Nothing here knows tables, kernels or cost formulas: a table is a list of options, an option a list
+of pieces, a piece a cost in milliseconds for every kind of rank and its bytes on device and host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from typing import Literal, final
+
+
+class Reach(Enum):
+    """Where the pieces of an option may go."""
+
+    ANYWHERE = "anywhere"
+    """On any ranks, no two on one."""
+    ONE_NODE = "one_node"
+    """On ranks of one node, no two on one."""
+    NODES = "nodes"
+    """In groups of ``node_size`` pieces, each group on all ranks of a node, no two on one node."""
+    FIXED = "fixed"
+    """Piece ``i`` on ``Option.ranks[i]``."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """Consecutive pieces of an option that are alike.
+
+    Alike pieces are told once, since a row-wise table on a thousand ranks has a thousand.
+
+    Args:
+        count: how many.
+        cost_ms: of one piece, on a rank of each kind.
+        memory: bytes of one piece on the device and on the host.
+
+    Raises:
+        ValueError: if a number is negative or not finite, or ``count`` is not positive.
+    """
+
+    count: int = 1
+    cost_ms: tuple[float, ...]
+    memory: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"Pieces.count must be at least 1; received {self.count}.")
+        if not all(cost >= 0 and math.isfinite(cost) for cost in self.cost_ms):
+            raise ValueError(
+                f"Pieces.cost_ms must be finite and not negative; received {self.cost_ms}."
+            )
+        if min(self.memory) < 0:
+            raise ValueError(f"Pieces.memory must not be negative; received {self.memory}.")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One way to place a table.
+
+    Args:
+        reach: where the pieces may go.
+        pieces: in order.
+        ranks: of each piece if ``reach`` is FIXED, else nothing.
+
+    Raises:
+        ValueError: if there are no pieces, or ``ranks`` does not go with ``reach``.
+    """
+
+    reach: Reach
+    pieces: tuple[Pieces, ...]
+    ranks: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ValueError("Option.pieces must hold at least one piece; received none.")
+        wanted = self.num_pieces if self.reach is Reach.FIXED else 0
+        if len(self.ranks) != wanted:
+            raise ValueError(
+                f"Option.ranks must hold {wanted} ranks for {self.num_pieces} pieces that are "
+                f"placed {self.reach.value}; received {len(self.ranks)}."
+            )
+        if len(set(self.ranks)) < wanted:
+            raise ValueError(f"Option.ranks must be distinct; received {self.ranks}.")
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces."""
+        return sum(alike.count for alike in self.pieces)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The ranks that pieces go to.
+
+    Args:
+        memory_caps: bytes on device and host, per rank.
+        kinds: per rank; ranks of one kind are alike in speed. All of kind 0 if empty.
+        node_size: ranks per node; consecutive ranks share a node. All on one node if 0.
+        base_ms: what each rank has to do besides; nothing if empty.
+        base_memory: bytes on device and host that are taken already, per rank; none if empty.
+
+    Raises:
+        ValueError: if the lengths disagree, a number is negative, or nodes are not full.
+    """
+
+    memory_caps: Sequence[tuple[int, int]]
+    kinds: Sequence[int] = ()
+    node_size: int = 0
+    base_ms: Sequence[float] = ()
+    base_memory: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
+        if not self.memory_caps:
+            raise ValueError("Ranks.memory_caps must hold at least one rank; received none.")
+        for name in ("kinds", "base_ms", "base_memory"):
+            if len(getattr(self, name)) not in (0, len(self)):
+                raise ValueError(
+                    f"Ranks.{name} must hold one value for each of {len(self)} ranks, or none; "
+                    f"received {len(getattr(self, name))}."
+                )
+        sizes = (size for both in (*self.memory_caps, *self.base_memory) for size in both)
+        numbers = chain(self.kinds, self.base_ms, sizes)
+        if not all(number >= 0 and math.isfinite(number) for number in numbers):
+            raise ValueError("Ranks must hold finite numbers, none of them negative.")
+        if self.node_size < 0 or (self.node_size and len(self) % self.node_size):
+            raise ValueError(
+                f"Ranks.node_size must divide the {len(self)} ranks; received {self.node_size}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.memory_caps)
+
+    @property
+    def num_kinds(self) -> int:
+        """One more than the largest kind."""
+        return max(self.kinds, default=0) + 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Tables to place on ranks so that the slowest rank is done soonest.
+
+    Args:
+        ranks: where to.
+        tables: the options of each table, at least one.
+
+    Raises:
+        ValueError: if an option cannot be placed on any ranks of this shape.
+    """
+
+    ranks: Ranks
+    tables: Sequence[Sequence[Option]]
+
+    def __post_init__(self) -> None:
+        num_ranks, node_size = len(self.ranks), self.ranks.node_size or len(self.ranks)
+        limits = {
+            Reach.ANYWHERE: num_ranks,
+            Reach.ONE_NODE: node_size,
+            Reach.NODES: num_ranks,
+            Reach.FIXED: num_ranks,
+        }
+        for table, options in enumerate(self.tables):
+            if not options:
+                raise ValueError(f"Table {table} must have at least one option; received none.")
+            for index, option in enumerate(options):
+                name = f"Option {index} of table {table}"
+                if option.num_pieces > limits[option.reach]:
+                    raise ValueError(
+                        f"{name} must have at most {limits[option.reach]} pieces, placed "
+                        f"{option.reach.value}; received {option.num_pieces}."
+                    )
+                if option.reach is Reach.NODES and option.num_pieces % node_size:
+                    raise ValueError(
+                        f"{name} must have a multiple of {node_size} pieces, one for each rank of "
+                        f"its nodes; received {option.num_pieces}."
+                    )
+                if option.reach is Reach.FIXED and not (
+                    min(option.ranks) >= 0 and max(option.ranks) < num_ranks
+                ):
+                    raise ValueError(
+                        f"{name} must name ranks of 0 to {num_ranks - 1}; received {option.ranks}."
+                    )
+                for alike in option.pieces:
+                    if len(alike.cost_ms) != self.ranks.num_kinds:
+                        raise ValueError(
+                            f"{name} must have a cost for each of {self.ranks.num_kinds} kinds of "
+                            f"rank; received {alike.cost_ms}."
+                        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """How one table is placed.
+
+    Attributes:
+        option: index among the table's options.
+        ranks: of its pieces, in order.
+    """
+
+    option: int
+    ranks: Sequence[int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The best placement that was found, and how good it is.
+
+    Attributes:
+        choices: per table.
+        load_ms: per rank, base load included.
+        bound_ms: no placement has a slowest rank that takes less.
+        method: "exact" if an exact search chose or confirmed the placement, else "heuristic".
+        seconds: that the search took.
+        cut: whether the time limit ended it.
+    """
+
+    choices: tuple[Choice, ...]
+    load_ms: tuple[float, ...]
+    bound_ms: float
+    method: Literal["exact", "heuristic"]
+    seconds: float
+    cut: bool
+
+    @property
+    def slowest_ms(self) -> float:
+        """Load of the slowest rank."""
+        return max(self.load_ms)
+
+    @property
+    def gap(self) -> float:
+        """Share by which the slowest rank is above the bound: 0.01 is 1 %."""
+        if self.slowest_ms <= self.bound_ms:
+            return 0.0
+        return self.slowest_ms / self.bound_ms - 1 if self.bound_ms > 0 else math.inf
+
+    @property
+    def optimal(self) -> bool:
+        """Whether it is proven that nothing is better, to one part in 100,000."""
+        return self.gap <= 1e-5
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TooBig:
+    """A table with no option that fits on empty ranks.
+
+    Attributes:
+        table: its index.
+        bytes_over: by how many bytes, device and host added, its most forgiving option misses.
+    """
+
+    table: int
+    bytes_over: int
+
+
+@final
+class InfeasibleError(ValueError):
+    """No placement fits in memory: facts for whoever knows the names.
+
+    Attributes:
+        too_big: tables that fit nowhere even alone.
+        bytes_over: bytes, on device and host, by which the memory of all ranks together is
+            exceeded; by which the ranks of the best try are, where all together would do.
+        ranks_needed: the least number of ranks like these, in whole nodes, whose memory together
+            could hold all tables; None where more ranks do not help. Pieces that every rank
+            holds a copy of are counted as often as on these ranks.
+        proven: whether it is certain that nothing fits, or none was found.
+    """
+
+    def __init__(
+        self,
+        *,
+        too_big: tuple[TooBig, ...] = (),
+        bytes_over: tuple[int, int] = (0, 0),
+        ranks_needed: int | None = None,
+        proven: bool = True,
+    ) -> None:
+        self.too_big = too_big
+        self.bytes_over = bytes_over
+        self.ranks_needed = ranks_needed
+        self.proven = proven
+        super().__init__(
+            f"No placement must exceed the memory of a rank; received {len(too_big)} tables that "
+            f"fit nowhere and {bytes_over[0]} device and {bytes_over[1]} host bytes too many. "
+            f"Ranks that could hold all: {ranks_needed}."
+        )

@@ -1,0 +1,85 @@
+"""Every kind of step is taken where it helps, and none makes the highest rank higher."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from recsys.distributed.planner.local_search import LocalSearch
+from recsys.distributed.planner.packing import OVERFULL, Packing
+from recsys.distributed.planner.piece_arrays import PieceArrays
+from recsys.distributed.planner.placement import Option, Problem, Ranks, Reach
+from tests.distributed.planner.search_cases import option, realistic
+
+TWO = Ranks(memory_caps=[(10, 0)] * 2)
+
+
+def improved(
+    tables: list[list[Option]], placed: list[tuple[int, list[int]]], ranks: Ranks = TWO
+) -> Packing:
+    """Descends from options and ranks, each given per table."""
+    arrays = PieceArrays(Problem(ranks=ranks, tables=tables))
+    packing = Packing(arrays, 1.0)
+    for one, where in placed:
+        packing.add(one, np.array(where))
+    local = LocalSearch(arrays, np.zeros(len(arrays.options)), target=0.0, seed=0, deadline=np.inf)
+    local.descend(packing, 100)
+    return packing
+
+
+def test_moves_a_piece() -> None:
+    tables = [[option(2.0)], [option(3.0)]]
+    assert improved(tables, [(0, [0]), (1, [0])]).peak == 3.0
+
+
+def test_swaps_pieces() -> None:
+    tables = [[option(cost)] for cost in (5.0, 4.0, 2.0, 1.0)]
+    assert improved(tables, [(0, [0]), (1, [0]), (2, [1]), (3, [1])]).peak == 6.0
+
+
+def test_exchanges_two_for_one() -> None:
+    tables = [[option(cost)] for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
+    assert improved(tables, [(0, [0]), (2, [0]), (3, [0]), (1, [1]), (4, [1])]).peak == 6.0
+
+
+def test_changes_an_option() -> None:
+    tables = [[option(4.0), option(2.5, 2.5)]]
+    assert improved(tables, [(0, [0])]).peak == 2.5
+
+
+def test_leaves_options_that_are_fixed() -> None:
+    fixed = option(2.0, 2.0, reach=Reach.FIXED, ranks=(0, 1))
+    assert improved([[fixed, option(1.0)]], [(0, [0, 1])]).peak == 1.0
+
+
+def test_makes_it_fit() -> None:
+    tables = [[option(1.0, memory=6)], [option(1.0, memory=6)], [option(9.0, memory=4)]]
+    packing = improved(tables, [(0, [0]), (1, [0]), (2, [1])])
+    assert packing.peak < OVERFULL
+    assert packing.peak == 10.0
+
+
+def test_pieces_of_a_table_never_meet() -> None:
+    tables = [[option(3.0, 3.0)], [option(2.0)]]
+    packing = improved(tables, [(0, [0, 1]), (1, [0])])
+    assert packing.peak == 5.0
+    assert sorted(packing.ranks_of(0).tolist()) == [0, 1]
+
+
+def test_kicks_never_make_it_worse() -> None:
+    arrays = PieceArrays(realistic(40, 8, fullness=0.85))
+    packing = Packing(arrays, 1.0)
+    packing.fill(arrays.first_T[:-1], even_memory=True)
+    local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=np.inf)
+    local.descend(packing, 200)
+    local.cheapen(packing)
+    before = packing.peak
+    assert local.kick(packing, 10).peak <= before
+
+
+def test_a_deadline_ends_it() -> None:
+    arrays = PieceArrays(realistic(40, 8))
+    packing = Packing(arrays, 1.0)
+    packing.fill(arrays.first_T[:-1])
+    local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=0.0)
+    assert local.descend(packing, 100) == 0
+    assert local.kick(packing, 100) is packing

@@ -1,0 +1,96 @@
+"""Options: what is allowed, where it goes, and that their parts are those of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from recsys.distributed.planner.costs import CostModel
+from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.topology import Topology
+from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.strategies import STRATEGIES
+from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+
+FUSED = EmbeddingComputeKernel.FUSED
+
+
+def table(rows: int = 1000, dim: int = 128, **constraints: object) -> PlannedTable:
+    return PlannedTable(
+        path="",
+        name="t",
+        rows=rows,
+        dim=dim,
+        element_bytes=4,
+        optimizer=None,
+        trains=True,
+        ids_per_sample=1.0,
+        num_features=1,
+        constraints=ParameterConstraints(**constraints),  # type: ignore[arg-type]
+        kernels=dict.fromkeys(ShardingType, FUSED),
+    )
+
+
+def options(of: PlannedTable, world_size: int = 8, local_size: int = 4) -> list[TableOption]:
+    topology = Topology(world_size, "cpu", ddr_cap=1 << 30, local_world_size=local_size)
+    return OptionLister(topology, 16).options_of(of)
+
+
+def test_each_type_has_its_counts_of_ranks() -> None:
+    found: dict[str, list[int]] = {}
+    for option in options(table()):
+        found.setdefault(option.sharding_type.value, []).append(option.num_ranks)
+    assert found == {
+        "table_wise": [1],
+        "column_wise": [2, 3, 4],
+        "row_wise": [8, 4, 2],
+        "table_row_wise": [4],
+        "grid_shard": [8],
+        "data_parallel": [8],
+    }
+
+
+def test_on_one_rank_a_table_is_whole_unless_asked_otherwise() -> None:
+    assert [o.sharding_type.value for o in options(table(), 1, 1)] == ["table_wise"]
+    asked = table(sharding_types=["row_wise", "data_parallel"])
+    asked = dataclasses.replace(
+        asked, kernels={ShardingType.ROW_WISE: FUSED, ShardingType.DATA_PARALLEL: FUSED}
+    )
+    assert [o.num_ranks for o in options(asked, 1, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 1000, 1001])
+@pytest.mark.parametrize("dim", [4, 36, 64, 100, 128])
+def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
+    of = table(rows, dim, min_partition=4)
+    topology = Topology(8, "cpu", ddr_cap=1 << 30, local_world_size=4)
+    costs = CostModel(topology, 16)
+    tried = 0
+    for option in options(of):
+        if option.sharding_type is ShardingType.DATA_PARALLEL:
+            continue
+        rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
+        sizes = [costs.bytes_of_part(of, r.num_rows, r.num_cols, FUSED) for r in rects]
+        assert sizes == [part.size for part in option.parts for _ in range(part.count)]
+        tried += 1
+    assert tried
+
+
+def test_options_say_where_their_parts_may_go() -> None:
+    reach = {option.sharding_type.value: option.reach for option in options(table())}
+    assert reach["table_wise"] is reach["column_wise"] is Reach.ANYWHERE
+    assert reach["table_row_wise"] is Reach.ONE_NODE
+    assert reach["grid_shard"] is Reach.NODES
+    assert reach["data_parallel"] is Reach.FIXED
+    of_all, of_some, *_ = (o for o in options(table()) if o.sharding_type.value == "row_wise")
+    assert (of_all.reach, of_some.reach) == (Reach.FIXED, Reach.ANYWHERE)
+
+
+def test_a_grid_has_a_part_for_each_rank_of_its_nodes() -> None:
+    few = [o for o in options(table(rows=3)) if o.sharding_type is ShardingType.GRID_SHARD]
+    assert few == []
+    (grid,) = (o for o in options(table()) if o.sharding_type is ShardingType.GRID_SHARD)
+    assert [part.count for part in grid.parts] == [4, 4]

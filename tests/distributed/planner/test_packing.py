@@ -1,0 +1,74 @@
+"""Packings keep their books, and greedy choices take the lowest ranks that fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from recsys.distributed.planner.packing import OVERFULL, Packing
+from recsys.distributed.planner.piece_arrays import PieceArrays
+from recsys.distributed.planner.placement import Option, Problem, Ranks, Reach
+from tests.distributed.planner.search_cases import option, realistic
+
+
+def packing(*tables: Option, ranks: Ranks) -> Packing:
+    return Packing(PieceArrays(Problem(ranks=ranks, tables=[[one] for one in tables])), 1.0)
+
+
+def test_books_are_true_after_many_changes() -> None:
+    arrays = PieceArrays(realistic(30, 16, fullness=0.5))
+    packed = Packing(arrays, 1.0)
+    rng = np.random.default_rng(0)
+    packed.fill(arrays.first_T[:-1])
+    for table in rng.integers(0, 30, 200).tolist():
+        packed.remove(table)
+        option = int(arrays.first_T[table] + rng.integers(arrays.width_T[table]))
+        packed.add(option, packed.best_ranks(option)[0])
+    load_R, room_RM = packed.exact_loads()
+    np.testing.assert_allclose(packed.height_R, packed.heights(load_R, room_RM), rtol=1e-9)
+    for rank in range(16):
+        there = np.flatnonzero(packed.rank_P == rank)
+        slots = packed.slots_RS[rank, : packed.count_R[rank]]
+        assert sorted(slots) == there.tolist()
+        assert (packed.slots_RS[rank, packed.count_R[rank] :] == -1).all()
+
+
+def test_a_copy_is_independent() -> None:
+    packed = packing(option(1.0), ranks=Ranks(memory_caps=[(9, 9)] * 2))
+    packed.fill(np.array([0]))
+    twin = packed.copy()
+    twin.remove(0)
+    assert packed.peak == 1.0
+    assert twin.peak == 0.0
+    assert packed.option_T.tolist() == [0]
+
+
+def test_the_longest_piece_takes_the_lowest_rank() -> None:
+    ranks = Ranks(memory_caps=[(9, 9)] * 3, base_ms=(2.0, 1.0, 0.0))
+    packed = packing(option(1.0, 3.0), ranks=ranks)
+    chosen, peak = packed.best_ranks(0)
+    assert chosen.tolist() == [1, 2]
+    assert peak == 3.0
+
+
+def test_a_full_rank_is_higher_than_any_load() -> None:
+    ranks = Ranks(memory_caps=[(1, 0), (5, 0)], base_ms=(0.0, 50.0))
+    packed = packing(option(1.0, memory=4), option(1.0, memory=4), ranks=ranks)
+    assert packed.best_ranks(0)[0].tolist() == [1]
+    packed.fill(np.array([0, 1]))
+    assert packed.peak >= OVERFULL
+
+
+def test_one_node_takes_the_lowest_node() -> None:
+    ranks = Ranks(memory_caps=[(9, 9)] * 4, node_size=2, base_ms=(0.0, 5.0, 2.0, 2.0))
+    packed = packing(option(1.0, 2.0, reach=Reach.ONE_NODE), ranks=ranks)
+    chosen, peak = packed.best_ranks(0)
+    assert sorted(chosen.tolist()) == [2, 3]
+    assert peak == 4.0
+
+
+def test_memory_is_evened_where_asked_for() -> None:
+    ranks = Ranks(memory_caps=[(10, 0)] * 2)
+    tables = [option(5.0, memory=0), option(0.1, memory=6), option(0.1, memory=6)]
+    packed = packing(*tables, ranks=ranks)
+    packed.fill(np.array([0, 1, 2]), even_memory=True)
+    assert packed.peak < OVERFULL
