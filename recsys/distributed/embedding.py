@@ -18,7 +18,7 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardingEnv,
 )
-from recsys.distributed.wire import CommOp, QuantizedCommCodecs, codecs_for
+from recsys.distributed.wire import SEQUENCE_OPS, QuantizedCommCodecs, codecs_for
 from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
@@ -91,7 +91,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             self._env,
             self._device,
             self._finisher.schedule,
-            codecs_for(self._qcomm_codecs_registry, CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL),
+            codecs_for(self._qcomm_codecs_registry, *SEQUENCE_OPS),
         )
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -18,7 +18,7 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardingEnv,
 )
-from recsys.distributed.wire import CommOp, QuantizedCommCodecs, codecs_for
+from recsys.distributed.wire import POOLED_OPS, QuantizedCommCodecs, codecs_for
 from recsys.kernels.types import PoolingMode
 from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -62,11 +62,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._env,
             self._device,
             self._finisher.schedule,
-            codecs_for(
-                self._qcomm_codecs_registry,
-                CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
-                CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
-            ),
+            codecs_for(self._qcomm_codecs_registry, *POOLED_OPS),
         )
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:

@@ -115,6 +115,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
             qcomm_codecs_registry=qcomm_codecs_registry
         )
         self.fused_params = self._ebc_sharder.fused_params
+        self.qcomm_codecs_registry = self._ebc_sharder.qcomm_codecs_registry
 
     @property
     def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:

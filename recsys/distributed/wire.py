@@ -94,6 +94,13 @@ class WireFormat:
         """Whether values travel as they are."""
         return self.precision is CommType.FP32
 
+    @property
+    def bytes_per_value(self) -> float:
+        """Bytes that a value takes on its way, its share of a scale included."""
+        if self.precision in _CASTS:
+            return _CASTS[self.precision].itemsize
+        return 1 + _SCALE_BYTES / (self.block or _MIN_BLOCK)
+
     def fitted(self, chunk: int) -> WireFormat:
         """Returns the format whose blocks fit values that come in multiples of ``chunk``.
 
@@ -179,6 +186,11 @@ _CASTS = {
 
 
 EXACT = WireFormat()
+
+POOLED_OPS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+"""The names of the exchange of pooled embeddings."""
+SEQUENCE_OPS = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
+"""The names of the exchange of sequences."""
 
 
 class QuantizedCommCodecs(NamedTuple):

@@ -36,7 +36,9 @@ from recsys.distributed.types import (
     ShardingType,
     format_table,
 )
+from recsys.distributed.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableCollection
 
 _DEFAULT_BATCH = 512
@@ -181,12 +183,14 @@ class EmbeddingShardingPlanner:
     ) -> Iterator[PlannedTable]:
         for path, child in outermost(module, lambda found: type(found) in sharders):
             sharder = sharders[type(child)]
-            features, pooled = {}, {}
+            features: dict[str, list[str]] = {}
+            pooled, weighted = True, False
             for part in child.modules():
                 if isinstance(part, TableCollection):
-                    for config, mode in zip(part.configs(), part.poolings(), strict=True):
-                        features[config.name] = config.feature_names
-                        pooled[config.name] = mode is not PoolingMode.NONE
+                    features |= {config.name: config.feature_names for config in part.configs()}
+                    pooled = PoolingMode.NONE not in part.poolings()
+                    weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
+            wire_bytes = _wire_bytes(sharder, pooled=pooled)
             for name, weight in sharder.shardable_parameters(child).items():
                 constraints = self._constraints.get(name, ParameterConstraints())
                 num_features = len(features.get(name, [name]))
@@ -208,7 +212,9 @@ class EmbeddingShardingPlanner:
                     trains=weight.requires_grad,
                     ids_per_sample=sum(pooling),
                     num_features=num_features,
-                    is_pooled=pooled.get(name, True),
+                    is_pooled=pooled,
+                    is_weighted=weighted,
+                    wire_bytes=wire_bytes,
                     constraints=constraints,
                     kernels=self._kernels(sharder, constraints),
                 )
@@ -310,6 +316,13 @@ class EmbeddingShardingPlanner:
             ("sharding type", "ranks", "bytes per rank", "over by", "memory"), rows
         )
         return f"{rooms}. Tried:\n{tried}"
+
+
+def _wire_bytes(sharder: ModuleSharder[Any], *, pooled: bool) -> tuple[float, float]:
+    """Returns the bytes of a value on its way there, and of its gradient on its way back."""
+    names = POOLED_OPS if pooled else SEQUENCE_OPS
+    there, back = codecs_for(getattr(sharder, "qcomm_codecs_registry", None), *names)
+    return there.bytes_per_value, back.bytes_per_value
 
 
 def _mib(size: int) -> str:

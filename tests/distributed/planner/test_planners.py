@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.layout import PlacedTable, Rect
 from recsys.distributed.planner import (
@@ -22,9 +24,10 @@ from recsys.distributed.planner import (
     Topology,
 )
 from recsys.distributed.strategies import rects_of
-from recsys.distributed.types import ShardingPlan
-from recsys.modules.embedding_configs import EmbeddingBagConfig
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.distributed.types import ModuleSharder, ShardingPlan
+from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import LAMB as Lamb
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -293,6 +296,33 @@ class TestMemory:
         assert "0.2 MiB more of cpu memory than there is" in message
         assert "Table 't0' of module '' (1000 x 64, 0.2 MiB with optimizer state)" in message
         assert "4 ranks like these could hold them" in message  # nodes of two
+
+
+class TestWhatTablesAre:
+    def _seen(
+        self, module: nn.Module, sharder: ModuleSharder[Any]
+    ) -> tuple[tuple[float, float], bool, bool]:
+        planner = EmbeddingShardingPlanner(Topology(2, "cpu", ddr_cap=MIB), batch_size=64)
+        (table,) = planner._tables(module, {sharder.module_type: sharder})
+        return table.wire_bytes, table.is_pooled, table.is_weighted
+
+    @pytest.mark.parametrize(
+        ("precision", "size"), [("FP32", 4.0), ("BF16", 2.0), ("INT8", 1 + 4 / 32)]
+    )
+    def test_wire_precision(self, precision: str, size: float) -> None:
+        config = QCommsConfig(forward_precision=CommType[precision])
+        registry = get_qcomm_codecs_registry(config)
+        ebc = collection({"a": (10, 64)})
+        found = self._seen(ebc, EmbeddingBagCollectionSharder(None, registry))
+        assert found == ((size, 4.0), True, False)
+
+    def test_sequences_and_weights(self) -> None:
+        table = EmbeddingConfig(10, 4, "a", feature_names=["f"])
+        sequence = EmbeddingCollection(tables=[table], device=META)
+        assert self._seen(sequence, EmbeddingCollectionSharder())[1:] == (False, False)
+        bag = EmbeddingBagConfig(10, 4, "a", feature_names=["f"])
+        weighted = EmbeddingBagCollection(tables=[bag], is_weighted=True, device=META)
+        assert self._seen(weighted, EmbeddingBagCollectionSharder())[1:] == (True, True)
 
 
 class TestChoice:
