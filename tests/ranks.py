@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _GRACE_S = 5.0  # how long the other ranks get to report after one has failed
@@ -21,6 +23,11 @@ _GRACE_S = 5.0  # how long the other ranks get to report after one has failed
 
 class RankError(AssertionError):
     """A function failed on some rank; the message has every rank's traceback."""
+
+
+def _stacks_path(store_path: str, rank: int) -> str:
+    """Where a rank writes what it is doing shortly before its time is over."""
+    return f"{store_path}-{rank}"
 
 
 def _serve(conn: Connection) -> None:
@@ -35,28 +42,30 @@ def _serve(conn: Connection) -> None:
             job = conn.recv_bytes()
         except EOFError:
             return
-        try:
-            fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
-            store = dist.FileStore(store_path, world_size)
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-            )
-            dist.barrier()  # a rank that ends at once must not leave before all are connected
-            torch.manual_seed(rank)
+        fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
+        with Path(_stacks_path(store_path, rank)).open("w") as stacks:
+            faulthandler.dump_traceback_later(max(timeout - 2, 1), file=stacks)
             try:
-                answer = (True, fn(*args))
-            finally:
+                store = dist.FileStore(store_path, world_size)
+                dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=timeout),
+                )
+                dist.barrier()  # a rank that ends at once must not leave before all are connected
+                torch.manual_seed(rank)
+                data = pickle.dumps((True, fn(*args)))
+            except Exception:
+                data = pickle.dumps((False, traceback.format_exc()))
+            # Models in cycles hold the group. It must not be they that end it: gloo's threads are
+            # then joined under the interpreter's lock, which they sometimes want themselves.
+            gc.collect()
+            if dist.is_initialized():
                 dist.destroy_process_group()
-            data = pickle.dumps(answer)
-        except Exception:
-            data = pickle.dumps((False, traceback.format_exc()))
+            faulthandler.cancel_dump_traceback_later()
         conn.send_bytes(data)
-        answer = None
-        gc.collect()  # models in cycles hold process groups, whose threads wake up all the time
 
 
 class RankPool:
@@ -75,6 +84,15 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+    @staticmethod
+    def _taken(path: str) -> str:
+        """Reads a file and removes it, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            text = Path(path).read_text(errors="replace")
+            os.unlink(path)
+            return text
+        return ""
 
     def __call__(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
@@ -103,13 +121,14 @@ class RankPool:
                     answers[rank_of[conn]] = (False, "the process died")
                 if not answers[rank_of[conn]][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        stacks = {rank: self._taken(_stacks_path(path, rank)) for rank in range(world_size)}
+        self._taken(path)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         silent = [rank for rank in range(world_size) if rank not in answers]
         if failed or silent:
             self.close()
             report = "".join(f"\n--- rank {rank} ---\n{text}" for rank, text in failed.items())
+            report += "".join(f"\n--- rank {rank} ---\n{stacks[rank]}" for rank in silent)
             raise RankError(f"ranks without an answer: {silent}{report}")
         return [answers[rank][1] for rank in range(world_size)]
 

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _too_big_for_the_topology,
         PlannerError,
         "Table 'ads' of module '' (1000000 x 64, 488.3 MiB with its gradient) does not fit on "
-        "the 2 cpu ranks of 100.0 MiB each, of which 85.0 MiB to 85.0 MiB are free for it. Tried:\n"
+        "the 2 cpu ranks of 100.0 MiB each, of which 85.0 MiB are free for it. Tried:\n"
         "...row_wise       2      244.6 MiB       159.6 MiB  cpu\n..."
         "Allow more sharding types, use more ranks, a smaller data_type, or a smaller ...",
     ),
