@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,10 @@ class OutputStage(Protocol):
     has_exchange: bool
 
 
-class Exchange(abc.ABC):
+S = TypeVar("S", bound=OutputStage)
+
+
+class Exchange(abc.ABC, Generic[S]):
     """One batch's way from the lookups' outputs to the module's output, and back.
 
     Args:
@@ -47,7 +50,7 @@ class Exchange(abc.ABC):
         receives: elements from each rank.
     """
 
-    def __init__(self, stage: OutputStage, sends: list[int], receives: list[int]) -> None:
+    def __init__(self, stage: S, sends: list[int], receives: list[int]) -> None:
         self.env = stage.env
         self.device = stage.device
         self.on_backward = stage.on_backward
@@ -55,7 +58,7 @@ class Exchange(abc.ABC):
         self.receives = receives
         self.num_received = sum(receives)
         self.pending: comm.Pending | None = None
-        self._stage = stage
+        self.stage = stage
         self._replica_shapes: list[torch.Size] = []
 
     @abc.abstractmethod
@@ -84,7 +87,7 @@ class Exchange(abc.ABC):
 
     def start_sending(self, sent: Tensor, replicas: Sequence[Tensor]) -> Tensor:
         """Sends into one buffer; the replicas' outputs lie behind what arrives."""
-        stage = self._stage
+        stage = self.stage
         self._replica_shapes = [replica.shape for replica in replicas]
         size = self.num_received + sum(replica.numel() for replica in replicas)
         buffer = torch.empty(size, device=stage.device)
@@ -101,9 +104,9 @@ class Exchange(abc.ABC):
 
     def start_sending_back(self, grad: Tensor) -> None:
         """Sends back the gradient of what had arrived in the buffer."""
-        if self._stage.has_exchange:
+        if self.stage.has_exchange:
             sent = grad[: self.num_received]
-            codec = self._stage.codecs.backward
+            codec = self.stage.codecs.backward
             self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends, wire=codec)
 
     def wait_for_grads(self) -> Tensor | None:
@@ -124,7 +127,7 @@ class Exchange(abc.ABC):
 
 
 def start_exchange(
-    exchange: Exchange,
+    exchange: Exchange[Any],
     lookups: Sequence[Tensor],
     replicas: Sequence[Tensor],
     trains: bool,
@@ -164,7 +167,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, num_lookups: int, anchor: Tensor, *outputs: Tensor
+        ctx: Any, exchange: Exchange[Any], num_lookups: int, anchor: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.exchange = exchange
         return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
@@ -178,7 +181,7 @@ class _Place(torch.autograd.Function):
     """The arriving buffer to the output."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, buffer: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
         ctx.exchange = exchange
         return exchange.place(buffer)
 

@@ -322,11 +322,10 @@ class OutputDist:
 
 
 @final
-class _PooledExchange(Exchange):
+class _PooledExchange(Exchange[OutputDist]):
     """One batch's way through the stage, forward and backward."""
 
     def __init__(self, stage: OutputDist, receipt: Receipt) -> None:
-        self.stage = stage
         self.batch_sizes = receipt.batch_sizes
         self.batch_size = receipt.batch_sizes[stage.env.rank]
         self.own_groups = stage.layout.groups[stage.env.rank]

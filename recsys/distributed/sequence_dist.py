@@ -117,11 +117,10 @@ def _chunks(stream: Stream, chunk: int) -> int:
 
 
 @final
-class _SequenceExchange(Exchange):
+class _SequenceExchange(Exchange[SequenceDist]):
     """One batch's way through the stage, forward and backward."""
 
     def __init__(self, stage: SequenceDist, route: IdRoute) -> None:
-        self.stage = stage
         self.num_out = int(route.slot_counts.sum())
         sent_chunks = route.sent_counts * stage.sent_chunks
         edges = np.concatenate([[0], np.cumsum(sent_chunks)])

@@ -24,6 +24,17 @@ from recsys.kernels.types import PoolingMode
 MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
 
 
+def even_block(size: int, parts: int, multiple: int = 1) -> int:
+    """Returns the size of the blocks that :func:`split_evenly` cuts, but for the last.
+
+    Example:
+        >>> even_block(10, 4)
+        3
+    """
+    block = -(-size // parts)
+    return max(-(-block // multiple) * multiple, 1)
+
+
 def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Cuts ``0..size`` into blocks of equal size, the last ones smaller; empty blocks are left out.
 
@@ -41,8 +52,7 @@ def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, in
         >>> split_evenly(24, 4, multiple=4)
         [(0, 8), (8, 16), (16, 24)]
     """
-    block = -(-size // parts)
-    block = max(-(-block // multiple) * multiple, 1)
+    block = even_block(size, parts, multiple)
     return [(start, min(start + block, size)) for start in range(0, size, block)]
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
+from recsys.distributed.planner.measured import transfer_ms
 from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -96,26 +97,26 @@ class CostModel:
         """
         topology = self._topology
         world_size, local_size = topology.world_size, topology.local_size
+        num_nodes = topology.num_nodes
         ids, bags = self._load(table, world_size)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
         forward, backward = self._lookup(table, ids, num_rows, num_cols, kernel)
         if world_size == 1:
             return Cost(forward=forward, backward=backward)
-        within = (local_size - 1) / world_size
-        across = (world_size - local_size) / world_size
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
         if in_node and num_rows < table.rows:
             # each rank of the node sums up and sends on an equal share of the samples
-            moved = self._link(there_and_back * (local_size - 1) / local_size, 0.0)
-            moved += self._link(0.0, there_and_back * across / local_size)
+            moved = self._transfer("all_to_all", there_and_back, local_size, 1)
+            sums = there_and_back / local_size
+            moved += self._transfer("all_to_all", sums, num_nodes, num_nodes)
         else:
-            moved = self._link(there_and_back * within, there_and_back * across)
+            moved = self._transfer("all_to_all", there_and_back, world_size, num_nodes)
         return Cost(
             forward=forward,
             backward=backward,
-            input=self._link(ids_in * within, ids_in * across),
+            input=self._transfer("all_to_all", ids_in, world_size, num_nodes),
             output=moved,
         )
 
@@ -128,13 +129,10 @@ class CostModel:
         if world_size == 1 or not table.trains:
             return Cost(forward=forward, backward=backward)
         size = table.gradient_bytes
-        sent = 2 * size * (world_size - 1) / world_size
-        nodes = world_size // topology.local_size
-        within = sent if topology.local_size > 1 else 0.0
-        across = sent / topology.local_size if nodes > 1 else 0.0
+        summed = self._transfer("all_reduce", size, world_size, topology.num_nodes)
         # the gradient is cleared, written, read; weights are read and written
         passes = 5 * size / self._hardware.memory_bw
-        return Cost(forward=forward, backward=backward, update=self._link(within, across) + passes)
+        return Cost(forward=forward, backward=backward, update=summed + passes)
 
     def bytes_of_part(
         self, table: PlannedTable, num_rows: int, num_cols: int, kernel: EmbeddingComputeKernel
@@ -172,10 +170,8 @@ class CostModel:
         touched = _touched(num_rows, ids) * (row_bytes + table.state_bytes_per_row(num_cols))
         return forward, (ids * num_cols * _VALUE_BYTES + 2 * touched) / bandwidth
 
-    def _link(self, within: float, across: float) -> float:
-        """Returns the milliseconds of bytes sent inside a node and, meanwhile, between nodes."""
-        hardware = self._hardware
-        return max(within / hardware.intra_host_bw, across / hardware.inter_host_bw)
+    def _transfer(self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
+        return transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
 
 
 def _touched(num_rows: int, ids: float) -> float:

@@ -189,6 +189,21 @@ def _check_once(table: str, keys: Sequence[tuple[object, ...]], words: str) -> N
             )
 
 
+def transfer_ms(
+    kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
+) -> float:
+    """Returns :func:`modelled_ms` without the latency: what each further byte adds to."""
+    per_node = num_ranks / num_nodes
+    if kind == "all_to_all":
+        inside = num_bytes * (per_node - 1) / num_ranks
+        across = num_bytes * (num_ranks - per_node) / num_ranks
+    else:
+        sent = (2 if kind == "all_reduce" else 1) * num_bytes * (num_ranks - 1) / num_ranks
+        inside = sent if per_node > 1 else 0.0
+        across = sent / per_node if num_nodes > 1 else 0.0
+    return max(inside / rank.intra_host_bw, across / rank.inter_host_bw)
+
+
 def modelled_ms(
     kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
 ) -> float:
@@ -213,13 +228,5 @@ def modelled_ms(
     """
     if num_ranks == 1:
         return 0.0
-    per_node = num_ranks / num_nodes
-    if kind == "all_to_all":
-        inside = num_bytes * (per_node - 1) / num_ranks
-        across = num_bytes * (num_ranks - per_node) / num_ranks
-    else:
-        sent = (2 if kind == "all_reduce" else 1) * num_bytes * (num_ranks - 1) / num_ranks
-        inside = sent if per_node > 1 else 0.0
-        across = sent / per_node if num_nodes > 1 else 0.0
     latency = rank.inter_host_latency_ms if num_nodes > 1 else rank.intra_host_latency_ms
-    return latency + max(inside / rank.intra_host_bw, across / rank.inter_host_bw)
+    return latency + transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)

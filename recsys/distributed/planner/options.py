@@ -10,11 +10,10 @@ from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.placement import Option, Pieces, Reach
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.strategies import MIN_COLUMNS
+from recsys.distributed.strategies import MIN_COLUMNS, even_block
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 
 _MIN_PARTITION = 32
-_ON_ALL_RANKS = (ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL)
 
 
 @final
@@ -225,7 +224,6 @@ class OptionLister:
 
 def _cut(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Returns the blocks of :func:`split_evenly` as (how many, how large)."""
-    block = -(-size // parts)
-    block = max(-(-block // multiple) * multiple, 1)
+    block = even_block(size, parts, multiple)
     full, rest = divmod(size, block)
     return [(n, length) for n, length in ((full, block), (1, rest)) if n and length]

@@ -82,10 +82,8 @@ class PlannedTable:
 
     def bytes_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Bytes:
         """Returns weights, and optimizer state or the gradient of a table without optimizer."""
-        kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values()) if self.optimizer else []
         weights = rows * cols * self.element_bytes
-        by_element = 4 * rows * cols * kinds.count("element")
-        by_row = 4 * rows * kinds.count("row")
+        by_element, by_row = (rows * size for size in self._state_of_row(cols))
         if self.has_gradient:
             by_element = weights
         if kernel not in UVM_KERNELS:
@@ -110,10 +108,14 @@ class PlannedTable:
 
     def state_bytes_per_row(self, cols: int) -> int:
         """Bytes of optimizer state of a row of so many columns."""
+        return sum(self._state_of_row(cols))
+
+    def _state_of_row(self, cols: int) -> tuple[int, int]:
+        """Returns the bytes of a row's states with a value per element, and with one per row."""
         if self.optimizer is None:
-            return 0
+            return 0, 0
         kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values())
-        return 4 * cols * kinds.count("element") + 4 * kinds.count("row")
+        return 4 * cols * kinds.count("element"), 4 * kinds.count("row")
 
     @property
     def whole(self) -> Bytes:

@@ -382,11 +382,6 @@ class Topology:
         return self._slowest.memory_bw
 
     @property
-    def intra_bw(self) -> float:
-        """Bytes per millisecond between two ranks of a node."""
-        return self.intra_host_bw if self.compute_device == "cuda" else self.ddr_mem_bw / 4
-
-    @property
     def exchange_bw(self) -> float:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         return self.inter_host_bw if self.num_nodes > 1 else self.intra_host_bw
