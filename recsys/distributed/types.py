@@ -189,7 +189,6 @@ def format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     )
 
 
-@final
 @dataclass
 class ShardingPlan:
     """The placement of a whole model: module path to the plan of that module."""

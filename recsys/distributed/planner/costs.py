@@ -23,12 +23,12 @@ performance model for multicore architectures", 2009.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import transfer_ms
-from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable
+from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
 
@@ -57,7 +57,13 @@ class Cost:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.forward + self.backward + self.input + self.output + self.update
+        milliseconds: float = sum(getattr(self, part.name) for part in fields(self))
+        return milliseconds
+
+    def plus(self, other: Cost) -> Cost:
+        """Returns the sum of both."""
+        names = [part.name for part in fields(self)]
+        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @final
@@ -134,19 +140,20 @@ class CostModel:
         passes = 5 * size / self._hardware.memory_bw
         return Cost(forward=forward, backward=backward, update=summed + passes)
 
-    def bytes_of_part(
+    def storage_of_part(
         self, table: PlannedTable, num_rows: int, num_cols: int, kernel: EmbeddingComputeKernel
-    ) -> Bytes:
+    ) -> Storage:
         """Returns the memory of a part: weights, state, and the buffers of one batch."""
         ids, bags = self._load(table, self._topology.world_size)
         values = (bags if table.is_pooled else ids) * num_cols
         buffers = int(2 * values * _VALUE_BYTES + ids * table.id_bytes)
-        return table.bytes_of(num_rows, num_cols, kernel).plus(Bytes(buffers))
+        return replace(table.storage_of(num_rows, num_cols, kernel), buffers=Bytes(buffers))
 
-    def bytes_of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Bytes:
+    def storage_of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
-        size = table.bytes_of(table.rows, table.dim, kernel)
-        return size.plus(Bytes(table.gradient_bytes if table.trains else 0))
+        kept = table.storage_of(table.rows, table.dim, kernel)
+        summed = Bytes(table.gradient_bytes if table.trains else 0)
+        return replace(kept, gradients=kept.gradients.plus(summed))
 
     def _load(self, table: PlannedTable, num_ranks: int) -> tuple[float, float]:
         """Returns the ids and bags of a table in a step of so many ranks."""

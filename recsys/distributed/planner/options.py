@@ -8,10 +8,10 @@ from typing import final
 
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.placement import Option, Pieces, Reach
-from recsys.distributed.planner.tables import Bytes, PlannedTable
+from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.strategies import MIN_COLUMNS, even_block
-from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+from recsys.distributed.strategies import MIN_COLUMNS, even_block, rects_of
+from recsys.distributed.types import EmbeddingComputeKernel, ParameterSharding, ShardingType
 
 _MIN_PARTITION = 32
 
@@ -23,13 +23,22 @@ class Part:
 
     Attributes:
         count: how many.
+        rows: of one.
+        cols: of one.
         costs: of one, on a rank of each kind.
-        size: of one.
+        storage: of one.
     """
 
     count: int
+    rows: int
+    cols: int
     costs: tuple[Cost, ...]
-    size: Bytes
+    storage: Storage
+
+    @property
+    def size(self) -> Bytes:
+        """Memory of one."""
+        return self.storage.total
 
 
 @final
@@ -99,6 +108,25 @@ class OptionLister:
             for option in of_type(table, table.kernels[sharding_type])
         ]
 
+    def option_of(
+        self, table: PlannedTable, sharding: ParameterSharding
+    ) -> tuple[TableOption, tuple[int, ...]]:
+        """Returns a plan's entry as an option, and the rank of each of its parts.
+
+        Raises:
+            ValueError: if a rank does not exist, or the plan has neither shards nor ranks.
+        """
+        kind = ShardingType(sharding.sharding_type)
+        kernel = EmbeddingComputeKernel(sharding.compute_kernel)
+        world_size = self._topology.world_size
+        if kind is ShardingType.DATA_PARALLEL:
+            return self._replicas(table, kernel), tuple(range(world_size))
+        rects = rects_of(table.name, table.rows, table.dim, sharding, world_size)
+        blocks = [(1, rect.num_rows, rect.num_cols) for rect in rects]
+        in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+        option = self._option(table, kind, kernel, Reach.ANYWHERE, blocks, in_node=in_node)
+        return option, tuple(rect.rank for rect in rects)
+
     def _asked(self, table: PlannedTable) -> bool:
         """Whether the user wants certain types, also where they do nothing."""
         return table.constraints.sharding_types is not None
@@ -117,11 +145,13 @@ class OptionLister:
         parts = tuple(
             Part(
                 count=count,
+                rows=rows,
+                cols=cols,
                 costs=tuple(
                     of_kind.of_part(table, rows, cols, kernel, in_node=in_node)
                     for of_kind in self._costs
                 ),
-                size=self._costs[0].bytes_of_part(table, rows, cols, kernel),
+                storage=self._costs[0].storage_of_part(table, rows, cols, kernel),
             )
             for count, rows, cols in blocks
         )
@@ -195,12 +225,17 @@ class OptionLister:
         world_size = self._topology.world_size
         if world_size == 1 and not self._asked(table):
             return
+        yield self._replicas(table, kernel)
+
+    def _replicas(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> TableOption:
         part = Part(
-            count=world_size,
+            count=self._topology.world_size,
+            rows=table.rows,
+            cols=table.dim,
             costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
-            size=self._costs[0].bytes_of_replica(table, kernel),
+            storage=self._costs[0].storage_of_replica(table, kernel),
         )
-        yield TableOption(
+        return TableOption(
             sharding_type=ShardingType.DATA_PARALLEL,
             compute_kernel=kernel,
             reach=Reach.FIXED,

@@ -7,17 +7,17 @@ sum of a replica's gradients, and the buffers of one batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys.distributed.fused_optimizer import optimizer_of_table
-from recsys.distributed.module_tree import outermost
+from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.options import OptionLister, TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Problem, Ranks
+from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
+from recsys.distributed.planner.rating import RatedPlan, RatedTable, Rating
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -27,19 +27,14 @@ from recsys.distributed.planner.types import (
     PlannerError,
     StorageReservation,
 )
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.strategies import check_plan_covers, parameter_sharding
 from recsys.distributed.types import (
-    EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ModuleSharder,
     ShardingPlan,
     ShardingType,
     format_table,
 )
-from recsys.distributed.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
-from recsys.kernels.types import PoolingMode
-from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.embedding_tables import TableCollection
 
 _DEFAULT_BATCH = 512
 
@@ -94,7 +89,7 @@ class EmbeddingShardingPlanner:
         module: nn.Module,
         sharders: Sequence[ModuleSharder[Any]],
         pg: dist.ProcessGroup | None = None,
-    ) -> ShardingPlan:
+    ) -> RatedPlan:
         """Plans on rank 0 and gives every rank the same plan, or the same error.
 
         Raises:
@@ -104,7 +99,7 @@ class EmbeddingShardingPlanner:
             pg = dist.group.WORLD
         if pg is None or dist.get_world_size(pg) == 1:
             return self.plan(module, sharders)
-        result: list[ShardingPlan | Exception | None] = [None]
+        result: list[RatedPlan | Exception | None] = [None]
         if dist.get_rank(pg) == 0:
             try:
                 result = [self.plan(module, sharders)]
@@ -116,7 +111,7 @@ class EmbeddingShardingPlanner:
         assert result[0] is not None
         return result[0]
 
-    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ShardingPlan:
+    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard.
 
         Args:
@@ -129,24 +124,8 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        by_type = {sharder.module_type: sharder for sharder in sharders}
-        tables = list(self._tables(module, by_type))
-        unknown = sorted(self._constraints.keys() - {table.name for table in tables})
-        if unknown:
-            raise PlannerError(
-                f"Constraints are given for the tables {unknown}, which the model does not have; "
-                f"its tables are "
-                f"{sorted(table.name for table in tables)}."
-            )
-        own = sum(p.numel() * p.element_size() for p in module.parameters())
-        dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
-        rooms = [
-            Bytes(
-                self._reservation.usable(rank.memory_cap, dense_bytes),
-                self._reservation.usable(rank.ddr_cap, 0),
-            )
-            for rank in self._topology.hardware
-        ]
+        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        rooms = self._rooms(module, tables)
         options = [self._options(table) for table in tables]
         ranks = Ranks(
             memory_caps=[(max(room.device, 0), max(room.host, 0)) for room in rooms],
@@ -162,7 +141,8 @@ class EmbeddingShardingPlanner:
         except InfeasibleError as error:
             most = max(rooms, key=sum)
             raise PlannerError(self._explain_misfit(error, tables, options, most)) from None
-        plan = ShardingPlan()
+        plan = RatedPlan()
+        rated = []
         for table, of_table, choice in zip(tables, options, placement.choices, strict=True):
             option = of_table[choice.option]
             plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = (
@@ -176,61 +156,69 @@ class EmbeddingShardingPlanner:
                     local_size=self._topology.local_size,
                 )
             )
+            rated.append(
+                RatedTable(
+                    table=table,
+                    option=option,
+                    ranks=tuple(choice.ranks),
+                    options=tuple(of_table),
+                )
+            )
+        plan.rating = self._rating(rated, rooms, placement)
         return plan
 
-    def _tables(
-        self, module: nn.Module, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]
-    ) -> Iterator[PlannedTable]:
-        for path, child in outermost(module, lambda found: type(found) in sharders):
-            sharder = sharders[type(child)]
-            features: dict[str, list[str]] = {}
-            pooled, weighted = True, False
-            for part in child.modules():
-                if isinstance(part, TableCollection):
-                    features |= {config.name: config.feature_names for config in part.configs()}
-                    pooled = PoolingMode.NONE not in part.poolings()
-                    weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
-            wire_bytes = _wire_bytes(sharder, pooled=pooled)
-            for name, weight in sharder.shardable_parameters(child).items():
-                constraints = self._constraints.get(name, ParameterConstraints())
-                num_features = len(features.get(name, [name]))
-                owned = optimizer_of_table(weight, sharder.fused_params)
-                pooling = constraints.pooling_factors or [1.0] * num_features
-                if len(pooling) != num_features:
-                    raise PlannerError(
-                        f"ParameterConstraints.pooling_factors of table {name!r} must have one "
-                        f"number for each of "
-                        f"its features {features.get(name, [name])}; received {pooling}."
-                    )
-                yield PlannedTable(
-                    path=path,
-                    name=name,
-                    rows=weight.shape[0],
-                    dim=weight.shape[1],
-                    element_bytes=weight.element_size(),
-                    optimizer=owned,
-                    trains=weight.requires_grad,
-                    ids_per_sample=sum(pooling),
-                    num_features=num_features,
-                    is_pooled=pooled,
-                    is_weighted=weighted,
-                    wire_bytes=wire_bytes,
-                    constraints=constraints,
-                    kernels=self._kernels(sharder, constraints),
-                )
+    def rate(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
+    ) -> RatedPlan:
+        """Returns a plan with what it costs on this planner's machine.
 
-    def _kernels(
-        self, sharder: ModuleSharder[Any], constraints: ParameterConstraints
-    ) -> dict[ShardingType, EmbeddingComputeKernel]:
-        """Returns the sharding types that are allowed and executable, each with its kernel."""
-        device, allowed = self._topology.compute_device, constraints.compute_kernels
-        kernels = {}
-        for name in sharder.sharding_types(device):
-            executable = sharder.compute_kernels(name, device)
-            usable = [k for k in allowed or executable if k in executable]
-            if usable and name in (constraints.sharding_types or [name]):
-                kernels[ShardingType(name)] = EmbeddingComputeKernel(usable[0])
-        return kernels
+        Args:
+            module: the model; may be on the ``meta`` device.
+            sharders: one per module type to shard.
+            plan: made by hand, loaded or edited.
+
+        Raises:
+            ValueError: if a module's plan does not name each of its tables once, or a rank that it
+                names does not exist.
+        """
+        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        of_modules: dict[str, list[PlannedTable]] = {}
+        for table in tables:
+            of_modules.setdefault(table.path, []).append(table)
+        rated = []
+        for path, of_module in of_modules.items():
+            entries = plan.plan.get(path, EmbeddingModuleShardingPlan())
+            check_plan_covers(path, entries, [table.name for table in of_module])
+            for table in of_module:
+                option, ranks = self._lister.option_of(table, entries[table.name])
+                rated.append(RatedTable(table=table, option=option, ranks=ranks))
+        return RatedPlan(plan.plan, rating=self._rating(rated, self._rooms(module, tables)))
+
+    def _rating(
+        self,
+        rated: Sequence[RatedTable],
+        rooms: Sequence[Bytes],
+        placement: Placement | None = None,
+    ) -> Rating:
+        return Rating(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            tables=tuple(rated),
+            rooms=tuple(rooms),
+            placement=placement,
+        )
+
+    def _rooms(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
+        """Returns the memory of each rank that is free for tables."""
+        own = sum(p.numel() * p.element_size() for p in module.parameters())
+        dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
+        return [
+            Bytes(
+                self._reservation.usable(rank.memory_cap, dense_bytes),
+                self._reservation.usable(rank.ddr_cap, 0),
+            )
+            for rank in self._topology.hardware
+        ]
 
     def _options(self, table: PlannedTable) -> list[TableOption]:
         options = self._lister.options_of(table)
@@ -316,13 +304,6 @@ class EmbeddingShardingPlanner:
             ("sharding type", "ranks", "bytes per rank", "over by", "memory"), rows
         )
         return f"{rooms}. Tried:\n{tried}"
-
-
-def _wire_bytes(sharder: ModuleSharder[Any], *, pooled: bool) -> tuple[float, float]:
-    """Returns the bytes of a value on its way there, and of its gradient on its way back."""
-    names = POOLED_OPS if pooled else SEQUENCE_OPS
-    there, back = codecs_for(getattr(sharder, "qcomm_codecs_registry", None), *names)
-    return there.bytes_per_value, back.bytes_per_value
 
 
 def _mib(size: int) -> str:

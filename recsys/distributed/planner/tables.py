@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
 from recsys.distributed.planner.types import ParameterConstraints
@@ -29,13 +30,43 @@ class Bytes(NamedTuple):
         """Returns the sum of both."""
         return Bytes(self.device + other.device, self.host + other.host)
 
-    def minus(self, other: Bytes) -> Bytes:
-        """Returns what is left without the other."""
-        return Bytes(self.device - other.device, self.host - other.host)
 
-    def fits(self, room: Bytes) -> bool:
-        """Returns whether there is room for it."""
-        return self.device <= room.device and self.host <= room.host
+_NOTHING = Bytes(0)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """Memory of one rank, by what it is for.
+
+    Attributes:
+        weights: of the table.
+        state: of its optimizer.
+        gradients: of the whole table, where it has no optimizer or is a replica.
+        cache: of rows in device memory whose table is in host memory.
+        buffers: ids, outputs and their gradients of the batches under way.
+    """
+
+    weights: Bytes = _NOTHING
+    state: Bytes = _NOTHING
+    gradients: Bytes = _NOTHING
+    cache: Bytes = _NOTHING
+    buffers: Bytes = _NOTHING
+
+    @property
+    def total(self) -> Bytes:
+        """All of it."""
+        return sum_of(getattr(self, part.name) for part in fields(self))
+
+    def plus(self, other: Storage) -> Storage:
+        """Returns the sum of both."""
+        names = [part.name for part in fields(self)]
+        return Storage(**{name: getattr(self, name).plus(getattr(other, name)) for name in names})
+
+
+def sum_of(sizes: Iterable[Bytes]) -> Bytes:
+    """Returns all of them together."""
+    return functools.reduce(Bytes.plus, sizes, _NOTHING)
 
 
 @final
@@ -80,19 +111,25 @@ class PlannedTable:
         """Whether backward leaves a gradient of the table's size."""
         return self.trains and self.optimizer is None
 
-    def bytes_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Bytes:
-        """Returns weights, and optimizer state or the gradient of a table without optimizer."""
+    def storage_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Storage:
+        """Returns what a part takes, without the buffers of batches."""
         weights = rows * cols * self.element_bytes
         by_element, by_row = (rows * size for size in self._state_of_row(cols))
-        if self.has_gradient:
-            by_element = weights
+        gradient = weights if self.has_gradient else 0
         if kernel not in UVM_KERNELS:
-            return Bytes(weights + by_element + by_row)
+            return Storage(
+                weights=Bytes(weights), state=Bytes(by_element + by_row), gradients=Bytes(gradient)
+            )
         cache = 0
         if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
             slot = cols * self.element_bytes + _CACHE_SLOT_BYTES
             cache = int(_CACHED_SHARE * rows * slot) + rows * _CACHE_ROW_BYTES
-        return Bytes(cache + by_row, weights + by_element)  # FBGEMM keeps row states on the device
+        return Storage(
+            weights=Bytes(0, weights),
+            state=Bytes(by_row, by_element),  # FBGEMM keeps row states on the device
+            gradients=Bytes(0, gradient),
+            cache=Bytes(cache),
+        )
 
     @property
     def id_bytes(self) -> int:
@@ -121,7 +158,7 @@ class PlannedTable:
     def whole(self) -> Bytes:
         """The whole table on one rank."""
         kernel = next(iter(self.kernels.values()), EmbeddingComputeKernel.FUSED)
-        return self.bytes_of(self.rows, self.dim, kernel)
+        return self.storage_of(self.rows, self.dim, kernel).total
 
     def allows(self, sharding_type: ShardingType) -> bool:
         """Returns whether the table's optimizer can work under a sharding type."""

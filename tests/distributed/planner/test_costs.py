@@ -149,5 +149,5 @@ def test_replicas_add_up_their_gradients() -> None:
 
 def test_buffers_are_of_the_batch_of_all_ranks() -> None:
     model = CostModel(topology(4), BATCH)
-    buffers = model.bytes_of_part(TABLE, 1000, 64, FUSED).device - 1000 * 64 * 4
+    buffers = model.storage_of_part(TABLE, 1000, 64, FUSED).buffers.device
     assert buffers == 2 * 4 * BATCH * 2 * 64 * 4 + 4 * BATCH * 3 * 4

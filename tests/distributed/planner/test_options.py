@@ -73,7 +73,7 @@ def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
         if option.sharding_type is ShardingType.DATA_PARALLEL:
             continue
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
-        sizes = [costs.bytes_of_part(of, r.num_rows, r.num_cols, FUSED) for r in rects]
+        sizes = [costs.storage_of_part(of, r.num_rows, r.num_cols, FUSED).total for r in rects]
         assert sizes == [part.size for part in option.parts for _ in range(part.count)]
         tried += 1
     assert tried

@@ -23,6 +23,7 @@ from recsys.distributed.planner import (
     PlannerError,
     Topology,
 )
+from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.strategies import rects_of
 from recsys.distributed.types import ModuleSharder, ShardingPlan
 from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -302,8 +303,7 @@ class TestWhatTablesAre:
     def _seen(
         self, module: nn.Module, sharder: ModuleSharder[Any]
     ) -> tuple[tuple[float, float], bool, bool]:
-        planner = EmbeddingShardingPlanner(Topology(2, "cpu", ddr_cap=MIB), batch_size=64)
-        (table,) = planner._tables(module, {sharder.module_type: sharder})
+        (table,) = tables_of(module, [sharder], {}, "cpu")
         return table.wire_bytes, table.is_pooled, table.is_weighted
 
     @pytest.mark.parametrize(

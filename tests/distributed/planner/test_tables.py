@@ -88,12 +88,3 @@ def test_copies_are_kept_only_of_tables_whose_rounding_is_no_matter_of_chance() 
     replicas = ShardingType.DATA_PARALLEL
     assert table(EmbOptimType.EXACT_SGD).allows(replicas)
     assert not table(EmbOptimType.EXACT_SGD, stochastic_rounding=True).allows(replicas)
-
-
-def test_bytes_fit_where_both_memories_have_room() -> None:
-    room = Bytes(10, 5)
-    assert Bytes(10, 5).fits(room)
-    assert not Bytes(11, 0).fits(room)
-    assert not Bytes(0, 6).fits(room)
-    assert room.minus(Bytes(4, 5)) == Bytes(6, 0)
-    assert room.plus(Bytes(1, 1)) == Bytes(11, 6)
