@@ -27,7 +27,6 @@ from dataclasses import dataclass, fields, replace
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
-from recsys.distributed.planner.measured import transfer_ms
 from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -169,16 +168,37 @@ class CostModel:
         kernel: EmbeddingComputeKernel,
     ) -> tuple[float, float]:
         hardware = self._hardware
-        bandwidth = hardware.ddr_mem_bw if kernel in UVM_KERNELS else hardware.memory_bw
-        row_bytes = num_cols * table.element_bytes
-        forward = ids * row_bytes / bandwidth
-        if not table.trains:
-            return forward, 0.0
-        touched = _touched(num_rows, ids) * (row_bytes + table.state_bytes_per_row(num_cols))
-        return forward, (ids * num_cols * _VALUE_BYTES + 2 * touched) / bandwidth
+        pooling = table.ids_per_sample / table.num_features
+        speeds = self._topology.lookup_bw(num_cols, pooling, hardware)
+        if kernel in UVM_KERNELS:
+            # TODO
+            speeds = (hardware.ddr_mem_bw, hardware.ddr_mem_bw)
+        forward, backward = lookup_bytes(
+            ids,
+            _touched(num_rows, ids),
+            num_cols * table.element_bytes,
+            num_cols * _VALUE_BYTES,
+            table.state_bytes_per_row(num_cols),
+        )
+        return forward / speeds[0], backward / speeds[1] if table.trains else 0.0
 
     def _transfer(self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
-        return transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
+        return self._topology.transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
+
+
+def lookup_bytes(
+    ids: float, touched: float, row_bytes: float, gradient_bytes: float, state_bytes: float
+) -> tuple[float, float]:
+    """Returns the bytes that a lookup moves in forward, and in backward with the update.
+
+    Args:
+        ids: that are looked up.
+        touched: distinct rows among them.
+        row_bytes: of a row.
+        gradient_bytes: of a row's gradient.
+        state_bytes: of the optimizer's state of a row.
+    """
+    return ids * row_bytes, ids * gradient_bytes + 2 * touched * (row_bytes + state_bytes)
 
 
 def _touched(num_rows: int, ids: float) -> float:

@@ -180,6 +180,11 @@ class CollectiveTable:
         x = math.log(max(num_bytes, 1))
         return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
 
+    def longest(self, kind: str, world_size: int) -> tuple[float, float]:
+        """Returns the bytes and the milliseconds of the largest that was measured."""
+        curve = self._curves[kind][world_size]
+        return math.exp(curve.xs[-1]), math.exp(curve.ys[-1])
+
 
 def _check_once(table: str, keys: Sequence[tuple[object, ...]], words: str) -> None:
     for one, other in pairwise(keys):

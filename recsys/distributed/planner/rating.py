@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import final
 
 from recsys.distributed.planner.costs import Cost
@@ -75,6 +75,12 @@ class Rating:
             for rank, part in table.parts():
                 storage[rank] = storage[rank].plus(part.storage)
         return tuple(storage)
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a step: its phases end together, each with the rank that is last."""
+        phases = [max(getattr(cost, part.name) for cost in self.costs) for part in fields(Cost)]
+        return self.topology.slowest.step_ms + sum(phases)
 
     @property
     def slowest_rank(self) -> int:

@@ -28,6 +28,7 @@ from recsys.distributed.planner.measured import (
     LookupTable,
     check_kind,
     modelled_ms,
+    transfer_ms,
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.planner.topology_table import hardware_table
@@ -67,6 +68,7 @@ class Topology:
             default, 0.1 for "cpu".
         inter_host_latency_ms: the least milliseconds of a collective across nodes; 0.04 by
             default, 0.15 for "cpu".
+        step_ms: the least milliseconds of a training step, with next to no data.
         custom_topology_data: numbers that differ from rank to rank, another way to give them.
 
     Attributes:
@@ -112,6 +114,7 @@ class Topology:
         kernel_launch_ms: float | Sequence[float] = 0.005,
         intra_host_latency_ms: float | Sequence[float] | None = None,
         inter_host_latency_ms: float | Sequence[float] | None = None,
+        step_ms: float | Sequence[float] = 0.0,
         custom_topology_data: CustomTopologyData | None = None,
     ) -> None:
         check_device("Topology", compute_device)
@@ -130,6 +133,7 @@ class Topology:
             "kernel_launch_ms": kernel_launch_ms,
             "intra_host_latency_ms": intra_host_latency_ms,
             "inter_host_latency_ms": inter_host_latency_ms,
+            "step_ms": step_ms,
         }
         given = {name: value for name, value in arguments.items() if value is not None}
         if custom_topology_data is not None:
@@ -386,7 +390,9 @@ class Topology:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         return self.inter_host_bw if self.num_nodes > 1 else self.intra_host_bw
 
-    def lookup_bw(self, dim: int, pooling: float, rank: int | None = None) -> tuple[float, float]:
+    def lookup_bw(
+        self, dim: int, pooling: float, rank: Hardware | None = None
+    ) -> tuple[float, float]:
         """Returns how fast rows are looked up, in forward and in backward with the update.
 
         As measured (:class:`~recsys.distributed.planner.measured.LookupTable`), the same for all
@@ -402,7 +408,7 @@ class Topology:
         """
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
-        memory_bw = (self._slowest if rank is None else self.hardware[rank]).memory_bw
+        memory_bw = (rank or self._slowest).memory_bw
         return memory_bw, memory_bw
 
     def collective_ms(
@@ -455,6 +461,31 @@ class Topology:
             return measured
         near_nodes = math.ceil(near / self.local_world_size)
         return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self._slowest)
+
+    def transfer_ms(
+        self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
+    ) -> float:
+        """Returns the time of a collective's bytes, without its latency: what a table adds to it.
+
+        As :func:`~recsys.distributed.planner.measured.transfer_ms` has it, times the ratio of the
+        longest that was measured at the nearest world size to what the formula says of that.
+
+        Args:
+            kind: as for :meth:`collective_ms`.
+            num_bytes: of the larger of a rank's two buffers.
+            num_ranks: ranks that take part.
+            num_nodes: nodes they are spread over.
+            rank: whose links.
+        """
+        modelled = transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)
+        near = self._collectives.nearest_world_size(kind, num_ranks)
+        if near in (None, 1):
+            return modelled
+        near_nodes = math.ceil(near / self.local_world_size)
+        if (near_nodes > 1) != (num_nodes > 1):
+            return modelled  # other links
+        longest, ms = self._collectives.longest(kind, near)
+        return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self._slowest)
 
     def __str__(self) -> str:
         """A table with one column for each kind of rank."""
