@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import final
 
@@ -25,7 +27,7 @@ from torch import Tensor
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.node import get_local_size
-from recsys.distributed.planner.costs import lookup_bytes
+from recsys.distributed.planner.costs import lookup_bytes, statistic_bytes
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.topology import Topology
@@ -67,7 +69,7 @@ class Stopwatch:
                 run()
                 ends.append(self._now())
             if turn >= _WARM_UP:
-                times.append([end - start for start, end in zip(ends, ends[1:], strict=False)])
+                times.append([end - start for start, end in pairwise(ends)])
         medians = torch.tensor([statistics.median(of_run) for of_run in zip(*times, strict=True)])
         medians = medians.to(self.device)
         dist.all_reduce(medians, dist.ReduceOp.MAX)
@@ -83,40 +85,51 @@ def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
     """Yields the speed of lookups by dim and pooling, with row-wise Adagrad in backward."""
     for dim in DIMS:
         rows = _TABLE_BYTES // (4 * dim)
-        kernel = TableBatchedEmbedding(
-            [TableSpec(name="t", num_rows=rows, dim=dim)],
-            feature_table_map=[0],
-            pooling=PoolingMode.SUM,
-            optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-            update_mode=UpdateMode.FUSED,
-            device=watch.device,
-        )
-        kernel.storage.zero_()
-        kernel.learning_rates = [0.01]
+        kernels = []
+        for mode in (UpdateMode.FUSED, UpdateMode.DEFERRED):
+            kernel = TableBatchedEmbedding(
+                [TableSpec(name="t", num_rows=rows, dim=dim)],
+                feature_table_map=[0],
+                pooling=PoolingMode.SUM,
+                optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+                update_mode=mode,
+                device=watch.device,
+                keeps_batch=mode is UpdateMode.DEFERRED,
+            )
+            kernel.storage.zero_()
+            kernel.learning_rates = [0.01]
+            kernels.append(kernel)
         for pooling in POOLINGS:
-            yield _lookup_point(watch, kernel, rows, dim, pooling)
+            yield _lookup_point(watch, kernels, rows, dim, pooling)
 
 
 def _lookup_point(
-    watch: Stopwatch, kernel: TableBatchedEmbedding, rows: int, dim: int, pooling: int
+    watch: Stopwatch, kernels: Sequence[TableBatchedEmbedding], rows: int, dim: int, pooling: int
 ) -> LookupPoint:
     num_ids = _IDS[watch.device.type]
     ids = torch.randint(rows, (num_ids,), device=watch.device)
     offsets = torch.arange(0, num_ids + 1, pooling, device=watch.device)
     gradient = torch.ones(num_ids // pooling, dim, device=watch.device)
+    fused, deferred = kernels
     outputs: list[Tensor] = []
 
-    forward_ms, backward_ms = watch.median_ms(
-        lambda: outputs.append(kernel.forward(ids, offsets)),
+    def update_split() -> None:
+        outputs.pop().backward(gradient)
+        deferred.step([statistic / dim for statistic in deferred.row_statistics()])
+
+    forward_ms, backward_ms, _, split_ms = watch.median_ms(
+        lambda: outputs.append(fused.forward(ids, offsets)),
         lambda: outputs.pop().backward(gradient),
+        lambda: outputs.append(deferred.forward(ids, offsets)),
+        update_split,
     )
-    touched = len(ids.unique())
-    forward_bytes, backward_bytes = lookup_bytes(num_ids, touched, 4 * dim, 4 * dim, 4)
+    forward_bytes, backward_bytes = lookup_bytes(num_ids, len(ids.unique()), 4 * dim, 4 * dim, 4)
     return LookupPoint(
         dim=dim,
         pooling=pooling,
         forward_bw=forward_bytes / forward_ms,
         backward_bw=backward_bytes / backward_ms,
+        split_bw=(backward_bytes + statistic_bytes(num_ids, 4 * dim)) / split_ms,
     )
 
 
@@ -126,42 +139,47 @@ def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
     for size in SIZES:
         given = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
         received = torch.empty_like(given)
-        runs: dict[str, Callable[[], object]] = {
-            "all_to_all": lambda a=received, b=given: dist.all_to_all_single(a, b),
-            "all_reduce": lambda a=received: dist.all_reduce(a),
-        }
-        times = watch.median_ms(*runs.values())
-        for kind, ms in zip(runs, times, strict=True):
+        times = watch.median_ms(
+            partial(dist.all_to_all_single, received, given), partial(dist.all_reduce, received)
+        )
+        for kind, ms in zip(("all_to_all", "all_reduce"), times, strict=True):
             yield CollectivePoint(
                 kind=kind, world_size=world_size, bytes=4 * len(given), ms=max(ms, 1e-6)
             )
 
 
-def measure_hardware(
-    watch: Stopwatch, found: Hardware, points: Sequence[CollectivePoint]
-) -> Hardware:
-    """Returns what was found, with speeds that are measured here."""
+def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
+    """Returns what was found, with the speeds of memories and the times of next to no work."""
     device = watch.device
     source = torch.zeros(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     [copy_ms] = watch.median_ms(lambda: target.copy_(source))
-    measured = {f"{'hbm' if device.type == 'cuda' else 'ddr'}_mem_bw": 2 * len(source) / copy_ms}
-    if device.type == "cuda":
-        on_host = source.cpu().pin_memory()
-        [link_ms] = watch.median_ms(lambda: target.copy_(on_host, non_blocking=True))
-        measured["hbm_to_ddr_mem_bw"] = len(source) / link_ms
-        one = torch.zeros(1, device=device)
-        [launch_ms] = watch.median_ms(lambda: one.add_(1))
-        measured["kernel_launch_ms"] = launch_ms
-    if points:
-        world_size = dist.get_world_size()
-        exchanges = [point for point in points if point.kind == "all_to_all"]
-        where = "intra" if world_size <= get_local_size(dist.get_world_size()) else "inter"
-        measured[f"{where}_host_latency_ms"] = exchanges[0].ms
-        sent = exchanges[-1].bytes * (world_size - 1) / world_size
-        measured[f"{where}_host_bw"] = sent / exchanges[-1].ms
-    measured["step_ms"] = measure_step(watch)
-    return dataclasses.replace(found, name="measured", **measured)
+    memory_bw = 2 * len(source) / copy_ms
+    step_ms = measure_step(watch)
+    if device.type == "cpu":
+        return dataclasses.replace(found, name="measured", ddr_mem_bw=memory_bw, step_ms=step_ms)
+    on_host = source.cpu().pin_memory()
+    one = torch.zeros(1, device=device)
+    link_ms, launch_ms = watch.median_ms(
+        lambda: target.copy_(on_host, non_blocking=True), lambda: one.add_(1)
+    )
+    return dataclasses.replace(
+        found,
+        name="measured",
+        hbm_mem_bw=memory_bw,
+        hbm_to_ddr_mem_bw=len(source) / link_ms,
+        kernel_launch_ms=launch_ms,
+        step_ms=step_ms,
+    )
+
+
+def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardware:
+    """Returns what was found, with the latency and the bandwidth that all-to-alls show."""
+    first, *_, last = sorted(exchanges, key=lambda point: point.bytes)
+    bandwidth = last.bytes * (last.world_size - 1) / last.world_size / last.ms
+    if last.world_size > get_local_size(last.world_size):
+        return dataclasses.replace(found, inter_host_latency_ms=first.ms, inter_host_bw=bandwidth)
+    return dataclasses.replace(found, intra_host_latency_ms=first.ms, intra_host_bw=bandwidth)
 
 
 def measure_step(watch: Stopwatch) -> float:
@@ -209,7 +227,10 @@ def calibrate(device: torch.device) -> Topology:
     world_size = dist.get_world_size()
     collectives = list(measure_collectives(watch)) if world_size > 1 else []
     usual = Topology(world_size=world_size, compute_device=device.type)
-    hardware = measure_hardware(watch, usual.slowest, collectives)
+    hardware = measure_hardware(watch, usual.slowest)
+    if collectives:
+        exchanges = [point for point in collectives if point.kind == "all_to_all"]
+        hardware = with_links(hardware, exchanges)
     return Topology.from_hardware(
         [hardware] * world_size,
         usual.local_world_size,
@@ -227,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         command = ["-m", "torch.distributed.run", "--standalone", "-m", "recsys.calibrate"]
         command.insert(3, f"--nproc-per-node={given.world_size}")
-        return subprocess.run([sys.executable, *command, "--out", str(given.out)]).returncode
+        command += ["--out", str(given.out)]
+        return subprocess.run([sys.executable, *command], check=False).returncode
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -27,11 +27,14 @@ from dataclasses import dataclass, fields, replace
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
+from recsys.distributed.planner.measured import LookupSpeed
 from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
 
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
+_SORT_PASSES, _PAIR_BYTES = 4, 8
+_FOUND_ID_BYTES = 8  # as users give them
 
 
 @final
@@ -111,6 +114,9 @@ class CostModel:
             return Cost(forward=forward, backward=backward)
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
+        # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
+        found = self._copied(ids * (_FOUND_ID_BYTES + 4 * table.is_weighted))
+        placed = self._copied(2 * values * _VALUE_BYTES)
         if in_node and num_rows < table.rows:
             # each rank of the node sums up and sends on an equal share of the samples
             moved = self._transfer("all_to_all", there_and_back, local_size, 1)
@@ -118,26 +124,35 @@ class CostModel:
             moved += self._transfer("all_to_all", sums, num_nodes, num_nodes)
         else:
             moved = self._transfer("all_to_all", there_and_back, world_size, num_nodes)
+        update = 0.0
+        if table.trains and table.adds_up_rows(num_cols):
+            sums = 2 * _touched(num_rows, ids) * _VALUE_BYTES
+            update = self._transfer("all_to_all", sums, world_size, num_nodes)
         return Cost(
             forward=forward,
             backward=backward,
-            input=self._transfer("all_to_all", ids_in, world_size, num_nodes),
-            output=moved,
+            input=self._transfer("all_to_all", ids_in, world_size, num_nodes) + found,
+            output=moved + placed,
+            update=update,
         )
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Returns what a copy of a whole table costs each rank."""
         topology = self._topology
         world_size = topology.world_size
-        ids, _ = self._load(table, 1)
+        ids, bags = self._load(table, 1)
         forward, backward = self._lookup(table, ids, table.rows, table.dim, kernel)
-        if world_size == 1 or not table.trains:
+        if world_size == 1:
             return Cost(forward=forward, backward=backward)
+        values = (bags if table.is_pooled else ids) * table.dim
+        placed = self._copied(2 * values * _VALUE_BYTES)
+        if not table.trains:
+            return Cost(forward=forward, backward=backward, output=placed)
         size = table.gradient_bytes
         summed = self._transfer("all_reduce", size, world_size, topology.num_nodes)
         # the gradient is cleared, written, read; weights are read and written
         passes = 5 * size / self._hardware.memory_bw
-        return Cost(forward=forward, backward=backward, update=summed + passes)
+        return Cost(forward=forward, backward=backward, output=placed, update=summed + passes)
 
     def storage_of_part(
         self, table: PlannedTable, num_rows: int, num_cols: int, kernel: EmbeddingComputeKernel
@@ -167,20 +182,29 @@ class CostModel:
         num_cols: int,
         kernel: EmbeddingComputeKernel,
     ) -> tuple[float, float]:
-        hardware = self._hardware
         pooling = table.ids_per_sample / table.num_features
-        speeds = self._topology.lookup_bw(num_cols, pooling, hardware)
+        speed = self._topology.lookup_speed(num_cols, pooling, self._hardware)
         if kernel in UVM_KERNELS:
-            # TODO
-            speeds = (hardware.ddr_mem_bw, hardware.ddr_mem_bw)
+            host_bw = self._hardware.ddr_mem_bw
+            speed = LookupSpeed(host_bw, host_bw, host_bw)
+        gradient_bytes = num_cols * _VALUE_BYTES
         forward, backward = lookup_bytes(
             ids,
             _touched(num_rows, ids),
             num_cols * table.element_bytes,
-            num_cols * _VALUE_BYTES,
+            gradient_bytes,
             table.state_bytes_per_row(num_cols),
         )
-        return forward / speeds[0], backward / speeds[1] if table.trains else 0.0
+        if not table.trains:
+            return forward / speed.forward_bw, 0.0
+        if not table.adds_up_rows(num_cols):
+            return forward / speed.forward_bw, backward / speed.backward_bw
+        backward += statistic_bytes(ids, gradient_bytes)
+        return forward / speed.forward_bw, backward / speed.split_bw
+
+    def _copied(self, num_bytes: float) -> float:
+        """Returns the milliseconds of bytes that are read and written once more."""
+        return 2 * num_bytes / self._hardware.memory_bw
 
     def _transfer(self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
         return self._topology.transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
@@ -199,6 +223,19 @@ def lookup_bytes(
         state_bytes: of the optimizer's state of a row.
     """
     return ids * row_bytes, ids * gradient_bytes + 2 * touched * (row_bytes + state_bytes)
+
+
+def statistic_bytes(ids: float, gradient_bytes: float) -> float:
+    """Returns the bytes that backward moves besides to add up the gradients of each row.
+
+    The ids are sorted with their places, 32 bits each, 8 bits a pass, and the gradients read in
+    that order: Merrill and Grimshaw, "High performance and scalable radix sorting", 2011.
+
+    Args:
+        ids: that were looked up.
+        gradient_bytes: of a row's gradient.
+    """
+    return ids * (_SORT_PASSES * 2 * _PAIR_BYTES + gradient_bytes)
 
 
 def _touched(num_rows: int, ids: float) -> float:

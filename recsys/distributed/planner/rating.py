@@ -79,7 +79,9 @@ class Rating:
     @property
     def step_ms(self) -> float:
         """Milliseconds of a step: its phases end together, each with the rank that is last."""
-        phases = [max(getattr(cost, part.name) for cost in self.costs) for part in fields(Cost)]
+        phases: list[float] = [
+            max(getattr(cost, part.name) for cost in self.costs) for part in fields(Cost)
+        ]
         return self.topology.slowest.step_ms + sum(phases)
 
     @property

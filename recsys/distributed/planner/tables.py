@@ -154,6 +154,10 @@ class PlannedTable:
         kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values())
         return 4 * cols * kinds.count("element"), 4 * kinds.count("row")
 
+    def adds_up_rows(self, cols: int) -> bool:
+        """Whether owners of so many columns must add up one value per row before they update it."""
+        return cols < self.dim and self.optimizer is not None and self.optimizer.exchanges_row_state
+
     @property
     def whole(self) -> Bytes:
         """The whole table on one rank."""

@@ -25,6 +25,7 @@ from recsys.distributed.planner.measured import (
     CollectivePoint,
     CollectiveTable,
     LookupPoint,
+    LookupSpeed,
     LookupTable,
     check_kind,
     modelled_ms,
@@ -73,7 +74,7 @@ class Topology:
 
     Attributes:
         hardware: the :class:`~recsys.distributed.planner.hardware.Hardware` of each rank.
-        lookup: measured lookups; see :meth:`lookup_bw`.
+        lookup: measured lookups; see :meth:`lookup_speed`.
         collectives: measured collectives; see :meth:`collective_ms`.
 
     Raises:
@@ -390,10 +391,8 @@ class Topology:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         return self.inter_host_bw if self.num_nodes > 1 else self.intra_host_bw
 
-    def lookup_bw(
-        self, dim: int, pooling: float, rank: Hardware | None = None
-    ) -> tuple[float, float]:
-        """Returns how fast rows are looked up, in forward and in backward with the update.
+    def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
+        """Returns how fast rows are looked up and updated.
 
         As measured (:class:`~recsys.distributed.planner.measured.LookupTable`), the same for all
         ranks, else the bandwidth of the memory where tables live.
@@ -402,14 +401,11 @@ class Topology:
             dim: columns of the shard.
             pooling: ids per bag.
             rank: whose memory bandwidth to take where nothing was measured; the slowest if None.
-
-        Returns:
-            Bytes per millisecond in forward, and in backward.
         """
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
         memory_bw = (rank or self._slowest).memory_bw
-        return memory_bw, memory_bw
+        return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
     def collective_ms(
         self,
