@@ -1,21 +1,22 @@
 """Predicted against measured step times, over random plans of one model.
 
-    python -m recsys calibrate --world-size 2 --out /tmp/here.json
-    python -m benchmarks.prediction --topology /tmp/here.json
+    python -m benchmarks.prediction --plot docs/planner/prediction.svg
 
-A step is forward, a sum, and backward with row-wise Adagrad in it, of twelve tables on as many ranks as
-the topology has; there are no dense layers. Of many random plans those are taken whose predicted times
-are spread most evenly. All of them lie ready in the same processes and take turns; each turn's
-median counts, and the halves of the turns are the two repeats that show the noise.
+The machine is calibrated first. A step is forward, a sum, and backward with row-wise Adagrad in it,
+of twelve tables on two ranks; there are no dense layers. Of many random plans those are taken whose
+predicted times are spread most evenly. All of them lie ready in the same processes and take turns;
+the medians of odd and of even turns are the two repeats that show the noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import ranks
+from recsys.calibrate import calibrate
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -120,16 +122,17 @@ def features_of(model: Model, demands: dict[str, ParameterConstraints]) -> Keyed
     return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths))
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(seed: int, rounds: int, repeats: int) -> dict[str, Any]:
+    """Calibrate, choose plans, and measure them."""
     world_size = dist.get_world_size()
-    topology = Topology.from_json(arguments.topology)
+    topology = calibrate(torch.device("cpu"))
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
     sharders = [EmbeddingBagCollectionSharder(fused_params=fused)]
-    model, demands = model_of(arguments.seed)
+    model, demands = model_of(seed)
     planner = EmbeddingShardingPlanner(topology, BATCH, constraints=demands)
     rated = [
-        planner.rate(model, sharders, random_plan(model, world_size, seed))
-        for seed in range(CANDIDATES)
+        planner.rate(model, sharders, random_plan(model, world_size, number))
+        for number in range(CANDIDATES)
     ]
     rated = evenly_spread(rated)
     features = features_of(model, demands)
@@ -139,15 +142,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     steps = {}
     for number, plan in enumerate(rated):
-        fresh, _ = model_of(arguments.seed)
+        fresh, _ = model_of(seed)
         sharded = DistributedModelParallel(
             fresh, device=torch.device("cpu"), plan=plan, sharders=sharders
         )
         steps[str(number)] = partial(step, sharded)
-    times = ranks.measure(steps, arguments.rounds, arguments.repeats)
+    times = ranks.measure(steps, rounds, repeats)
     slowest = torch.tensor(list(times.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return {
+        "topology": json.loads(topology.to_json()),
         "plans": [
             {
                 "predicted_ms": plan.rating.step_ms,
@@ -160,7 +164,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 "ranks": {n: s.ranks for n, s in plan.plan["ebc"].items()},
             }
             for plan, turns in zip(rated, slowest.tolist(), strict=True)
-        ]
+        ],
     }
 
 
@@ -188,19 +192,56 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw measured over predicted times."""
+    import matplotlib.pyplot as plt
+
+    predicted = np.array([plan["predicted_ms"] for plan in result["plans"]])
+    turns = np.array([plan["measured_ms"] for plan in result["plans"]])
+    measured = np.median(turns, axis=1)
+    low, high = np.percentile(turns, [10, 90], axis=1)
+    _, axes = plt.subplots(figsize=(5, 4.5), layout="constrained")
+    ends = [min(predicted.min(), low.min()) / 1.2, max(predicted.max(), high.max()) * 1.2]
+    axes.plot(ends, ends, color="0.6", linewidth=1, label="as predicted")
+    axes.fill_between(ends, np.array(ends) / 1.25, np.array(ends) * 1.25, color="0.93")
+    bars = np.stack([measured - low, high - measured])
+    axes.errorbar(predicted, measured, bars, fmt="o", markersize=4, linewidth=1, label="a plan")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="predicted, ms", ylabel="measured, ms (80 % of turns)")
+    found = result["summary"]
+    axes.set_title(
+        f"{len(predicted)} random plans on 2 ranks: Spearman {found['spearman']:.2f}, "
+        f"median error {found['median error']:.0%}",
+        fontsize=10,
+    )
+    axes.legend(frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    plt.savefig(path)
+
+
 def main() -> None:
     """Measure, and print how well predictions agree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--topology", required=True)
     parser.add_argument("--seed", type=int, default=0, help="of the model")
-    arguments = ranks.begin(parser)
-    result = run(arguments)
-    if dist.get_rank() == 0:
-        for plan in result["plans"]:
-            measured = statistics.median(plan["measured_ms"])
-            print(f"predicted {plan['predicted_ms']:8.2f} ms, measured {measured:8.2f} ms")
-        print(json.dumps(summary(result), indent=1))
-    ranks.end(result, arguments.out)
+    parser.add_argument("--plot", type=Path)
+    if "RANK" in os.environ:
+        arguments = ranks.begin(parser)
+        found = run(arguments.seed, arguments.rounds, arguments.repeats)
+        ranks.end(found, arguments.out)
+        return
+    arguments = parser.parse_args()
+    result = ranks.launch(
+        "benchmarks.prediction", 2, "--seed", str(arguments.seed), "--rounds", "10"
+    )
+    result["summary"] = summary(result)
+    for plan in result["plans"]:
+        measured = statistics.median(plan["measured_ms"])
+        print(f"predicted {plan['predicted_ms']:8.2f} ms, measured {measured:8.2f} ms")
+    print(json.dumps(result["summary"], indent=1))
+    path = Path(__file__).parent / "results" / "prediction-cpu.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.plot:
+        plot(result, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def _lookup_point(
     watch: Stopwatch, kernels: Sequence[TableBatchedEmbedding], rows: int, dim: int, pooling: int
 ) -> LookupPoint:
     num_ids = _IDS[watch.device.type]
-    ids = torch.randint(rows, (num_ids,), device=watch.device)
+    seeded = torch.Generator().manual_seed(dim + pooling)  # all ranks write the same file
+    ids = torch.randint(rows, (num_ids,), generator=seeded).to(watch.device)
     offsets = torch.arange(0, num_ids + 1, pooling, device=watch.device)
     gradient = torch.ones(num_ids // pooling, dim, device=watch.device)
     fused, deferred = kernels
