@@ -7,14 +7,16 @@ such as the latency of the step's exchanges, are the same under every plan and l
 With ``N`` ids and ``G`` bags that reach a part of ``r x c`` values (``e`` bytes each):
 
 - *forward*: ``N c e`` bytes of rows are read;
-- *backward*: the rows that were touched are read and written, with their optimizer state. Of ``r``
-  equally likely rows ``N`` draws touch ``r (1 - (1 - 1/r)^N)``;
-- *input*: ``N`` ids (and weights) and ``G`` lengths arrive;
+- *backward*: gradients are read, and the rows that were touched are read and written with their
+  optimizer state. Of ``r`` equally likely rows ``N`` draws touch ``r (1 - (1 - 1/r)^N)``. Where
+  owners of columns must add up one value per row, ids are sorted and gradients read once more;
+- *input*: ``N`` ids (and weights) are sorted by owner; they and ``G`` lengths arrive;
 - *output*: ``G c`` values leave (``N c`` where they are not pooled), and as many gradients arrive,
   in the precision of the wire. Of what leaves a rank, ``(W - L) / W`` crosses between nodes of
   ``L`` ranks among ``W``. If the rows of a table lie within one node, the node's sums cross only
-  once: ``1 / L`` of it;
-- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent.
+  once: ``1 / L`` of it. Values are placed in the output, and gradients taken from it;
+- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent. Owners
+  of columns send one number per touched row, where they must.
 
 Costs of lookups follow the roofline model: Williams et al., "Roofline: an insightful visual
 performance model for multicore architectures", 2009.
@@ -47,7 +49,7 @@ class Cost:
         backward: updating them.
         input: receiving ids.
         output: sending embeddings and receiving their gradients.
-        update: adding up the gradients of replicas, and applying them.
+        update: adding up gradients of replicas and applying them, or statistics of split rows.
     """
 
     forward: float = 0.0
