@@ -45,7 +45,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 
 TABLES, BATCH = 12, 1024
-CANDIDATES, PLANS = 400, 20
+CANDIDATES, PLANS = 200, 20
 
 
 class Model(nn.Module):
@@ -231,7 +231,7 @@ def main() -> None:
         return
     arguments = parser.parse_args()
     result = ranks.launch(
-        "benchmarks.prediction", 2, "--seed", str(arguments.seed), "--rounds", "10"
+        "benchmarks.prediction", 2, "--seed", str(arguments.seed), "--rounds", "6", "--repeats", "3"
     )
     result["summary"] = summary(result)
     for plan in result["plans"]:

@@ -1,7 +1,8 @@
 """``python -m recsys calibrate``: measures this machine and writes it down for the planner.
 
 All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
-node share its memory. Every number is the median of several turns.
+node share its memory. Every number is the median of several turns. As in training, every turn
+looks up other ids, and writes to memory that is newly allocated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from torch import Tensor
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.node import get_local_size
-from recsys.distributed.planner.costs import lookup_bytes, statistic_bytes
+from recsys.distributed.planner.costs import (
+    REPLICA_PASSES,
+    lookup_bytes,
+    statistic_bytes,
+)
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.topology import Topology
@@ -106,25 +111,29 @@ def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
 def _lookup_point(
     watch: Stopwatch, kernels: Sequence[TableBatchedEmbedding], rows: int, dim: int, pooling: int
 ) -> LookupPoint:
-    num_ids = _IDS[watch.device.type]
+    device, num_ids = watch.device, _IDS[watch.device.type]
     seeded = torch.Generator().manual_seed(dim + pooling)  # all ranks write the same file
-    ids = torch.randint(rows, (num_ids,), generator=seeded).to(watch.device)
-    offsets = torch.arange(0, num_ids + 1, pooling, device=watch.device)
-    gradient = torch.ones(num_ids // pooling, dim, device=watch.device)
+    drawn = torch.randint(rows, (_WARM_UP + _TURNS, num_ids), generator=seeded)
+    of_turns = iter(drawn.to(device))
+    offsets = torch.arange(0, num_ids + 1, pooling, device=device)
+    gradient = torch.ones(num_ids // pooling, dim, device=device)
     fused, deferred = kernels
     outputs: list[Tensor] = []
+    ids: list[Tensor] = []
 
     def update_split() -> None:
         outputs.pop().backward(gradient)
         deferred.step([statistic / dim for statistic in deferred.row_statistics()])
 
-    forward_ms, backward_ms, _, split_ms = watch.median_ms(
-        lambda: outputs.append(fused.forward(ids, offsets)),
+    forward_ms, backward_ms, _, _, split_ms = watch.median_ms(
+        lambda: outputs.append(fused.forward(next(of_turns), offsets)),
         lambda: outputs.pop().backward(gradient),
-        lambda: outputs.append(deferred.forward(ids, offsets)),
+        lambda: ids.append(torch.randint(rows, (num_ids,), device=device)),
+        lambda: outputs.append(deferred.forward(ids.pop(), offsets)),
         update_split,
     )
-    forward_bytes, backward_bytes = lookup_bytes(num_ids, len(ids.unique()), 4 * dim, 4 * dim, 4)
+    touched = sum(len(row.unique()) for row in drawn) / len(drawn)
+    forward_bytes, backward_bytes = lookup_bytes(num_ids, touched, 4 * dim, 4 * dim, 4)
     return LookupPoint(
         dim=dim,
         pooling=pooling,
@@ -139,39 +148,65 @@ def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
     world_size = dist.get_world_size()
     for size in SIZES:
         given = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
-        received = torch.empty_like(given)
-        times = watch.median_ms(
-            partial(dist.all_to_all_single, received, given), partial(dist.all_reduce, received)
-        )
+        times = watch.median_ms(partial(_exchange, given), partial(dist.all_reduce, given))
         for kind, ms in zip(("all_to_all", "all_reduce"), times, strict=True):
             yield CollectivePoint(
                 kind=kind, world_size=world_size, bytes=4 * len(given), ms=max(ms, 1e-6)
             )
 
 
+def _exchange(given: Tensor) -> None:
+    dist.all_to_all_single(torch.empty_like(given), given)
+
+
 def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
     """Returns what was found, with the speeds of memories and the times of next to no work."""
     device = watch.device
-    source = torch.zeros(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    [copy_ms] = watch.median_ms(lambda: target.copy_(source))
-    memory_bw = 2 * len(source) / copy_ms
+    size = _COPIED_BYTES[device.type]
+    memory_bw = REPLICA_PASSES * size / measure_replica(watch, size)
     step_ms = measure_step(watch)
     if device.type == "cpu":
         return dataclasses.replace(found, name="measured", ddr_mem_bw=memory_bw, step_ms=step_ms)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = source.cpu().pin_memory()
     one = torch.zeros(1, device=device)
     link_ms, launch_ms = watch.median_ms(
-        lambda: target.copy_(on_host, non_blocking=True), lambda: one.add_(1)
+        lambda: source.copy_(on_host, non_blocking=True), lambda: one.add_(1)
     )
     return dataclasses.replace(
         found,
         name="measured",
         hbm_mem_bw=memory_bw,
-        hbm_to_ddr_mem_bw=len(source) / link_ms,
+        hbm_to_ddr_mem_bw=size / link_ms,
         kernel_launch_ms=launch_ms,
         step_ms=step_ms,
     )
+
+
+def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
+    """Returns the milliseconds that the whole gradient of a replica takes, but for its exchange.
+
+    This is memory as training uses it: most of what is written was just allocated.
+    """
+    dim = 64
+    rows = num_bytes // (4 * dim)
+    kernel = TableBatchedEmbedding(
+        [TableSpec(name="t", num_rows=rows, dim=dim)],
+        feature_table_map=[0],
+        pooling=PoolingMode.SUM,
+        optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+        update_mode=UpdateMode.DEFERRED,
+        device=watch.device,
+    )
+    kernel.storage.zero_()
+    kernel.learning_rates = [0.01]
+
+    def update() -> None:
+        gradient = torch.zeros_like(kernel.storage).mul_(0.5)
+        kernel.step_dense(gradient)
+
+    [milliseconds] = watch.median_ms(update)
+    return milliseconds
 
 
 def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardware:

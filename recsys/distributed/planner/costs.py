@@ -15,8 +15,8 @@ With ``N`` ids and ``G`` bags that reach a part of ``r x c`` values (``e`` bytes
   in the precision of the wire. Of what leaves a rank, ``(W - L) / W`` crosses between nodes of
   ``L`` ranks among ``W``. If the rows of a table lie within one node, the node's sums cross only
   once: ``1 / L`` of it. Values are placed in the output, and gradients taken from it;
-- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent. Owners
-  of columns send one number per touched row, where they must.
+- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent, and
+  it is read or written nine times. Owners of columns send one number per touched row, if need be.
 
 Costs of lookups follow the roofline model: Williams et al., "Roofline: an insightful visual
 performance model for multicore architectures", 2009.
@@ -37,6 +37,8 @@ from recsys.distributed.types import EmbeddingComputeKernel
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
 _SORT_PASSES, _PAIR_BYTES = 4, 8
 _FOUND_ID_BYTES = 8  # as users give them
+REPLICA_PASSES = 1 + 2 + 2 + 1 + 3
+"""Over a replica's gradient: cleared, divided by the ranks, squared, averaged, applied."""
 
 
 @final
@@ -152,8 +154,7 @@ class CostModel:
             return Cost(forward=forward, backward=backward, output=placed)
         size = table.gradient_bytes
         summed = self._transfer("all_reduce", size, world_size, topology.num_nodes)
-        # the gradient is cleared, written, read; weights are read and written
-        passes = 5 * size / self._hardware.memory_bw
+        passes = REPLICA_PASSES * size / self._hardware.memory_bw
         return Cost(forward=forward, backward=backward, output=placed, update=summed + passes)
 
     def storage_of_part(

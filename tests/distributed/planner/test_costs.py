@@ -154,7 +154,7 @@ def test_sums_of_a_node_cross_once() -> None:
 def test_replicas_add_up_their_gradients() -> None:
     size = 1000 * 64 * 4
     replica = CostModel(topology(4), BATCH).of_replica(TABLE, FUSED)
-    assert replica.update == pytest.approx(2 * size * 3 / 4 / 1e4 + 5 * size / 1e6)
+    assert replica.update == pytest.approx(2 * size * 3 / 4 / 1e4 + 9 * size / 1e6)
     assert replica.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e6)
     assert replica.input == 0
     assert replica.output == pytest.approx(placed(topology(4), BATCH * 2 * 64))
