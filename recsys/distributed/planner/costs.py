@@ -22,13 +22,12 @@ performance model for multicore architectures", 2009.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import transfer_ms
-from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable, Storage
+from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
 
@@ -68,7 +67,7 @@ class Cost:
 
 @final
 class CostModel:
-    """The time and the memory of parts of tables, on ranks of one kind.
+    """The time of parts of tables, on ranks of one kind.
 
     Args:
         topology: the machine.
@@ -140,25 +139,9 @@ class CostModel:
         passes = 5 * size / self._hardware.memory_bw
         return Cost(forward=forward, backward=backward, update=summed + passes)
 
-    def storage_of_part(
-        self, table: PlannedTable, num_rows: int, num_cols: int, kernel: EmbeddingComputeKernel
-    ) -> Storage:
-        """Returns the memory of a part: weights, state, and the buffers of one batch."""
-        ids, bags = self._load(table, self._topology.world_size)
-        values = (bags if table.is_pooled else ids) * num_cols
-        buffers = int(2 * values * _VALUE_BYTES + ids * table.id_bytes)
-        return replace(table.storage_of(num_rows, num_cols, kernel), buffers=Bytes(buffers))
-
-    def storage_of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
-        """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
-        kept = table.storage_of(table.rows, table.dim, kernel)
-        summed = Bytes(table.gradient_bytes if table.trains else 0)
-        return replace(kept, gradients=kept.gradients.plus(summed))
-
     def _load(self, table: PlannedTable, num_ranks: int) -> tuple[float, float]:
         """Returns the ids and bags of a table in a step of so many ranks."""
-        samples = num_ranks * self._batch_size
-        return samples * table.ids_per_sample, float(samples * table.num_features)
+        return table.load(num_ranks * self._batch_size)
 
     def _lookup(
         self,
@@ -174,15 +157,8 @@ class CostModel:
         forward = ids * row_bytes / bandwidth
         if not table.trains:
             return forward, 0.0
-        touched = _touched(num_rows, ids) * (row_bytes + table.state_bytes_per_row(num_cols))
+        touched = table.touched(num_rows, ids) * (row_bytes + table.state_bytes_per_row(num_cols))
         return forward, (ids * num_cols * _VALUE_BYTES + 2 * touched) / bandwidth
 
     def _transfer(self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
         return transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
-
-
-def _touched(num_rows: int, ids: float) -> float:
-    """Returns how many of equally likely rows are expected among the ids."""
-    if num_rows <= 1:
-        return float(num_rows)
-    return -num_rows * math.expm1(ids * math.log1p(-1 / num_rows))

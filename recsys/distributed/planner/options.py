@@ -8,6 +8,7 @@ from typing import final
 
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.placement import Option, Pieces, Reach
+from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.strategies import MIN_COLUMNS, even_block, rects_of
@@ -88,6 +89,7 @@ class OptionLister:
 
     def __init__(self, topology: Topology, batch_size: int) -> None:
         self._topology = topology
+        self._storage = StorageModel(topology.world_size, batch_size)
         of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
@@ -151,7 +153,7 @@ class OptionLister:
                     of_kind.of_part(table, rows, cols, kernel, in_node=in_node)
                     for of_kind in self._costs
                 ),
-                storage=self._costs[0].storage_of_part(table, rows, cols, kernel),
+                storage=self._storage.of_part(table, rows, cols, kernel),
             )
             for count, rows, cols in blocks
         )
@@ -233,7 +235,7 @@ class OptionLister:
             rows=table.rows,
             cols=table.dim,
             costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
-            storage=self._costs[0].storage_of_replica(table, kernel),
+            storage=self._storage.of_replica(table, kernel),
         )
         return TableOption(
             sharding_type=ShardingType.DATA_PARALLEL,

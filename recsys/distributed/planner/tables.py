@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
+from recsys.distributed.planner.pooling_stats import uniform_distinct
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient
@@ -110,6 +111,14 @@ class PlannedTable:
     def has_gradient(self) -> bool:
         """Whether backward leaves a gradient of the table's size."""
         return self.trains and self.optimizer is None
+
+    def load(self, samples: int) -> tuple[float, float]:
+        """Returns the ids and bags of so many samples."""
+        return samples * self.ids_per_sample, float(samples * self.num_features)
+
+    def touched(self, rows: int, ids: float) -> float:
+        """Returns how many of a part's rows are expected among so many ids that reach it."""
+        return uniform_distinct(rows, ids)
 
     def storage_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Storage:
         """Returns what a part takes, without the buffers of batches."""

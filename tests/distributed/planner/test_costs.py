@@ -145,9 +145,3 @@ def test_replicas_add_up_their_gradients() -> None:
     assert replica.update == pytest.approx(2 * size * 3 / 4 / 1e4 + 5 * size / 1e6)
     assert replica.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e6)
     assert replica.input == replica.output == 0
-
-
-def test_buffers_are_of_the_batch_of_all_ranks() -> None:
-    model = CostModel(topology(4), BATCH)
-    buffers = model.storage_of_part(TABLE, 1000, 64, FUSED).buffers.device
-    assert buffers == 2 * 4 * BATCH * 2 * 64 * 4 + 4 * BATCH * 3 * 4

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import OptionLister, TableOption
 from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
@@ -66,14 +66,13 @@ def test_on_one_rank_a_table_is_whole_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize("dim", [4, 36, 64, 100, 128])
 def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
     of = table(rows, dim, min_partition=4)
-    topology = Topology(8, "cpu", ddr_cap=1 << 30, local_world_size=4)
-    costs = CostModel(topology, 16)
+    storage = StorageModel(8, 16)
     tried = 0
     for option in options(of):
         if option.sharding_type is ShardingType.DATA_PARALLEL:
             continue
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
-        sizes = [costs.storage_of_part(of, r.num_rows, r.num_cols, FUSED).total for r in rects]
+        sizes = [storage.of_part(of, r.num_rows, r.num_cols, FUSED).total for r in rects]
         assert sizes == [part.size for part in option.parts for _ in range(part.count)]
         tried += 1
     assert tried
