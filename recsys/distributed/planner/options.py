@@ -85,11 +85,12 @@ class OptionLister:
     Args:
         topology: the machine.
         batch_size: samples per rank and step.
+        batches_in_flight: batches whose ids are held at a time.
     """
 
-    def __init__(self, topology: Topology, batch_size: int) -> None:
+    def __init__(self, topology: Topology, batch_size: int, batches_in_flight: int = 1) -> None:
         self._topology = topology
-        self._storage = StorageModel(topology.world_size, batch_size)
+        self.storage = StorageModel(topology, batch_size, batches_in_flight)
         of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
@@ -106,8 +107,9 @@ class OptionLister:
                 (ShardingType.GRID_SHARD, self._grid),
                 (ShardingType.DATA_PARALLEL, self._data_parallel),
             )
-            if sharding_type in table.kernels and table.allows(sharding_type)
-            for option in of_type(table, table.kernels[sharding_type])
+            for kernel in table.kernels.get(sharding_type, ())
+            if table.allows(sharding_type, kernel)
+            for option in of_type(table, kernel)
         ]
 
     def option_of(
@@ -153,7 +155,7 @@ class OptionLister:
                     of_kind.of_part(table, rows, cols, kernel, in_node=in_node)
                     for of_kind in self._costs
                 ),
-                storage=self._storage.of_part(table, rows, cols, kernel),
+                storage=self.storage.of_part(table, rows, cols, kernel, in_node=in_node),
             )
             for count, rows, cols in blocks
         )
@@ -235,7 +237,7 @@ class OptionLister:
             rows=table.rows,
             cols=table.dim,
             costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
-            storage=self._storage.of_replica(table, kernel),
+            storage=self.storage.of_replica(table, kernel),
         )
         return TableOption(
             sharding_type=ShardingType.DATA_PARALLEL,

@@ -29,9 +29,9 @@ from recsys.sparse import KeyedJaggedTensor
 
 _Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-_BINS = 256  # of the ranks of a Zipf law, which are spaced evenly in their logarithm
-_SIZES = 48  # numbers of rows that are tried in a fit
-_STEPS = 40  # of a bisection
+_BINS = 96  # of the ranks of a Zipf law, which are spaced evenly in their logarithm
+_SIZES = 16  # numbers of rows that are tried in a fit
+_STEPS = 24  # of a bisection
 _STEEPEST = 4.0  # Zipf exponent that is tried
 
 

@@ -13,8 +13,12 @@ from recsys.distributed.planner.types import (
 
 def test_reservations_leave_memory_free() -> None:
     assert FixedPercentageStorageReservation(0.25).usable(1000, dense_bytes=300) == 750
-    # dense parameters, their gradients and two optimizer states
-    assert HeuristicalStorageReservation(0.25).usable(1000, dense_bytes=100) == 750 - 400
+    assert HeuristicalStorageReservation(0.25).usable(1000, dense_bytes=100) == 750 - 600
+    assert HeuristicalStorageReservation(0.25, 2.5).usable(1000, dense_bytes=100) == 750 - 250
+    estimated = HeuristicalStorageReservation(0.25, dense_tensor_estimate=70)
+    assert estimated.usable(1000, dense_bytes=100) == 750 - 70
+    # host memory beside a GPU has no dense parts
+    assert estimated.usable(1000, dense_bytes=None) == 750
 
 
 @pytest.mark.parametrize("kind", [FixedPercentageStorageReservation, HeuristicalStorageReservation])
