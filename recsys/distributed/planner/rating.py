@@ -58,7 +58,7 @@ class Rating:
     tables: tuple[RatedTable, ...]
     rooms: tuple[Bytes, ...]
     placement: Placement | None = None
-    batch: Storage = Storage()
+    batch: Storage = field(default_factory=Storage)
 
     @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:
