@@ -205,13 +205,18 @@ class IdSkew:
     def _cache_curve(self) -> tuple[_Floats, _Floats]:
         """Rows held, ascending, and the share of ids among them."""
         times, counts = self._times, self._counts
-        held = np.cumsum(counts[::-1])
+        held = np.minimum(np.cumsum(counts[::-1]), self._rows)
         # ids seen at least `least` times, the smallest number that means the same ids
         least = np.concatenate([[1.0], times[:-1] + 1])
         of_ids = np.concatenate([np.cumsum((times * counts)[::-1])[::-1], [0.0]]) / self._num_ids
         hits = of_ids[np.searchsorted(times, least + 1)][::-1]
-        rows = max(float(self._rows), float(held[-1]))
-        return np.concatenate([[0.0], held, [rows]]), np.concatenate([[0.0], hits, [1.0]])
+        curve = [(0.0, 0.0)]
+        for point in (*zip(held.tolist(), hits.tolist(), strict=True), (float(self._rows), 1.0)):
+            # each further row gets fewer ids, so the curve bends down: what does not is chance
+            while len(curve) > 1 and _is_below(curve[-1], curve[-2], point):
+                curve.pop()
+            curve.append(point)
+        return np.array(curve)[:, 0], np.array(curve)[:, 1]
 
     @cached_property
     def _zipf(self) -> tuple[_Floats, _Floats]:
@@ -231,6 +236,14 @@ class IdSkew:
         once_V = (weights * n * chances * np.exp(-n * chances)).sum(1)
         best = int(np.argmin(np.abs(seen_V - distinct) + np.abs(once_V - once)))
         return weights[best], chances[best]
+
+
+def _is_below(
+    point: tuple[float, float], first: tuple[float, float], last: tuple[float, float]
+) -> bool:
+    """Whether a point lies on or below the line from another to a third."""
+    (x, y), (x0, y0), (x1, y1) = point, first, last
+    return (y - y0) * (x1 - x0) <= (y1 - y0) * (x - x0)
 
 
 def _law(sizes_V: _Floats, exponents_V: _Floats) -> tuple[_Floats, _Floats]:

@@ -75,20 +75,20 @@ class StorageModel:
         received = ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
         received += 2 * bags * _LENGTH_BYTES  # and offsets
         values = (bags if table.is_pooled else ids) * num_cols
+        moved = self._moved_values(table, num_rows, num_cols)
         if table.is_pooled and in_node and num_rows < table.rows and self._num_nodes > 1:
-            values *= _HOP_COPIES
-        else:
-            values += self._extra_values(table, num_rows, num_cols)
-        buffers = self._batches_in_flight * received + values * _VALUE_BYTES
+            moved = (_HOP_COPIES - 1) * values
         kept = table.storage_of(num_rows, num_cols, kernel)
         gradients, working = self._row_gradients(table, num_rows, num_cols, ids)
+        # the update begins when what was moved to be sent is no longer needed
+        buffers = values * _VALUE_BYTES + max(moved * _VALUE_BYTES, working)
         return replace(
             kept,
             gradients=kept.gradients.plus(Bytes(gradients)),
-            buffers=Bytes(int(buffers + working)),
+            buffers=Bytes(int(self._batches_in_flight * received + buffers)),
         )
 
-    def _extra_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
+    def _moved_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
         """Returns what a split adds to the buffers of the own samples, see ``of_batch``.
 
         It is on every rank; those without a part are taken to have enough memory left for it.
@@ -98,7 +98,10 @@ class StorageModel:
             is_whole = (num_rows, num_cols) == (table.rows, table.dim)
             return 0.0 if is_whole else ids * table.dim
         row_parts = round(table.rows / num_rows) if num_rows else 1
-        return bags * table.dim * (row_parts - 1)  # each sends its share of every sum
+        if row_parts == 1:
+            return 0.0
+        # each sends its share of every sum; means are divided in a copy of the gradients
+        return bags * table.dim * (row_parts - 1 + table.is_mean)
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
@@ -141,7 +144,8 @@ class StorageModel:
         copies, sorted_ids = 0, 0.0
         if table.writes_row_gradients:
             copies = _UPDATE_COPIES[optimizer.spec.algorithm]
-        if num_cols < table.dim and optimizer.exchanges_row_state:  # rows are added up first
+        if num_cols < table.dim and optimizer.exchanges_row_state:
+            # rows are added up first, in a lookup of their own, which takes a copy
             copies += 1
             sorted_ids = ids * _SORTED_ID_BYTES
         return 0, values * copies + sorted_ids

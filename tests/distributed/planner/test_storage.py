@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import os
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, final
 from unittest import mock
 
 import pytest
@@ -36,7 +36,6 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from recsys.kernels.types import EmbOptimType
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import LAMB, LarsSGD, PartialRowWiseAdam, RowWiseAdagrad
@@ -108,6 +107,9 @@ def planner(tables: Tables, world_size: int, **more: Any) -> EmbeddingShardingPl
     return EmbeddingShardingPlanner(topology, BATCH, constraints=constraints, **more)
 
 
+Case: TypeAlias = tuple[Tables, EmbeddingModuleShardingPlan]
+
+
 @final
 class Found(NamedTuple):
     """Bytes of one rank."""
@@ -117,15 +119,13 @@ class Found(NamedTuple):
     buffers: int
 
 
-def predicted_and_allocated(
-    tables: Tables, plan: EmbeddingModuleShardingPlan, node_size: int
-) -> tuple[Found, Found]:
+def all_predicted_and_allocated(cases: Sequence[Case], node_size: int) -> list[tuple[Found, Found]]:
     """Called on each rank."""
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(node_size)):
-        return _predicted_and_allocated(tables, plan)
+        return [predicted_and_allocated(*case) for case in cases]
 
 
-def _predicted_and_allocated(
+def predicted_and_allocated(
     tables: Tables, plan: EmbeddingModuleShardingPlan
 ) -> tuple[Found, Found]:
     env = ShardingEnv.default()
@@ -153,7 +153,8 @@ def _predicted_and_allocated(
     step()
     sharded.zero_grad(set_to_none=True)
     sharded.fused_optimizer.step()
-    peak = peak_bytes(step)
+    # gloo's threads let go of what was sent at a time of their own
+    peak = min(peak_bytes(step) for _ in range(3))
     held = [batch.values(), batch.lengths(), batch.offsets()]
     held += [batch.weights()] if tables.is_weighted else []
     own_bytes = sum(tensor.nbytes for tensor in held)
@@ -204,36 +205,41 @@ EVERY_WAY = {
 SIZES = dict(zip(EVERY_WAY, [(n, 16) for n in (1000, 501, 77, 300, 301, 90, 1001)], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "settings"),
-    [
+def of_ranks(
+    ranks: RankPool, cases: Sequence[Case], world_size: int = 2, node_size: int = 2
+) -> list[list[tuple[Found, Found]]]:
+    """Returns what was predicted and found, by case and rank."""
+    by_rank = ranks(world_size, all_predicted_and_allocated, cases, node_size, timeout=120.0)
+    return [list(of_case) for of_case in zip(*by_rank, strict=True)]
+
+
+def test_weights_and_state_to_the_byte(ranks: RankPool) -> None:
+    per_shard, deferred = {"row_state": "per_shard"}, {"update_mode": "deferred"}
+    cases = []
+    for optimizer, settings in (
         (torch.optim.SGD, {}),
         (torch.optim.Adagrad, {}),
         (RowWiseAdagrad, {}),
-        (RowWiseAdagrad, {"row_state": "per_shard"}),
-        (RowWiseAdagrad, {"update_mode": "deferred"}),
+        (RowWiseAdagrad, per_shard),
+        (RowWiseAdagrad, deferred),
         (torch.optim.Adam, {}),
-        (PartialRowWiseAdam, {"update_mode": "deferred"}),
-        (LAMB, {"row_state": "per_shard"}),
-        (LarsSGD, {"row_state": "per_shard"}),
+        (PartialRowWiseAdam, deferred),
+        (LAMB, per_shard),
+        (LarsSGD, per_shard),
         (None, {}),
-    ],
-)
-def test_weights_and_state_to_the_byte(
-    ranks: RankPool,
-    optimizer: type[torch.optim.Optimizer] | None,
-    settings: Mapping[str, str],
-) -> None:
-    tables = Tables(SIZES, optimizer, settings=settings)
-    plan = plan_of(tables, EVERY_WAY, 2)
-    for predicted, found in ranks(2, predicted_and_allocated, tables, plan, 2):
-        assert predicted[:2] == found[:2]
+    ):
+        tables = Tables(SIZES, optimizer, settings=settings)
+        cases.append((tables, plan_of(tables, EVERY_WAY, 2)))
+    for (tables, _), of_case in zip(cases, of_ranks(ranks, cases), strict=True):
+        for predicted, found in of_case:
+            assert predicted[:2] == found[:2], tables
 
 
 def test_a_grid_over_two_nodes(ranks: RankPool) -> None:
     tables = Tables({"grid": (1001, 64), "node": (1001, 32)}, torch.optim.Adam)
     kinds = {"grid": ("grid_shard", [0, 1, 2, 3]), "node": ("table_row_wise", [2, 3])}
-    for predicted, found in ranks(4, predicted_and_allocated, tables, plan_of(tables, kinds, 2), 2):
+    ((*of_case,),) = of_ranks(ranks, [(tables, plan_of(tables, kinds, 2))], world_size=4)
+    for predicted, found in of_case:
         assert predicted[:2] == found[:2]
         assert sum(predicted) == pytest.approx(sum(found), rel=0.1)
 
@@ -247,37 +253,35 @@ def random_kind(random_: random.Random) -> tuple[str, list[int]]:
     return kind, [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_all_bytes_of_random_plans(ranks: RankPool, seed: int) -> None:
-    """Ten plans of one model: weights and state exactly, all together within 10 %."""
+def test_all_bytes_of_ten_random_plans(ranks: RankPool) -> None:
+    """Of one model: weights and state exactly, all together within 10 %."""
     sizes = {"a": (20_000, 32), "b": (5_000, 64), "c": (500, 16), "d": (10_000, 32), "e": (50, 64)}
     tables = Tables(sizes)
-    random_ = random.Random(seed)
-    plan = plan_of(tables, {name: random_kind(random_) for name in sizes}, 2)
-    for predicted, found in ranks(2, predicted_and_allocated, tables, plan, 2):
-        print(seed, predicted, found, sum(predicted) / sum(found), predicted[2] / found[2])
-        assert predicted[:2] == found[:2]
-        assert sum(predicted) == pytest.approx(sum(found), rel=0.1)
+    random_ = random.Random(0)
+    plans = [plan_of(tables, {name: random_kind(random_) for name in sizes}, 2) for _ in range(10)]
+    for of_case in of_ranks(ranks, [(tables, plan) for plan in plans]):
+        for predicted, found in of_case:
+            assert predicted[:2] == found[:2]
+            assert sum(predicted) == pytest.approx(sum(found), rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "data_parallel"])
-@pytest.mark.parametrize(
-    "tables",
-    [
-        Tables({"a": (4_000, 32), "b": (4_000, 32)}, pooling=None),
-        Tables({"a": (4_000, 32), "b": (4_000, 32)}, is_weighted=True),
-        Tables({"a": (4_000, 32), "b": (4_000, 32)}, pooling=PoolingType.MEAN),
-        Tables({"a": (4_000, 32), "b": (4_000, 32)}, torch.optim.Adam),
-    ],
-    ids=["sequences", "weighted", "mean", "adam"],
-)
-def test_buffers(ranks: RankPool, tables: Tables, kind: str) -> None:
-    both = {"a": (kind, [0, 1]), "b": (kind, [0, 1])}
-    if kind == "table_wise":
-        both = {"a": (kind, [0]), "b": (kind, [1])}
-    for predicted, found in ranks(2, predicted_and_allocated, tables, plan_of(tables, both, 2), 2):
-        print(kind, predicted, found, sum(predicted) / sum(found), predicted[2] / found[2])
-        assert predicted.buffers == pytest.approx(found.buffers, rel=0.15)
+def test_buffers_of_every_kind_of_batch(ranks: RankPool) -> None:
+    sizes = {"a": (4_000, 32), "b": (4_000, 32)}
+    cases = []
+    for tables in (
+        Tables(sizes, pooling=None),
+        Tables(sizes, is_weighted=True),
+        Tables(sizes, pooling=PoolingType.MEAN),
+        Tables(sizes, pooling=PoolingType.MEAN, is_weighted=True),
+        Tables(sizes, torch.optim.Adam),
+    ):
+        for kind in ("table_wise", "row_wise", "column_wise", "data_parallel"):
+            whole = kind == "table_wise"
+            both = {"a": (kind, [0] if whole else [0, 1]), "b": (kind, [1] if whole else [0, 1])}
+            cases.append((tables, plan_of(tables, both, 2)))
+    for (tables, plan), of_case in zip(cases, of_ranks(ranks, cases), strict=True):
+        for predicted, found in of_case:
+            assert predicted.buffers == pytest.approx(found.buffers, rel=0.15), (tables, plan)
 
 
 TABLE = PlannedTable(
@@ -320,7 +324,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated() -> N
     refusing = planner(tables, 1)
 
     def build() -> None:
-        with pytest.raises(PlannerError, match="'a'.* does not fit on the 1 cpu ranks of 1,024"):
+        with pytest.raises(PlannerError, match=r"'a'.* does not fit on the 1 cpu ranks of 1,024"):
             DistributedModelParallel(
                 tables.build(), env=ShardingEnv.from_local(), device=CPU, planner=refusing
             )
