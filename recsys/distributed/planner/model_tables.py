@@ -49,7 +49,7 @@ def tables_of(
     Raises:
         PlannerError: if a constraint is for no table, or does not fit its table or module.
     """
-    tables = []
+    tables: list[PlannedTable] = []
     known: set[str] = set()
     met: set[str] = set()
     by_type = {sharder.module_type: sharder for sharder in sharders}

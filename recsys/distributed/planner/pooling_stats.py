@@ -10,8 +10,8 @@ follow, with ``f_k`` the number of ids that were seen ``k`` times:
   to ``i^-s`` over ``v`` rows, fitted to the number of ids seen and to the number seen once (Zipf,
   "Human behavior and the principle of least effort", 1949); even spread is its case ``s = 0``.
 - *hits of a cache* that holds the ids which were seen most: those seen at least ``k`` times get the
-  share ``sum over j > k of j f_j / n`` of further ids, and unseen rows share what is left. Good,
-  "The population frequencies of species and the estimation of population parameters", 1953.
+  share ``sum over j > k of j f_j / n`` of further ids, and all rows get all of them. Good, "The
+  population frequencies of species and the estimation of population parameters", 1953.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class IdSkew:
         """Returns the share of ids that a cache of the most frequent rows answers.
 
         It is what a cache reaches that knows frequencies from as large a sample and evicts the
-        least frequent (LFU); one that knows less has fewer hits.
+        least frequent (LFU): more than one that knows less, less than one that knows them all.
         """
         if not self._num_ids:
             return min(cached_rows / max(self._rows, 1), 1.0)

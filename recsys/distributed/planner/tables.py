@@ -160,7 +160,7 @@ class PlannedTable:
 
     @property
     def hit_rate(self) -> float:
-        """Share of ids that this cache answers at best: it holds the rows that were most frequent.
+        """Share of ids that this cache answers if it holds the rows that were most frequent.
 
         A cache that several features share is taken to serve each as if it were alone.
         """
