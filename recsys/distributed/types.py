@@ -173,19 +173,19 @@ class ParameterSharding:
         ranks: the owners of the shards in order; the sharding spec says the same in full.
         sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
             ``sharding_type`` and ``ranks``.
+        cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
         bounds_check_mode: what to do with an id outside the table.
         output_dtype: dtype of the looked-up embeddings; None or float32.
-        cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
     """
 
     sharding_type: str
     compute_kernel: str
     ranks: list[int] | None = None
     sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: CacheParams | None = None
     _: KW_ONLY
     bounds_check_mode: BoundsCheckMode | None = None
     output_dtype: torch.dtype | None = None
-    cache_params: CacheParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sharding_type, ShardingType):
