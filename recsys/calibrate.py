@@ -299,9 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank == 0:
         topology.to_json(given.out)
         print(topology)
-        print(
-            f"Written to {given.out}: EmbeddingShardingPlanner(Topology.from_json({str(given.out)!r}))"
-        )
+        print(f"Written to {given.out}. Topology.from_json({str(given.out)!r}) reads it.")
     return 0
 
 

@@ -11,7 +11,7 @@ import abc
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, unique
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar, cast, final
@@ -118,6 +118,51 @@ class EnumerableShardingSpec:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class CacheParams:
+    """The device cache of a ``fused_uvm_caching`` table; arguments are TorchRec's.
+
+    Args:
+        algorithm: not supported: the least recently used rows leave the cache.
+        load_factor: share of the table's rows that the cache holds, above 0 up to 1 (FBGEMM's
+            default, 0.2).
+        reserved_memory: not supported.
+        precision: not supported: a cached row has the dtype of its table.
+        prefetch_pipeline: not supported.
+        stats: not supported; the planner takes ``pooling_stats``.
+        multipass_prefetch_config: not supported.
+
+    Raises:
+        ValueError: if a value is out of its range, or not supported.
+
+    Example:
+        >>> CacheParams(load_factor=0.1).load_factor
+        0.1
+    """
+
+    algorithm: object | None = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: object | None = None
+    prefetch_pipeline: bool | None = None
+    stats: object | None = None
+    multipass_prefetch_config: object | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_factor is not None and not 0 < self.load_factor <= 1:
+            raise ValueError(
+                f"CacheParams.load_factor must lie in (0, 1]; received {self.load_factor}."
+            )
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if own.name != "load_factor" and value:
+                raise ValueError(
+                    f"CacheParams.{own.name} is not supported; received {value!r}. Leave it None: "
+                    "only load_factor can be chosen."
+                )
+
+
+@final
 @dataclass
 class ParameterSharding:
     """How one table is placed.
@@ -128,6 +173,7 @@ class ParameterSharding:
         ranks: the owners of the shards in order; the sharding spec says the same in full.
         sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
             ``sharding_type`` and ``ranks``.
+        cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
         bounds_check_mode: what to do with an id outside the table.
         output_dtype: dtype of the looked-up embeddings; None or float32.
     """
@@ -136,6 +182,7 @@ class ParameterSharding:
     compute_kernel: str
     ranks: list[int] | None = None
     sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: CacheParams | None = None
     _: KW_ONLY
     bounds_check_mode: BoundsCheckMode | None = None
     output_dtype: torch.dtype | None = None

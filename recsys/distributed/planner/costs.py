@@ -6,6 +6,8 @@ such as the latency of the step's exchanges, are the same under every plan and l
 
 With ``N`` ids and ``G`` bags that reach a part of ``r x c`` values (``e`` bytes each):
 
+- *prefetch*: rows that a cache in device memory lacks (``fused_uvm_caching``) come from the host,
+  and as many go back: what the cache's hit rate leaves of ``N``, at most the distinct ones;
 - *forward*: ``N c e`` bytes of rows are read;
 - *backward*: gradients are read, and the rows that were touched are read and written with their
   optimizer state. Of ``r`` equally likely rows ``N`` draws touch ``r (1 - (1 - 1/r)^N)``. Where
@@ -24,13 +26,12 @@ performance model for multicore architectures", 2009.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import LookupSpeed
-from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable, Storage
+from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
 
@@ -47,6 +48,7 @@ class Cost:
     """Milliseconds of one step.
 
     Attributes:
+        prefetch: bringing rows into a cache in device memory, and those they displace back.
         forward: looking rows up.
         backward: updating them.
         input: receiving ids.
@@ -54,6 +56,7 @@ class Cost:
         update: adding up gradients of replicas and applying them, or statistics of split rows.
     """
 
+    prefetch: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     input: float = 0.0
@@ -74,7 +77,7 @@ class Cost:
 
 @final
 class CostModel:
-    """The time and the memory of parts of tables, on ranks of one kind.
+    """The time of parts of tables, on ranks of one kind.
 
     Args:
         topology: the machine.
@@ -113,9 +116,9 @@ class CostModel:
         ids, bags = self._load(table, world_size)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
-        forward, backward = self._lookup(table, ids, num_rows, num_cols, kernel)
+        looked_up = self._lookup(table, ids, num_rows, num_cols, kernel)
         if world_size == 1:
-            return Cost(forward=forward, backward=backward)
+            return looked_up
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
         # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
@@ -130,11 +133,10 @@ class CostModel:
             moved = self._transfer("all_to_all", there_and_back, world_size, num_nodes)
         update = 0.0
         if table.trains and table.adds_up_rows(num_cols):
-            sums = 2 * _touched(num_rows, ids) * _VALUE_BYTES
+            sums = 2 * table.touched(num_rows, ids) * _VALUE_BYTES
             update = self._transfer("all_to_all", sums, world_size, num_nodes)
-        return Cost(
-            forward=forward,
-            backward=backward,
+        return replace(
+            looked_up,
             input=self._transfer("all_to_all", ids_in, world_size, num_nodes) + found,
             output=moved + placed,
             update=update,
@@ -145,37 +147,21 @@ class CostModel:
         topology = self._topology
         world_size = topology.world_size
         ids, bags = self._load(table, 1)
-        forward, backward = self._lookup(table, ids, table.rows, table.dim, kernel)
+        looked_up = self._lookup(table, ids, table.rows, table.dim, kernel)
         if world_size == 1:
-            return Cost(forward=forward, backward=backward)
+            return looked_up
         values = (bags if table.is_pooled else ids) * table.dim
         placed = self._copied(2 * values * _VALUE_BYTES)
         if not table.trains:
-            return Cost(forward=forward, backward=backward, output=placed)
+            return replace(looked_up, output=placed)
         size = table.gradient_bytes
         summed = self._transfer("all_reduce", size, world_size, topology.num_nodes)
         passes = REPLICA_PASSES * size / self._hardware.memory_bw
-        return Cost(forward=forward, backward=backward, output=placed, update=summed + passes)
-
-    def storage_of_part(
-        self, table: PlannedTable, num_rows: int, num_cols: int, kernel: EmbeddingComputeKernel
-    ) -> Storage:
-        """Returns the memory of a part: weights, state, and the buffers of one batch."""
-        ids, bags = self._load(table, self._topology.world_size)
-        values = (bags if table.is_pooled else ids) * num_cols
-        buffers = int(2 * values * _VALUE_BYTES + ids * table.id_bytes)
-        return replace(table.storage_of(num_rows, num_cols, kernel), buffers=Bytes(buffers))
-
-    def storage_of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
-        """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
-        kept = table.storage_of(table.rows, table.dim, kernel)
-        summed = Bytes(table.gradient_bytes if table.trains else 0)
-        return replace(kept, gradients=kept.gradients.plus(summed))
+        return replace(looked_up, output=placed, update=summed + passes)
 
     def _load(self, table: PlannedTable, num_ranks: int) -> tuple[float, float]:
         """Returns the ids and bags of a table in a step of so many ranks."""
-        samples = num_ranks * self._batch_size
-        return samples * table.ids_per_sample, float(samples * table.num_features)
+        return table.load(num_ranks * self._batch_size)
 
     def _lookup(
         self,
@@ -184,26 +170,30 @@ class CostModel:
         num_rows: int,
         num_cols: int,
         kernel: EmbeddingComputeKernel,
-    ) -> tuple[float, float]:
-        pooling = table.ids_per_sample / table.num_features
-        speed = self._topology.lookup_speed(num_cols, pooling, self._hardware)
-        if kernel in UVM_KERNELS:
-            host_bw = self._hardware.ddr_mem_bw
+    ) -> Cost:
+        hardware = self._hardware
+        sample_ids, sample_bags = table.load(1)
+        pooling = sample_ids / sample_bags if sample_bags else 0.0
+        speed = self._topology.lookup_speed(num_cols, pooling, hardware)
+        host_bw = min(hardware.ddr_mem_bw, hardware.hbm_to_ddr_mem_bw)
+        if kernel is EmbeddingComputeKernel.FUSED_UVM:
             speed = LookupSpeed(host_bw, host_bw, host_bw)
-        gradient_bytes = num_cols * _VALUE_BYTES
-        forward, backward = lookup_bytes(
-            ids,
-            _touched(num_rows, ids),
-            num_cols * table.element_bytes,
-            gradient_bytes,
-            table.state_bytes_per_row(num_cols),
+        row_bytes, gradient_bytes = num_cols * table.element_bytes, num_cols * _VALUE_BYTES
+        touched = table.touched(num_rows, ids)
+        state_bytes = table.state_bytes_per_row(num_cols)
+        forward, backward = lookup_bytes(ids, touched, row_bytes, gradient_bytes, state_bytes)
+        backward_bw = speed.backward_bw
+        if table.adds_up_rows(num_cols):
+            backward, backward_bw = backward + statistic_bytes(ids, gradient_bytes), speed.split_bw
+        fetched = 0.0
+        if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
+            missed = min((1 - table.hit_rate) * ids, touched)
+            fetched = (2 if table.trains else 1) * missed * row_bytes  # the row before goes back
+        return Cost(
+            prefetch=fetched / host_bw,
+            forward=forward / speed.forward_bw,
+            backward=backward / backward_bw if table.trains else 0.0,
         )
-        if not table.trains:
-            return forward / speed.forward_bw, 0.0
-        if not table.adds_up_rows(num_cols):
-            return forward / speed.forward_bw, backward / speed.backward_bw
-        backward += statistic_bytes(ids, gradient_bytes)
-        return forward / speed.forward_bw, backward / speed.split_bw
 
     def _copied(self, num_bytes: float) -> float:
         """Returns the milliseconds of bytes that are read and written once more."""
@@ -239,10 +229,3 @@ def statistic_bytes(ids: float, gradient_bytes: float) -> float:
         gradient_bytes: of a row's gradient.
     """
     return ids * (_SORT_PASSES * 2 * _PAIR_BYTES + gradient_bytes)
-
-
-def _touched(num_rows: int, ids: float) -> float:
-    """Returns how many of equally likely rows are expected among the ids."""
-    if num_rows <= 1:
-        return float(num_rows)
-    return -num_rows * math.expm1(ids * math.log1p(-1 / num_rows))

@@ -8,6 +8,7 @@ from typing import final
 
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.placement import Option, Pieces, Reach
+from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.strategies import MIN_COLUMNS, even_block, rects_of
@@ -84,10 +85,12 @@ class OptionLister:
     Args:
         topology: the machine.
         batch_size: samples per rank and step.
+        batches_in_flight: batches whose ids are held at a time.
     """
 
-    def __init__(self, topology: Topology, batch_size: int) -> None:
+    def __init__(self, topology: Topology, batch_size: int, batches_in_flight: int = 1) -> None:
         self._topology = topology
+        self.storage = StorageModel(topology, batch_size, batches_in_flight)
         of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
@@ -104,8 +107,9 @@ class OptionLister:
                 (ShardingType.GRID_SHARD, self._grid),
                 (ShardingType.DATA_PARALLEL, self._data_parallel),
             )
-            if sharding_type in table.kernels and table.allows(sharding_type)
-            for option in of_type(table, table.kernels[sharding_type])
+            for kernel in table.kernels.get(sharding_type, ())
+            if table.allows(sharding_type, kernel)
+            for option in of_type(table, kernel)
         ]
 
     def option_of(
@@ -151,7 +155,7 @@ class OptionLister:
                     of_kind.of_part(table, rows, cols, kernel, in_node=in_node)
                     for of_kind in self._costs
                 ),
-                storage=self._costs[0].storage_of_part(table, rows, cols, kernel),
+                storage=self.storage.of_part(table, rows, cols, kernel, in_node=in_node),
             )
             for count, rows, cols in blocks
         )
@@ -233,7 +237,7 @@ class OptionLister:
             rows=table.rows,
             cols=table.dim,
             costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
-            storage=self._costs[0].storage_of_replica(table, kernel),
+            storage=self.storage.of_replica(table, kernel),
         )
         return TableOption(
             sharding_type=ShardingType.DATA_PARALLEL,

@@ -2,7 +2,7 @@
 
 Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
 weights, the state of the optimizer that a table has when it is planned or else its gradient, the
-sum of a replica's gradients, and the buffers of one batch.
+sum of a replica's gradients, and the buffers of batches (see ``storage``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import nn
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.options import OptionLister, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
+from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan, RatedTable, Rating
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
+    DEFAULT_BATCH_SIZE,
     HeuristicalStorageReservation,
     ParameterConstraints,
     PlannerError,
@@ -36,8 +38,6 @@ from recsys.distributed.types import (
     format_table,
 )
 
-_DEFAULT_BATCH = 512
-
 
 class EmbeddingShardingPlanner:
     """Plans where the tables of a model go.
@@ -49,6 +49,9 @@ class EmbeddingShardingPlanner:
             None.
         constraints: demands by table name.
         timeout_seconds: how long the search may take; the best plan found until then is returned.
+        pooling_stats: what a sample of batches says of ids; constraints say it better.
+        batches_in_flight: batches whose ids a rank holds at a time: 1 without a train pipeline, 2
+            or 3 with one.
 
     Example:
         >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -72,17 +75,25 @@ class EmbeddingShardingPlanner:
         storage_reservation: StorageReservation | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         timeout_seconds: float | None = None,
+        pooling_stats: PoolingStats | None = None,
+        batches_in_flight: int = 1,
     ) -> None:
         self._topology = topology or _default_topology()
         if batch_size is not None and batch_size < 1:
             raise ValueError(
                 f"EmbeddingShardingPlanner.batch_size must be at least 1; received {batch_size}."
             )
-        self._batch_size = batch_size or _DEFAULT_BATCH
+        if batches_in_flight < 1:
+            raise ValueError(
+                "EmbeddingShardingPlanner.batches_in_flight must be at least 1; received "
+                f"{batches_in_flight}."
+            )
+        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._constraints = dict(constraints or {})
         self._timeout_seconds = timeout_seconds
-        self._lister = OptionLister(self._topology, self._batch_size)
+        self._pooling_stats = pooling_stats
+        self._lister = OptionLister(self._topology, self._batch_size, batches_in_flight)
 
     def collective_plan(
         self,
@@ -124,7 +135,7 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        tables = self._tables_of(module, sharders)
         rooms = self._rooms(module, tables)
         options = [self._options(table) for table in tables]
         ranks = Ranks(
@@ -146,14 +157,16 @@ class EmbeddingShardingPlanner:
         for table, of_table, choice in zip(tables, options, placement.choices, strict=True):
             option = of_table[choice.option]
             plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = (
-                parameter_sharding(
-                    option.sharding_type,
-                    table.rows,
-                    table.dim,
-                    choice.ranks,
-                    device_type=self._topology.compute_device,
-                    compute_kernel=option.compute_kernel,
-                    local_size=self._topology.local_size,
+                table.constraints.apply_to(
+                    parameter_sharding(
+                        option.sharding_type,
+                        table.rows,
+                        table.dim,
+                        choice.ranks,
+                        device_type=self._topology.compute_device,
+                        compute_kernel=option.compute_kernel,
+                        local_size=self._topology.local_size,
+                    )
                 )
             )
             rated.append(
@@ -181,7 +194,7 @@ class EmbeddingShardingPlanner:
             ValueError: if a module's plan does not name each of its tables once, or a rank that it
                 names does not exist.
         """
-        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        tables = self._tables_of(module, sharders)
         of_modules: dict[str, list[PlannedTable]] = {}
         for table in tables:
             of_modules.setdefault(table.path, []).append(table)
@@ -193,6 +206,18 @@ class EmbeddingShardingPlanner:
                 option, ranks = self._lister.option_of(table, entries[table.name])
                 rated.append(RatedTable(table=table, option=option, ranks=ranks))
         return RatedPlan(plan.plan, rating=self._rating(rated, self._rooms(module, tables)))
+
+    def _tables_of(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> list[PlannedTable]:
+        return tables_of(
+            module,
+            sharders,
+            self._constraints,
+            self._topology.compute_device,
+            batch_size=self._batch_size,
+            pooling_stats=self._pooling_stats,
+        )
 
     def _rating(
         self,
@@ -206,16 +231,18 @@ class EmbeddingShardingPlanner:
             tables=tuple(rated),
             rooms=tuple(rooms),
             placement=placement,
+            batch=self._lister.storage.of_batch([table.table for table in rated]),
         )
 
     def _rooms(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Returns the memory of each rank that is free for tables."""
+        batch = self._lister.storage.of_batch(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
         return [
             Bytes(
-                self._reservation.usable(rank.memory_cap, dense_bytes),
-                self._reservation.usable(rank.ddr_cap, 0),
+                self._reservation.usable(rank.memory_cap, dense_bytes) - batch,
+                self._reservation.usable(rank.ddr_cap, None),
             )
             for rank in self._topology.hardware
         ]

@@ -49,6 +49,8 @@ class Rating:
         tables: where each is.
         rooms: memory that is free for tables, per rank.
         placement: what the search answered; None for a plan that was given.
+        batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
+            ``rooms``.
     """
 
     topology: Topology
@@ -56,6 +58,7 @@ class Rating:
     tables: tuple[RatedTable, ...]
     rooms: tuple[Bytes, ...]
     placement: Placement | None = None
+    batch: Storage = field(default_factory=Storage)
 
     @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:

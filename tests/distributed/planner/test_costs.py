@@ -70,6 +70,20 @@ def test_host_memory_is_read_at_its_own_speed() -> None:
     assert cost.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e5)
 
 
+def test_what_a_cache_lacks_is_fetched_and_others_go_back() -> None:
+    caching = EmbeddingComputeKernel.FUSED_UVM_CACHING
+    rare = dataclasses.replace(TABLE, rows=10**9)  # every id is another row
+    cost = CostModel(topology(1), BATCH).of_part(rare, 10**9, 64, caching)
+    missed = 0.8 * BATCH * 3  # a fifth of the rows is cached
+    assert cost.prefetch == pytest.approx(2 * missed * 64 * 4 / 1e5)
+    in_memory = CostModel(topology(1), BATCH).of_part(rare, 10**9, 64, FUSED)
+    assert cost.forward == in_memory.forward
+    assert in_memory.prefetch == 0
+    one_row = dataclasses.replace(TABLE, rows=1)  # fetched once at most
+    cost = CostModel(topology(1), BATCH).of_part(one_row, 1, 64, caching)
+    assert cost.prefetch == pytest.approx(2 * 64 * 4 / 1e5)
+
+
 def test_backward_touches_as_many_rows_as_draws_do() -> None:
     draws = torch.randint(1000, (500, BATCH * 3), generator=torch.Generator().manual_seed(0))
     touched = sum(len(draw.unique()) for draw in draws) / len(draws)
@@ -189,9 +203,3 @@ def test_measured_speeds_take_the_place_of_bandwidths() -> None:
     assert after.backward == pytest.approx(before.backward * 1e6 / 2e5)
     values = 4 * BATCH * 2 * 64
     assert after.output - placed(plain, values) == pytest.approx(2 * values * 4 / 1e3)
-
-
-def test_buffers_are_of_the_batch_of_all_ranks() -> None:
-    model = CostModel(topology(4), BATCH)
-    buffers = model.storage_of_part(TABLE, 1000, 64, FUSED).buffers.device
-    assert buffers == 2 * 4 * BATCH * 2 * 64 * 4 + 4 * BATCH * 3 * 4
