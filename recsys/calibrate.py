@@ -64,10 +64,10 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def median_ms(self, *runs: Callable[[], object], turns: int = _TURNS) -> list[float]:
+    def median_ms(self, *runs: Callable[[], object], turns: int | None = None) -> list[float]:
         """Returns the median milliseconds of each, run one after the other, on the slowest rank."""
         times = []
-        for turn in range(_WARM_UP + turns):
+        for turn in range(_WARM_UP + (turns or _TURNS)):
             dist.barrier()
             ends = [self._now()]
             for run in runs:
