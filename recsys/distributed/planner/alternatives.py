@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias, final
@@ -53,7 +53,7 @@ class OtherPlaces:
         used_RM = np.array([tuple(stored.total) for stored in rating.storage], np.float64)
         self._free_RM = np.array(rating.rooms, np.float64) - used_RM
 
-    def nearest(self, table: RatedTable, options: list[TableOption]) -> list[Alternative]:
+    def nearest(self, table: RatedTable, options: Sequence[TableOption]) -> list[Alternative]:
         """Returns the best option of each sharding type and kernel, without the plan's own.
 
         Args:
@@ -117,7 +117,7 @@ class OtherPlaces:
 
     def _spread(
         self,
-        parts: Iterator[Part] | list[Part] | tuple[Part, ...],
+        groups: Sequence[Part],
         places: list[NDArray[np.int64]],
         load_R: _Floats,
         free_RM: _Floats,
@@ -127,7 +127,7 @@ class OtherPlaces:
         """Puts parts on distinct ranks of one of the places: the one that is done first then.
 
         Args:
-            parts: to place.
+            groups: the parts to place.
             places: the ranks of each; the one that is taken is removed.
             load_R: per rank; added to.
             free_RM: per rank; taken from.
@@ -136,7 +136,6 @@ class OtherPlaces:
         Returns:
             The bytes that are missing on device and host, and the milliseconds of all parts.
         """
-        groups = list(parts)
         cost_GR = np.array(
             [[part.costs[kind].total for kind in range(self._kinds_R.max() + 1)] for part in groups]
         )[:, self._kinds_R]
@@ -163,7 +162,7 @@ class OtherPlaces:
 
 
 def _assign(
-    groups: list[Part],
+    groups: Sequence[Part],
     place: NDArray[np.int64],
     load_R: _Floats,
     free_RM: _Floats,

@@ -16,8 +16,8 @@ from recsys.distributed.planner.types import ParameterConstraints, PlannerError
 from recsys.distributed.planner.what_if import ANY_GAP, plan_again, with_half_weights
 from recsys.distributed.types import EmbeddingComputeKernel, format_table
 
-_SECONDS = 5.0  # to look for what would fit
-_SEARCH_SECONDS = 2.0  # of one try
+_SECONDS = 3.0  # to look for what would fit
+_SEARCH_SECONDS = 1.0  # of one try
 _MOST_RANKS = 4096
 _SHOWN = 3
 
@@ -159,10 +159,12 @@ class Misfit:
 
         too_few = nodes
         enough = max(-(-(error.ranks_needed or 0) // node), too_few + 1)
-        while not fits(enough):
+        while enough * node <= _MOST_RANKS and time.monotonic() < deadline:
+            if fits(enough):
+                break
             too_few, enough = enough, 2 * enough
-            if enough * node > _MOST_RANKS or time.monotonic() > deadline:
-                return None
+        else:
+            return None
         while enough - too_few > 1 and time.monotonic() < deadline:
             middle = (too_few + enough) // 2
             too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)

@@ -97,7 +97,7 @@ class Rating:
                 storage[rank] = storage[rank].plus(part.storage)
         return tuple(storage)
 
-    @property
+    @functools.cached_property
     def slowest_rank(self) -> int:
         """The rank that is done last."""
         return max(range(len(self.costs)), key=lambda rank: self.costs[rank].total)
