@@ -28,8 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     given = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in given if not word.startswith("-")), None)
-    if command not in parsers:
-        parser.parse_args(given)  # says so, or what else was asked for
+    if command is None or command not in parsers:
+        parser.parse_args(given)  # ends here: says so, or what else was asked for
+        raise AssertionError
     module = importlib.import_module(f"recsys.{command}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(parsers[command])

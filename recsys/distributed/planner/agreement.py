@@ -43,17 +43,21 @@ def facts_of(
             facts[f"topology.{name}"] = repr(numbers[0] if len(set(numbers)) == 1 else numbers)
     facts["tables"] = repr([table.name for table in tables])
     for table in tables:
-        optimizer = table.optimizer.spec.algorithm.name if table.optimizer else "none"
-        kinds = {kind.value: _stable(kernels) for kind, kernels in table.kernels.items()}
         own = f"table {table.name!r} of module {table.path!r}"
-        facts[own] = (
-            f"{table.rows} x {table.dim}, {table.element_bytes} bytes per weight, optimizer "
-            f"{optimizer}, {'trained' if table.trains else 'frozen'}, {table.num_features} "
-            f"features, {'pooled' if table.is_pooled else 'sequences'}, "
-            f"{'weighted' if table.is_weighted else 'unweighted'}, bytes on the wire "
-            f"{table.wire_bytes}, {kinds}"
-        )
         facts[f"constraints of {own}"] = _stable(table.constraints)
+        facts[own] = "; ".join(
+            (
+                f"{table.rows} x {table.dim}",
+                f"{table.element_bytes} bytes per weight",
+                f"optimizer {table.optimizer.spec.algorithm.name if table.optimizer else 'none'}",
+                "trained" if table.trains else "frozen",
+                f"{table.num_features} features",
+                "pooled" if table.is_pooled else "sequences",
+                "weighted" if table.is_weighted else "unweighted",
+                f"{table.wire_bytes} bytes per value on the wire",
+                f"kernels {_stable([*table.kernels.items()])}",
+            )
+        )
     return facts
 
 
@@ -84,10 +88,10 @@ def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology
     if len({digest for _, digest, _ in seen}) > 1:
         raise PlannerError(_find_difference(group, lines))
     for number, cap in enumerate(_CAPS):
-        first = seen[0][2][number]
-        for rank, (_, _, sizes) in enumerate(seen):
-            if abs(sizes[number] - first) > _ALIKE * first:
-                raise PlannerError(_differs(rank, f"topology.{cap}", str(first), sizes[number]))
+        sizes = [caps[number] for _, _, caps in seen]
+        for rank, size in enumerate(sizes):
+            if abs(size - sizes[0]) > _ALIKE * sizes[0]:
+                raise PlannerError(_differs(rank, f"topology.{cap}", str(sizes[0]), str(size)))
 
 
 def _find_difference(group: dist.ProcessGroup, lines: Facts) -> str:
@@ -104,11 +108,14 @@ def _find_difference(group: dist.ProcessGroup, lines: Facts) -> str:
     return next((text for text in found if text is not None), "Ranks ask for different plans.")
 
 
-def _differs(rank: int, name: str, first: str, own: object) -> str:
+def _differs(rank: int, name: str, first: str, own: str) -> str:
+    ours, theirs = first.split("; "), own.split("; ")
+    if len(ours) == len(theirs):
+        pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
+        first, own = ("; ".join(side) for side in zip(*pairs, strict=True))
     return (
         f"All ranks must ask for the same plan; {name} differs: rank 0 has {_cut(first)}, rank "
-        f"{rank} has {_cut(str(own))}. Build model and planner from the same arguments on every "
-        "rank."
+        f"{rank} has {_cut(own)}. Build model and planner from the same arguments on every rank."
     )
 
 

@@ -28,10 +28,10 @@ from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ModuleSharder, ShardingType
 from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.modules.embedding_configs import (
-    BaseEmbeddingConfig,
     DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    EmbeddingTableConfig,
     PoolingType,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -88,7 +88,7 @@ class _Module:
 
     is_pooled: bool
     is_weighted: bool
-    configs: list[BaseEmbeddingConfig] = field(default_factory=list)
+    configs: list[EmbeddingTableConfig] = field(default_factory=list)
     optimizers: dict[str, str] = field(default_factory=dict)
 
 
@@ -166,12 +166,15 @@ def _read_table(
         )
     module.optimizers[name] = choice_of(f"{owner}: optimizer", optimizer, [*OPTIMIZERS])
     data_type = members.get("data_type", defaults.get("data_type", "FP32"))
-    sizes = [whole_of(f"{owner}: {key}", members[key]) for key in ("rows", "dim")]
-    dtype = DataType[choice_of(f"{owner}: data_type", data_type, _DATA_TYPES)]
     module.configs.append(
-        EmbeddingBagConfig(*sizes, name, dtype, features, pooling=PoolingType[pooling])
-        if is_pooled
-        else EmbeddingConfig(*sizes, name, dtype, features)
+        EmbeddingTableConfig(
+            num_embeddings=whole_of(f"{owner}: rows", members["rows"]),
+            embedding_dim=whole_of(f"{owner}: dim", members["dim"]),
+            name=name,
+            data_type=DataType[choice_of(f"{owner}: data_type", data_type, _DATA_TYPES)],
+            feature_names=features,
+            pooling=PoolingType[pooling],
+        )
     )
     constraints[name] = _constraints(owner, members, len(features))
 
@@ -208,17 +211,10 @@ def _constraints(owner: str, members: Mapping[str, Any], num_features: int) -> P
 
 
 def _model(subject: str, modules: Mapping[str, _Module]) -> nn.Module:
-    device = torch.device("meta")
     root = nn.Module()
     for path, module in modules.items():
         try:
-            collection = (
-                EmbeddingBagCollection(
-                    tables=module.configs, is_weighted=module.is_weighted, device=device
-                )
-                if module.is_pooled
-                else EmbeddingCollection(tables=module.configs, device=device)
-            )
+            collection = _collection(module)
         except ValueError as error:
             raise ValueError(f"{subject}: module {path!r}: {error}") from None
         for name, parameter in collection.named_parameters():
@@ -234,6 +230,36 @@ def _model(subject: str, modules: Mapping[str, _Module]) -> nn.Module:
             return collection
         _put(root, path, collection, subject)
     return root
+
+
+def _collection(module: _Module) -> EmbeddingBagCollection | EmbeddingCollection:
+    meta = torch.device("meta")
+    if not module.is_pooled:
+        return EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    num_embeddings=table.num_embeddings,
+                    embedding_dim=table.embedding_dim,
+                    name=table.name,
+                    data_type=table.data_type,
+                    feature_names=table.feature_names,
+                )
+                for table in module.configs
+            ],
+            device=meta,
+        )
+    bags = [
+        EmbeddingBagConfig(
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            name=table.name,
+            data_type=table.data_type,
+            feature_names=table.feature_names,
+            pooling=table.pooling,
+        )
+        for table in module.configs
+    ]
+    return EmbeddingBagCollection(tables=bags, is_weighted=module.is_weighted, device=meta)
 
 
 def _put(root: nn.Module, path: str, module: nn.Module, subject: str) -> None:
