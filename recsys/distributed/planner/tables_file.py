@@ -263,16 +263,15 @@ def _collection(module: _Module) -> EmbeddingBagCollection | EmbeddingCollection
 
 
 def _put(root: nn.Module, path: str, module: nn.Module, subject: str) -> None:
-    *parents, last = path.split(".")
-    for name in parents:
+    *parents, last = names = path.split(".")
+    held = (EmbeddingBagCollection, EmbeddingCollection)
+    for name in parents if all(names) else ():
+        if isinstance(root, held):
+            break
         if name not in root._modules:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
-    if (
-        not all((*parents, last))
-        or last in root._modules
-        or isinstance(root, EmbeddingBagCollection | EmbeddingCollection)
-    ):
+    if not all(names) or last in root._modules or isinstance(root, held):
         raise ValueError(
             f"{subject}: module must be a path of names with dots between, none inside another; "
             f"received {path!r}."

@@ -13,8 +13,8 @@ from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 
-ANY_GAP = 1e9
-"""A tolerance with which the search ends at the first placement that fits."""
+ANY_GAP = 1e4
+"""A tolerance with which the search ends at nearly any placement that fits."""
 
 
 def problem_of(
