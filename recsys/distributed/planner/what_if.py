@@ -106,9 +106,8 @@ def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) 
         left: returns the seconds that there are still.
         least: share of the slowest rank's time that is worth a line.
     """
-    one_search = rating.placement.seconds if rating.placement is not None else 0.0
     for change in _changes(rating):
-        if left() <= one_search:
+        if left() <= 0:
             return
         placement = plan_again(
             rating.topology, rating.lister, change.tables, change.rooms, tolerance=least / 2
