@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import final
 
+from recsys.distributed.layout import PlacedTable
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.placement import Option, Pieces, Reach
 from recsys.distributed.planner.storage import StorageModel
@@ -118,7 +120,8 @@ class OptionLister:
         """Returns a plan's entry as an option, and the rank of each of its parts.
 
         Raises:
-            ValueError: if a rank does not exist, or the plan has neither shards nor ranks.
+            ValueError: if a rank does not exist, the plan has neither shards nor ranks, or the
+                shards do not cover the table once.
         """
         kind = ShardingType(sharding.sharding_type)
         kernel = EmbeddingComputeKernel(sharding.compute_kernel)
@@ -126,7 +129,16 @@ class OptionLister:
         if kind is ShardingType.DATA_PARALLEL:
             return self._replicas(table, kernel), tuple(range(world_size))
         rects = rects_of(table.name, table.rows, table.dim, sharding, world_size)
-        blocks = [(1, rect.num_rows, rect.num_cols) for rect in rects]
+        PlacedTable(  # raises if they leave a gap or overlap
+            name=table.name,
+            num_rows=table.rows,
+            dim=table.dim,
+            features=(),
+            group=None,
+            rects=rects,
+        )
+        sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
+        blocks = [(len(list(alike)), rows, cols) for (rows, cols), alike in sizes]
         in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         option = self._option(table, kind, kernel, Reach.ANYWHERE, blocks, in_node=in_node)
         return option, tuple(rect.rank for rect in rects)

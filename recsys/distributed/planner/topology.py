@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from recsys.distributed.file_checks import read_source
 from recsys.distributed.node import get_local_size
 from recsys.distributed.planner import topology_json
 from recsys.distributed.planner.custom_topology import CustomTopologyData
@@ -245,9 +246,7 @@ class Topology:
             >>> Topology.from_json(topology.to_json()) == topology
             True
         """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        subject = "Topology file" if is_text else f"Topology file {source}"
+        text, subject = read_source(source, "Topology file")
         contents = topology_json.read(text, subject)
         try:
             return cls.from_hardware(

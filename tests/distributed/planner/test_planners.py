@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from recsys.distributed.planner import (
     PlannerError,
     PoolingStats,
     Topology,
+    misfit,
 )
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.pooling_stats import FeatureStats
@@ -315,7 +317,8 @@ class TestMemory:
         assert "\nrow_wise       3      8.1 MiB         7.1 MiB   cpu\n" in message
         for tried in ("table_wise", "column_wise", "data_parallel"):
             assert f"\n{tried}" in message
-        assert message.endswith("or a smaller storage reservation.")
+        # 24.4 MiB, and buffers; nodes of three
+        assert message.endswith("What would fit, each by itself: 27 ranks like these.")
 
     @given(
         sizes=st.lists(
@@ -330,7 +333,9 @@ class TestMemory:
     ) -> None:
         names = {f"t{i}": size for i, size in enumerate(sizes)}
         try:
-            plan = plan_of(collection(names), world_size, mib).plan[""]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(misfit, "_SECONDS", 0.0)  # to look for what would fit
+                plan = plan_of(collection(names), world_size, mib).plan[""]
         except PlannerError:
             # a sample's buffers are at most 15 rows
             total = sum((rows + 15) * dim * 4 for rows, dim in sizes)
@@ -358,7 +363,10 @@ class TestMemory:
         assert message.startswith("The 5 tables do not fit on the 2 cpu ranks of 0.5 MiB each")
         assert "0.2 MiB more of cpu memory than there is" in message
         assert "Table 't0' of module '' (1000 x 64, 0.2 MiB with optimizer state)" in message
-        assert "4 ranks like these could hold them" in message  # nodes of two
+        assert message.endswith(  # nodes of two
+            "What would fit, each by itself: weights of 16 bits (data_type=DataType.FP16); 4 ranks "
+            "like these."
+        )
 
 
 class TestWhatTablesAre:
@@ -469,29 +477,63 @@ class TestChoice:
         assert spec.shards[1].shard_sizes == [10, 4]
 
 
-def _plan_together(mib_of_rank_0: float) -> ShardingPlan | str:
-    """Ranks that would plan differently: only rank 0's topology and constraints count."""
-    rank = dist.get_rank()
+def _plan_together(mib: float, of_rank_1: dict[str, Any] | None = None) -> ShardingPlan | str:
+    given: dict[str, Any] = {"mib": mib, "rows": 1_000, "batch_size": 512, "kind": "row_wise"}
+    if dist.get_rank() == 1:
+        given |= of_rank_1 or {}
     planner = EmbeddingShardingPlanner(
-        Topology(2, "cpu", ddr_cap=int((mib_of_rank_0 if rank == 0 else 500) * MIB)),
-        constraints={"a": only("row_wise" if rank == 0 else "column_wise")},
+        Topology(2, given.get("device", "cpu"), ddr_cap=int(given["mib"] * MIB), ssd_cap=1),
+        batch_size=given["batch_size"],
+        constraints={given.get("name", "a"): only(given["kind"])},
     )
+    model = collection({"a": (given["rows"], 64)}, given.get("optimizer", torch.optim.SGD))
     try:
-        return planner.collective_plan(collection({"a": (1_000, 64)}), SHARDERS)
+        return planner.collective_plan(model, SHARDERS)
     except PlannerError as error:
         return str(error)
 
 
 def test_every_rank_gets_the_plan_of_rank_0(ranks: RankPool) -> None:
-    first, second = ranks(2, _plan_together, 100.0)
+    # hosts that are alike report a little more or less memory
+    first, second = ranks(2, _plan_together, 100.0, {"mib": 101.0})
     assert first == second
     assert first.plan[""]["a"].sharding_type == "row_wise"
+    assert first.rating.costs == second.rating.costs
+    assert first.rating.rooms == second.rating.rooms
+    assert first.rating.placement == second.rating.placement
+    assert "row_wise" in second.report()
 
 
 def test_every_rank_gets_the_error_of_rank_0(ranks: RankPool) -> None:
     first, second = ranks(2, _plan_together, 0.01)
     assert first == second
     assert first.startswith("Table 'a' of module ''")
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "message"),
+    [
+        ({"batch_size": 256}, "batch_size differs: rank 0 has 512, rank 1 has 256"),
+        (
+            {"rows": 999},
+            r"table 'a' of module '' differs: rank 0 has 1000 x 64, rank 1 has 999 x 64\.",
+        ),
+        (
+            {"optimizer": RowWiseAdagrad},
+            "table 'a' of module '' differs: rank 0 has optimizer SGD, rank 1 .* EXACT_ROWWISE_ADA",
+        ),
+        ({"kind": "table_wise"}, r"constraints of table 'a' .* differs: .*row_wise.*table_wise"),
+        ({"mib": 50.0}, "topology.ddr_cap differs: rank 0 has 104857600, rank 1 has 52428800"),
+        ({"device": "cuda"}, "topology.compute_device differs: rank 0 has 'cpu', .* 'cuda'"),
+        ({"name": "b"}, r"On rank 1 no plan can be made: Constraints are given .* \['b'\]"),
+    ],
+)
+def test_ranks_that_ask_for_different_plans_all_hear_of_it(
+    ranks: RankPool, of_rank_1: dict[str, Any], message: str
+) -> None:
+    first, second = ranks(2, _plan_together, 100.0, of_rank_1)
+    assert first == second
+    assert re.search(message, first), first
 
 
 def _default_plan() -> list[int] | None:
