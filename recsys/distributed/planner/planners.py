@@ -14,11 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys.distributed.planner.model_tables import tables_of
+from recsys.distributed.planner.enumerators import (
+    DEFAULT_BATCH_SIZE,
+    EmbeddingEnumerator,
+    Enumerator,
+)
 from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.partitioners import Partitioner, partitioned
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
 from recsys.distributed.planner.rating import RatedPlan, RatedTable, Rating
 from recsys.distributed.planner.search import search
+from recsys.distributed.planner.shard_estimators import ShardEstimator, estimated
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
@@ -36,7 +42,13 @@ from recsys.distributed.types import (
     format_table,
 )
 
-_DEFAULT_BATCH = 512
+_INSTEAD = {
+    "proposer": "All options of all tables are weighed together, so that nothing has to be "
+    "proposed. Give an enumerator to choose among options, or a partitioner to search on your own",
+    "performance_model": "A plan is as good as its slowest rank. Give an estimator for other costs",
+    "stats": "The plan that is returned says what it costs, in `plan.rating`",
+}
+"""Arguments of TorchRec's planner that mean nothing here, and what to do in their place."""
 
 
 class EmbeddingShardingPlanner:
@@ -45,10 +57,19 @@ class EmbeddingShardingPlanner:
     Args:
         topology: the machine; as many CPU ranks or GPUs as the process group has, if None.
         batch_size: samples per rank and batch (default 512).
+        enumerator: what lists the options of each table; all that its constraints allow, if None.
         storage_reservation: memory to keep free of tables; 15 % and room for the dense parts, if
             None.
-        constraints: demands by table name.
+        proposer: must be None, as there are no proposals: all options are weighed together.
+        partitioner: what chooses options and ranks, in place of the planner's own search.
+        performance_model: must be None: a plan is as good as its slowest rank.
+        stats: must be None: the plan says what it costs.
+        constraints: demands by table name. An enumerator has its own, which must be the same.
         timeout_seconds: how long the search may take; the best plan found until then is returned.
+        estimator: what changes the planner's costs and storage of parts of tables.
+
+    Raises:
+        ValueError: if an argument is out of range, or what must be None is not.
 
     Example:
         >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -68,21 +89,43 @@ class EmbeddingShardingPlanner:
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        *,
+        enumerator: Enumerator | None = None,
         storage_reservation: StorageReservation | None = None,
+        proposer: None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: None = None,
+        stats: None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
         timeout_seconds: float | None = None,
+        estimator: ShardEstimator | None = None,
     ) -> None:
+        unused = {"proposer": proposer, "performance_model": performance_model, "stats": stats}
+        for name, value in unused.items():
+            if value is not None:
+                raise ValueError(
+                    f"EmbeddingShardingPlanner.{name} must be None; received a "
+                    f"{type(value).__name__}. {_INSTEAD[name]}."
+                )
         self._topology = topology or _default_topology()
         if batch_size is not None and batch_size < 1:
             raise ValueError(
                 f"EmbeddingShardingPlanner.batch_size must be at least 1; received {batch_size}."
             )
-        self._batch_size = batch_size or _DEFAULT_BATCH
+        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
-        self._constraints = dict(constraints or {})
+        if enumerator is None:
+            enumerator = EmbeddingEnumerator(self._topology, self._batch_size, constraints)
+        elif constraints is not None and getattr(enumerator, "constraints", None) != constraints:
+            raise ValueError(
+                "EmbeddingShardingPlanner.constraints must be those of its enumerator; received "
+                f"others beside {type(enumerator).__name__}. Give them to the enumerator alone: "
+                "EmbeddingEnumerator(topology, batch_size, constraints)."
+            )
+        self._enumerator = enumerator
+        self._estimator = estimator
+        self._partitioner = partitioner
         self._timeout_seconds = timeout_seconds
-        self._lister = OptionLister(self._topology, self._batch_size)
 
     def collective_plan(
         self,
@@ -124,9 +167,10 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        listed = self._enumerator.enumerate(module, sharders)
+        tables = [table for table, _ in listed]
         rooms = self._rooms(module, tables)
-        options = [self._options(table) for table in tables]
+        options = [self._options(table, of_table) for table, of_table in listed]
         ranks = Ranks(
             memory_caps=[(max(room.device, 0), max(room.host, 0)) for room in rooms],
             kinds=self._topology.kinds,
@@ -137,7 +181,10 @@ class EmbeddingShardingPlanner:
             tables=[[option.for_search() for option in of_table] for of_table in options],
         )
         try:
-            placement = search(problem, time_limit=self._timeout_seconds)
+            if self._partitioner is None:
+                placement = search(problem, time_limit=self._timeout_seconds)
+            else:
+                placement = partitioned(self._partitioner, problem)
         except InfeasibleError as error:
             most = max(rooms, key=sum)
             raise PlannerError(self._explain_misfit(error, tables, options, most)) from None
@@ -181,7 +228,8 @@ class EmbeddingShardingPlanner:
             ValueError: if a module's plan does not name each of its tables once, or a rank that it
                 names does not exist.
         """
-        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        tables = [table for table, _ in self._enumerator.enumerate(module, sharders)]
+        lister = OptionLister(self._topology, self._batch_size)
         of_modules: dict[str, list[PlannedTable]] = {}
         for table in tables:
             of_modules.setdefault(table.path, []).append(table)
@@ -190,7 +238,9 @@ class EmbeddingShardingPlanner:
             entries = plan.plan.get(path, EmbeddingModuleShardingPlan())
             check_plan_covers(path, entries, [table.name for table in of_module])
             for table in of_module:
-                option, ranks = self._lister.option_of(table, entries[table.name])
+                option, ranks = lister.option_of(table, entries[table.name])
+                if self._estimator is not None:
+                    (option,) = estimated(self._estimator, table, [option])
                 rated.append(RatedTable(table=table, option=option, ranks=ranks))
         return RatedPlan(plan.plan, rating=self._rating(rated, self._rooms(module, tables)))
 
@@ -220,8 +270,16 @@ class EmbeddingShardingPlanner:
             for rank in self._topology.hardware
         ]
 
-    def _options(self, table: PlannedTable) -> list[TableOption]:
-        options = self._lister.options_of(table)
+    def _options(self, table: PlannedTable, listed: Sequence[TableOption]) -> Sequence[TableOption]:
+        """Returns a table's options with the costs that are asked for."""
+        options = listed
+        if self._estimator is not None:
+            options = estimated(self._estimator, table, listed)
+        if not options and type(self._enumerator) is not EmbeddingEnumerator:
+            raise PlannerError(
+                f"{type(self._enumerator).__name__}.enumerate must list at least one option of "
+                f"every table; received none of table {table.name!r}."
+            )
         if not options:
             demands = table.constraints
             types = [kind.value for kind in ShardingType]
