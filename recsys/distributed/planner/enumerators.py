@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -22,7 +22,7 @@ class Enumerator(Protocol):
 
     def enumerate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-    ) -> Sequence[tuple[PlannedTable, Sequence[TableOption]]]:
+    ) -> Iterable[tuple[PlannedTable, Sequence[TableOption]]]:
         """Returns every table with the options that a plan may choose from."""
 
 

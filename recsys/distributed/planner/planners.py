@@ -167,7 +167,7 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        listed = self._enumerator.enumerate(module, sharders)
+        listed = list(self._enumerator.enumerate(module, sharders))
         tables = [table for table, _ in listed]
         rooms = self._rooms(module, tables)
         options = [self._options(table, of_table) for table, of_table in listed]
