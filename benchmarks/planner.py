@@ -1,6 +1,6 @@
 """The planner beside TorchRec's: seconds of `plan()`, and how good the plans are.
 
-    python -m benchmarks.planner [--cases 100x8 ...] [--time-limit 600]
+    python -m benchmarks.planner [--cases 100x8 ...]
 
 Both plan the same tables for the same machine, in turns, each turn in a process of its own, which
 first builds the model (not counted). A plan is judged twice: by our costs, and by the peer's own
@@ -15,13 +15,14 @@ import itertools
 import json
 import math
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from recsys.distributed.planner import (
     ParameterConstraints,
     Topology,
 )
-from recsys.distributed.planner.placement import Option, Pieces, Placement, Problem, Ranks, Reach
+from recsys.distributed.planner.placement import Option, Pieces, Problem, Ranks, Reach
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
 from recsys.distributed.types import (
@@ -72,19 +73,20 @@ NODE = {  # H100 as `Topology.preset` has it, in the arguments that both librari
 
 @dataclass(frozen=True)
 class Case:
-    """Tables and ranks; how many turns each planner gets."""
+    """Tables and ranks; how many turns each planner gets, and how long the peer's may take."""
 
     num_tables: int
     num_ranks: int
     ours: int = 2
     peer: int = 2
+    most_s: float = 3600.0
 
 
 CASES = {
     "criteo 26x8": Case(26, 8),
     "100x8": Case(100, 8),
     "300x64": Case(300, 64, peer=1),
-    "1000x128": Case(1000, 128, peer=1),
+    "1000x128": Case(1000, 128, peer=1, most_s=600.0),
     "5000x1024": Case(5000, 1024, peer=0),
 }
 
@@ -159,13 +161,22 @@ def quality_of(rated: RatedPlan) -> dict[str, float]:
 def ours(case: str) -> dict[str, Any]:
     """Plan twice in this process, the first time with all that has to be imported."""
     tables, num_ranks = tables_of(case), CASES[case].num_ranks
-    model, times = our_model(tables), []
-    for _ in range(2):
+    model, result = our_model(tables), {}
+    for prefix in ("", "again_"):
         planner = our_planner(tables, num_ranks)
-        began = time.perf_counter()
-        plan = planner.plan(model, our_sharders())
-        times.append(time.perf_counter() - began)
-    return {"seconds": times[0], "again_s": times[1], **quality_of(plan)}
+        plan, times = timed(lambda planner=planner: planner.plan(model, our_sharders()))
+        result |= {prefix + name: value for name, value in times.items()}
+    return result | quality_of(plan)
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """Return what a call returns, and its seconds: by the clock, and of this process alone."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, {
+        "seconds": time.perf_counter() - began,
+        "cpu_s": time.process_time() - began_cpu,
+    }
 
 
 def spread(case: str) -> dict[str, Any]:
@@ -176,14 +187,17 @@ def spread(case: str) -> dict[str, Any]:
         model, node = our_model(tables), {}
         if fill is not None:
             node = {"hbm_cap": int(_bytes_of(model, tables) / num_ranks / fill), "ddr_cap": 0}
-        began = time.perf_counter()
+        planner = our_planner(tables, num_ranks, **node)
+        of_plan: dict[str, Any] = {"fill": fill, "seed": seed}
         try:
-            plan = our_planner(tables, num_ranks, **node).plan(model, our_sharders())
+            plan, times = timed(
+                lambda planner=planner, model=model: planner.plan(model, our_sharders())
+            )
         except ValueError as error:
-            found.append({"fill": fill, "seed": seed, "error": str(error).splitlines()[0]})
+            of_plan["error"] = str(error).splitlines()[0]
         else:
-            seconds = time.perf_counter() - began
-            found.append({"fill": fill, "seed": seed, "seconds": seconds, **quality_of(plan)})
+            of_plan |= times | quality_of(plan)
+        found.append(of_plan)
     return {"plans": found}
 
 
@@ -318,20 +332,19 @@ def as_ours(plan: Any) -> ShardingPlan:
 def peer(case: str) -> dict[str, Any]:
     """Let the peer plan, and judge its plan by its estimates and by our costs."""
     contender = Peer(case)
-    began = time.perf_counter()
-    plan = contender.plan()
-    seconds = time.perf_counter() - began
+    plan, times = timed(contender.plan)
     options = contender.options()
-    found: Placement = search(problem_of(options, contender.num_ranks))
+    problem = problem_of(options, contender.num_ranks)
+    found, search_times = timed(lambda: search(problem))
     load = load_of(plan, options, contender.num_ranks)
     model = our_model(contender.tables)
     rated = our_planner(contender.tables, contender.num_ranks).rate(
         model, our_sharders(), as_ours(plan)
     )
     return {
-        "seconds": seconds,
+        **times,
         "by_its_estimates": quality(load, found.bound_ms),
-        "ours_by_its_estimates": quality(found.load_ms, found.bound_ms),
+        "ours_by_its_estimates": quality(found.load_ms, found.bound_ms) | search_times,
         "by_our_costs": quality_of(rated),
     }
 
@@ -339,16 +352,18 @@ def peer(case: str) -> dict[str, Any]:
 TURNS = {"ours": ours, "peer": peer, "spread": spread}
 
 
-def turn(case: str, name: str, time_limit: float) -> dict[str, Any]:
+def turn(case: str, name: str) -> dict[str, Any]:
     """Give one contender a process of its own, and end it when its time is up."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "turn.json"
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner"]
         command += ["--cases", case, "--turn", name, "--out", str(out)]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         try:
-            subprocess.run(command, check=True, timeout=time_limit)
+            subprocess.run(command, check=True, timeout=CASES[case].most_s)
         except subprocess.TimeoutExpired:
-            return {"stopped_after_s": time_limit}
+            used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+            return {"stopped_after_s": CASES[case].most_s, "cpu_s": used}
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 
@@ -363,7 +378,6 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--spread", nargs="*", choices=CASES, default=["criteo 26x8", "300x64"])
-    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of a turn")
     parser.add_argument("--turn", choices=TURNS, help="only this, for one case")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args(given)
@@ -379,11 +393,11 @@ def main(given: Sequence[str] | None = None) -> None:
         of_case = result["cases"][case] = {"ours": [], "peer": []}
         for name in turns(CASES[case]):
             print(f"{case}: {name} ...", flush=True)
-            of_case[name].append(turn(case, name, arguments.time_limit))
+            of_case[name].append(turn(case, name))
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for case in arguments.spread:
         print(f"{case}: spread ...", flush=True)
-        result["spread"][case] = turn(case, "spread", arguments.time_limit)
+        result["spread"][case] = turn(case, "spread")
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print_planner(result)
 

@@ -92,11 +92,18 @@ def print_planner(result: dict) -> None:
     """Print the planner's cases as Markdown tables: seconds, quality, and spread over seeds."""
 
     def seconds(turns: Sequence[dict]) -> str:
-        done = [f"{turn['seconds']:.2f}" for turn in turns if "seconds" in turn]
-        stopped = [f"> {t['stopped_after_s']:.0f}" for t in turns if "stopped_after_s" in t]
+        done = [f"{t['seconds']:.2f} ({t['cpu_s']:.2f})" for t in turns if "seconds" in t]
+        stopped = [
+            f"stopped after {t['stopped_after_s']:.0f} ({t['cpu_s']:.0f})"
+            for t in turns
+            if "stopped_after_s" in t
+        ]
         return ", ".join(done + stopped) or "not tried"
 
-    print("| tables x ranks | ours, s | peer, s | ours: gap | peer by our costs |", end="")
+    print(
+        "| tables x ranks | ours, s (of CPU) | peer, s (of CPU) | ours: gap | peer by our costs |",
+        end="",
+    )
     print(" ours by its estimates | peer by its estimates |\n|---|---|---|---|---|---|---|")
     for name, case in result["cases"].items():
         best = next((turn for turn in case["ours"] if "gap" in turn), None)
@@ -110,7 +117,9 @@ def print_planner(result: dict) -> None:
             line += [f"{slower:+.1%}, imbalance {judged['by_our_costs']['imbalance']:.1%}"]
             line += [_above(judged[key]) for key in ("ours_by_its_estimates", "by_its_estimates")]
         print("|", " | ".join(line), "|")
-    print("\n| tables x ranks | memory taken | plans | gap: median | most | s: median | most |")
+    print(
+        "\n| tables x ranks | memory taken | plans | gap: median | most | s of CPU: median | most |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, turn in result["spread"].items():
         plans = turn.get("plans", [])
@@ -119,7 +128,7 @@ def print_planner(result: dict) -> None:
             found = [plan for plan in of_fill if "gap" in plan]
             line = [name, "as it is" if fill is None else f"{fill:.0%}"]
             line += [f"{len(found)} of {len(of_fill)}"]
-            for key, form in (("gap", ".2%"), ("seconds", ".1f")):
+            for key, form in (("gap", ".2%"), ("cpu_s", ".1f")):
                 values = [plan[key] for plan in found] or [float("nan")]
                 line += [format(statistics.median(values), form), format(max(values), form)]
             print("|", " | ".join(line), "|")

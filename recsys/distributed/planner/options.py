@@ -69,7 +69,7 @@ class TableOption:
             Pieces(
                 count=part.count,
                 cost_ms=tuple(cost.total for cost in part.costs),
-                memory=(part.size.device, part.size.host),
+                memory=part.size,
             )
             for part in self.parts
         )
