@@ -91,7 +91,7 @@ def _may_be_there(option: Option, rank_N: Ints, num_ranks: int, node_size: int) 
     if not distinct or rank_N.min() < 0 or rank_N.max() >= num_ranks:
         return False
     if option.reach is Reach.FIXED:
-        return list(option.ranks) == rank_N.tolist()
+        return bool((np.array(option.ranks) == rank_N).all())
     node_N = rank_N // node_size
     if option.reach is Reach.ONE_NODE:
         return bool((node_N == node_N[0]).all())

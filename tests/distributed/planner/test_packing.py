@@ -84,7 +84,7 @@ def test_what_does_not_fit_takes_the_cheapest_option_that_does() -> None:
     of_table = [
         option(1.0, memory=12),
         option(3.0, memory=9),  # lower, but dearer
-        option(4.0, memory=10),
+        option(4.0, 4.0, memory=9),
     ]
     arrays = PieceArrays(Problem(ranks=ranks, tables=[of_table]))
     packed = Packing(arrays, 1.0)
