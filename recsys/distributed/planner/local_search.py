@@ -1,8 +1,10 @@
 """Makes the highest rank of a packing lower, step by step.
 
 A step exchanges up to two pieces of the highest rank for up to two of another rank, or places one
-of its tables in another way. Where no step helps, the tables of a few ranks are taken off and put
-back in a disturbed order, with options drawn from the cheap ones: that is kept unless it is worse.
+of its tables in another way. Where no step helps, a kick makes room for some that do: a few tables
+get their cheapest option, also where that does not fit, or the tables of a few ranks are taken off
+and put back in a disturbed order, with options drawn from the cheap ones. What follows a kick is
+kept unless it is worse.
 
 Shape suffixes as in ``packing``; also A sets of pieces of the highest rank, S other ranks, B sets
 of pieces on each of them; a set is a row of piece numbers, padded with -1.
@@ -146,8 +148,8 @@ class LocalSearch:
     def _saved(self, packing: Packing) -> Floats:
         """Returns by how much the cheapest option of each table is cheaper than the one it has."""
         least_T: Floats = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
-        saved_T: Floats = self._price_O[packing.option_T] - least_T
-        return np.where(np.isfinite(saved_T), saved_T, 0.0)
+        # an option that no better packing has is priced at inf
+        return np.minimum(self._price_O[packing.option_T] - least_T, 1.0)
 
     def _score(self, packing: Packing) -> float:
         """Returns how good a packing is: its peak, and above all its mean, as peaks can be cut."""

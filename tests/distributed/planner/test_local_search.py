@@ -77,8 +77,8 @@ def test_kicks_never_make_it_worse() -> None:
     assert local.kick(packing, 10).peak <= before
 
 
-def test_kicks_force_cheap_options_in() -> None:
-    # all on option 1, which is dear; the cheap ones fit only if two pieces trade places
+def test_kicks_find_what_steps_do_not() -> None:
+    # too much on rank 0, and both tables in the dear option; the cheap ones fit just so
     tables = [[option(1.0, memory=6), option(2.0, memory=4)] for _ in range(2)]
     tables += [[option(0.1, memory=4)] for _ in range(2)]
     arrays = PieceArrays(Problem(ranks=TWO, tables=tables))
