@@ -149,7 +149,8 @@ class LocalSearch:
         """Returns by how much the cheapest option of each table is cheaper than the one it has."""
         least_T: Floats = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
         # an option that no better packing has is priced at inf
-        return np.minimum(self._price_O[packing.option_T] - least_T, 1.0)
+        saved_T: Floats = np.minimum(self._price_O[packing.option_T] - least_T, 1.0)
+        return saved_T
 
     def _score(self, packing: Packing) -> float:
         """Returns how good a packing is: its peak, and above all its mean, as peaks can be cut."""
