@@ -195,6 +195,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingComputeKernel",
     ),
     (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.planner.enumerators",
+        "EmbeddingEnumerator",
+    ),
+    (
         "torchrec.distributed.planner.planners",
         "recsys.distributed.planner",
         "EmbeddingShardingPlanner",

@@ -66,8 +66,7 @@ class Cost:
     @property
     def total(self) -> float:
         """All of it."""
-        milliseconds: float = sum(getattr(self, part.name) for part in fields(self))
-        return milliseconds
+        return self.forward + self.backward + self.input + self.output + self.update
 
     def plus(self, other: Cost) -> Cost:
         """Returns the sum of both."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import InfeasibleError
 from recsys.distributed.planner.rating import Rating
 from recsys.distributed.planner.tables import Bytes, PlannedTable

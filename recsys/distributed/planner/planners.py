@@ -17,13 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.planner.agreement import Facts, check_agreement, facts_of
+from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.misfit import Misfit, check_fits
 from recsys.distributed.planner.model_tables import tables_of
-from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
+from recsys.distributed.planner.partitioners import Partitioner, partitioned
 from recsys.distributed.planner.placement import InfeasibleError, Placement
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan, RatedTable, Rating
 from recsys.distributed.planner.search import search
+from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
@@ -47,6 +51,14 @@ from recsys.distributed.types import (
     ShardingType,
 )
 
+_INSTEAD = {
+    "proposer": "All options of all tables are weighed together, so that nothing has to be "
+    "proposed. Give an enumerator to choose among options, or a partitioner to search on your own",
+    "performance_model": "A plan is as good as its slowest rank. Give an estimator for other costs",
+    "stats": "The plan that is returned says what it costs, in `plan.rating`",
+}
+"""Arguments of TorchRec's planner that mean nothing here, and what to do in their place."""
+
 
 class EmbeddingShardingPlanner:
     """Plans where the tables of a model go.
@@ -54,13 +66,22 @@ class EmbeddingShardingPlanner:
     Args:
         topology: the machine; as many CPU ranks or GPUs as the process group has, if None.
         batch_size: samples per rank and batch (default 512).
+        enumerator: what lists the options of each table; all that its constraints allow, if None.
         storage_reservation: memory to keep free of tables; 15 % and room for the dense parts, if
             None.
-        constraints: demands by table name.
+        proposer: must be None, as there are no proposals: all options are weighed together.
+        partitioner: what chooses options and ranks, in place of the planner's own search.
+        performance_model: must be None: a plan is as good as its slowest rank.
+        stats: must be None: the plan says what it costs.
+        constraints: demands by table name. An enumerator has its own, which must be the same.
         timeout_seconds: how long the search may take; the best plan found until then is returned.
         pooling_stats: what a sample of batches says of ids; constraints say it better.
         batches_in_flight: batches whose ids a rank holds at a time: 1 without a train pipeline, 2
             or 3 with one.
+        estimator: what changes the planner's costs and storage of parts of tables.
+
+    Raises:
+        ValueError: if an argument is out of range, or what must be None is not.
 
     Example:
         >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -80,13 +101,26 @@ class EmbeddingShardingPlanner:
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        *,
+        enumerator: Enumerator | None = None,
         storage_reservation: StorageReservation | None = None,
+        proposer: None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: None = None,
+        stats: None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
         timeout_seconds: float | None = None,
         pooling_stats: PoolingStats | None = None,
         batches_in_flight: int = 1,
+        estimator: ShardEstimator | None = None,
     ) -> None:
+        unused = {"proposer": proposer, "performance_model": performance_model, "stats": stats}
+        for name, value in unused.items():
+            if value is not None:
+                raise ValueError(
+                    f"EmbeddingShardingPlanner.{name} must be None; received a "
+                    f"{type(value).__name__}. {_INSTEAD[name]}."
+                )
         self._topology = topology or _default_topology()
         if batch_size is not None and batch_size < 1:
             raise ValueError(
@@ -99,10 +133,20 @@ class EmbeddingShardingPlanner:
             )
         self._batch_size = batch_size or DEFAULT_BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
-        self._constraints = dict(constraints or {})
+        self._enumerator = enumerator
+        self._constraints = dict(constraints or getattr(enumerator, "constraints", {}))
+        own = getattr(enumerator, "constraints", constraints)
+        if enumerator is not None and constraints is not None and constraints != own:
+            raise ValueError(
+                "EmbeddingShardingPlanner.constraints must be those of its enumerator; received "
+                f"others beside {type(enumerator).__name__}. Give them to the enumerator alone: "
+                "EmbeddingEnumerator(topology, batch_size, constraints)."
+            )
+        self._partitioner = partitioner
         self._timeout_seconds = timeout_seconds
         self._pooling_stats = pooling_stats
         self._batches_in_flight = batches_in_flight
+        self._estimator = estimator
         self._lister = self._lister_on(self._topology)
 
     def collective_plan(
@@ -173,12 +217,16 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        tables = self._tables(module, sharders)
+        listed = self._listed(module, sharders)
+        tables = [table for table, _ in listed]
         rooms = self._rooms(module, tables)
-        options = [self._options(table) for table in tables]
+        options = [options for _, options in listed]
         problem = problem_of(self._topology, rooms, options)
         try:
-            placement = search(problem, time_limit=self._timeout_seconds)
+            if self._partitioner is None:
+                placement = search(problem, time_limit=self._timeout_seconds)
+            else:
+                placement = partitioned(self._partitioner, problem)
         except InfeasibleError as error:
             raise Misfit(
                 topology=self._topology,
@@ -262,7 +310,7 @@ class EmbeddingShardingPlanner:
         )
 
     def _lister_on(self, topology: Topology) -> OptionLister:
-        return OptionLister(topology, self._batch_size, self._batches_in_flight)
+        return OptionLister(topology, self._batch_size, self._batches_in_flight, self._estimator)
 
     def _tables(
         self,
@@ -270,6 +318,8 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[ModuleSharder[Any]],
         constraints: Mapping[str, ParameterConstraints] | None = None,
     ) -> list[PlannedTable]:
+        if self._enumerator is not None and constraints is None:
+            return [table for table, _ in self._enumerator.enumerate(module, sharders)]
         demands = self._constraints if constraints is None else constraints
         return tables_of(
             module,
@@ -325,19 +375,36 @@ class EmbeddingShardingPlanner:
             for rank in self._topology.hardware
         ]
 
-    def _options(self, table: PlannedTable) -> list[TableOption]:
-        options = self._lister.options_of(table)
-        if not options:
-            demands = table.constraints
-            types = [kind.value for kind in ShardingType]
-            raise PlannerError(
-                f"Table {table.name!r} may only be sharded "
-                f"{', '.join(demands.sharding_types or types)} with compute "
-                f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
-                f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
-                f"{table.dim} values; sharding types are {', '.join(types)}."
+    def _listed(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> list[tuple[PlannedTable, list[TableOption]]]:
+        """Returns every table with the options to choose from."""
+        if self._enumerator is None:
+            tables = self._tables(module, sharders)
+            listed = [(table, self._lister.options_of(table)) for table in tables]
+        else:
+            found = self._enumerator.enumerate(module, sharders)
+            listed = [(table, self._lister.estimated(table, options)) for table, options in found]
+        for table, options in listed:
+            if not options:
+                raise PlannerError(self._no_option(table))
+        return listed
+
+    def _no_option(self, table: PlannedTable) -> str:
+        if not isinstance(self._enumerator, EmbeddingEnumerator | None):
+            return (
+                f"{type(self._enumerator).__name__}.enumerate must list at least one option of "
+                f"every table; received none of table {table.name!r}."
             )
-        return options
+        demands = table.constraints
+        types = [kind.value for kind in ShardingType]
+        return (
+            f"Table {table.name!r} may only be sharded "
+            f"{', '.join(demands.sharding_types or types)} with compute "
+            f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
+            f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
+            f"{table.dim} values; sharding types are {', '.join(types)}."
+        )
 
 
 _Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]

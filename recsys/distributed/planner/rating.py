@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import final
 
 from recsys.distributed.planner.costs import Cost
-from recsys.distributed.planner.options import OptionLister, Part, TableOption
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import Part, TableOption
 from recsys.distributed.planner.placement import Placement
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
 from recsys.distributed.planner.rating import Rating
 from recsys.distributed.planner.search import search

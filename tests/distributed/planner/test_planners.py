@@ -395,6 +395,15 @@ class TestWhatTablesAre:
         assert self._seen(weighted, EmbeddingBagCollectionSharder())[1:] == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("proposer", "Give an enumerator"), ("performance_model", "slowest"), ("stats", "rating")],
+)
+def test_what_has_no_meaning_here_says_what_to_do(name: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be None; received a list\. .*{advice}"):
+        EmbeddingShardingPlanner(**{name: []})  # type: ignore[arg-type]
+
+
 class TestChoice:
     def test_a_table_too_hot_for_one_rank_is_split(self) -> None:
         sizes = {"hot": (1_000, 128), "cold": (1_000, 128)}

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import Reach
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
