@@ -11,6 +11,7 @@ import recsys
 
 _COMMANDS: Mapping[str, str] = {
     "doctor": "say what is installed, whether it fits, and what to do if not",
+    "calibrate": "measure how fast this machine looks up, exchanges and updates, for the planner",
     "plan": "plan where tables go on a machine that need not be there, and explain the plan",
 }
 """Name to what it does. The command is ``main(options)`` of the module ``recsys.<name>``, which may

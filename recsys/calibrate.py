@@ -275,33 +275,46 @@ def calibrate(device: torch.device) -> Topology:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=torch.cuda.device_count() or 1,
+        metavar="N",
+        help="ranks to start here; torchrun's, if it has started this (default: one for each GPU, "
+        "else 1)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("topology.json"),
+        metavar="FILE",
+        help="the topology file to write (default: %(default)s)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
     """Measures with as many processes as asked for, or as torchrun has started."""
-    parser = argparse.ArgumentParser(prog="python -m recsys calibrate", description=__doc__)
-    parser.add_argument("--world-size", type=int, default=1, help="ranks on this machine")
-    parser.add_argument("--out", type=Path, default=Path("topology.json"))
-    given = parser.parse_args(arguments)
+    if options.world_size < 1:
+        print(f"--world-size must be at least 1; received {options.world_size}.", file=sys.stderr)
+        return 2
     if "RANK" not in os.environ:
-        command = ["-m", "torch.distributed.run", "--standalone", "-m", "recsys.calibrate"]
-        command.insert(3, f"--nproc-per-node={given.world_size}")
-        command += ["--out", str(given.out)]
-        return subprocess.run([sys.executable, *command], check=False).returncode
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={options.world_size}"]
+        command = [*torchrun, "-m", "recsys", "calibrate", "--out", str(options.out)]
+        return subprocess.run(command, check=False).returncode
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
+    if on_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(minutes=5))
     try:
         topology = calibrate(device)
-    finally:
         rank = dist.get_rank()
+    finally:
         dist.destroy_process_group()
     if rank == 0:
-        topology.to_json(given.out)
-        print(topology)
-        print(f"Written to {given.out}. Topology.from_json({str(given.out)!r}) reads it.")
+        topology.to_json(options.out)
+        print(f"{topology}\nWritten to {options.out}.")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

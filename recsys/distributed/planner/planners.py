@@ -177,7 +177,11 @@ class EmbeddingShardingPlanner:
             facts = facts_of(
                 self._topology,
                 tables,
-                {"batch_size": self._batch_size, "storage_reservation": self._reservation},
+                {
+                    "batch_size": self._batch_size,
+                    "batches_in_flight": self._batches_in_flight,
+                    "storage_reservation": self._reservation,
+                },
             )
         except Exception as error:  # raised by check_agreement, on every rank
             facts = error
