@@ -36,6 +36,7 @@ TESTED_THROUGH = {
     "distributed/planner/agreement.py": "distributed/planner/test_planners.py",
     "distributed/planner/explanation.py": "distributed/planner/test_report.py",
     "distributed/planner/memory_check.py": "distributed/planner/test_search.py",
+    "distributed/planner/options.py": "distributed/planner/test_option_lister.py",
     "distributed/planner/what_if.py": "distributed/planner/test_report.py",
     "distributed/row_updates.py": "distributed/test_fused_optimizer.py",
     "distributed/sequence_dist.py": "distributed/test_embedding.py",

@@ -62,7 +62,8 @@ def test_the_page_holds_what_the_rating_says(tmp_path: Path) -> None:
     text = plan.report_html(tmp_path / "plan.html", seconds=0)
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == text
     heat, memory, tables = Page(text).tables
-    assert heat[0] == ["rank", "forward", "backward", "input", "output", "update", "total"]
+    parts = ["prefetch", "forward", "backward", "input", "output", "update"]
+    assert heat[0] == ["rank", *parts, "total"]
     assert [row[0] for row in heat[1:]] == [str(rank) for rank in range(8)]
     assert [row[-1] for row in heat[1:]] == [f"{cost.total:.3f}" for cost in rating.costs]
     assert len(memory) == 9
