@@ -1,4 +1,7 @@
-"""All CPU benchmarks beside TorchRec 1.8.0: `make bench`, about 25 minutes on two cores."""
+"""All CPU benchmarks beside TorchRec 1.8.0: `make bench`, about 25 minutes on two cores.
+
+`--only planner` compares the planners, which takes the peer as long again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import planner, report
 from benchmarks.dlrm import PLANS
 from benchmarks.engine import CASES
 from benchmarks.ranks import launch
@@ -86,13 +89,16 @@ def machine() -> dict[str, str | int | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["engine"], help="leave out all else")
+    parser.add_argument("--only", choices=["engine", "planner"], help="leave out all else")
     parser.add_argument("--rounds", type=int, default=7, help="turns each contender gets")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLANS)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1024, 8])
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
+    if arguments.only == "planner":
+        planner.main([])
+        return
     engine(arguments.rounds)
     if arguments.only == "engine":
         return

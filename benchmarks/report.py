@@ -88,6 +88,57 @@ def print_engine(result: dict) -> None:
         )
 
 
+def print_planner(result: dict) -> None:
+    """Print the planner's cases as Markdown tables: seconds, quality, and spread over seeds."""
+
+    def seconds(turns: Sequence[dict]) -> str:
+        done = [f"{t['seconds']:.2f} ({t['cpu_s']:.2f})" for t in turns if "seconds" in t]
+        stopped = [
+            f"stopped after {t['stopped_after_s']:.0f} ({t['cpu_s']:.0f})"
+            for t in turns
+            if "stopped_after_s" in t
+        ]
+        return ", ".join(done + stopped) or "not tried"
+
+    print(
+        "| tables x ranks | ours, s (of CPU) | peer, s (of CPU) | ours: gap | peer by our costs |",
+        end="",
+    )
+    print(" ours by its estimates | peer by its estimates |\n|---|---|---|---|---|---|---|")
+    for name, case in result["cases"].items():
+        best = next((turn for turn in case["ours"] if "gap" in turn), None)
+        line = [name, seconds(case["ours"]), seconds(case["peer"])]
+        line += ["" if best is None else _above(best)]
+        judged = next((turn for turn in case["peer"] if "seconds" in turn), None)
+        if judged is None or best is None:
+            line += [""] * 3
+        else:
+            slower = judged["by_our_costs"]["slowest_ms"] / best["slowest_ms"] - 1
+            line += [f"{slower:+.1%}, imbalance {judged['by_our_costs']['imbalance']:.1%}"]
+            line += [_above(judged[key]) for key in ("ours_by_its_estimates", "by_its_estimates")]
+        print("|", " | ".join(line), "|")
+    print(
+        "\n| tables x ranks | memory taken | plans | gap: median | most | s of CPU: median | most |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, turn in result["spread"].items():
+        plans = turn.get("plans", [])
+        for fill in dict.fromkeys(plan["fill"] for plan in plans):
+            of_fill = [plan for plan in plans if plan["fill"] == fill]
+            found = [plan for plan in of_fill if "gap" in plan]
+            line = [name, "as it is" if fill is None else f"{fill:.0%}"]
+            line += [f"{len(found)} of {len(of_fill)}"]
+            for key, form in (("gap", ".2%"), ("cpu_s", ".1f")):
+                values = [plan[key] for plan in found] or [float("nan")]
+                line += [format(statistics.median(values), form), format(max(values), form)]
+            print("|", " | ".join(line), "|")
+
+
+def _above(quality: dict) -> str:
+    gap, imbalance = quality["gap"], quality["imbalance"]
+    return f"{quality['slowest_ms']:.2f} ms, {gap:.2%} above the bound, imbalance {imbalance:.1%}"
+
+
 def plot(result: dict, path: Path) -> None:
     """Draw the forward's time beside the peer's and the floor's."""
     import matplotlib

@@ -6,6 +6,7 @@ nothing, so that every judgement can be tested anywhere.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -362,7 +363,7 @@ def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(_: argparse.Namespace | None = None) -> int:
     """Prints the report; returns 0 if all is fine, 1 if there is a problem."""
     facts = collect_facts()
     findings = diagnose(facts)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-OPTIONAL = {"matplotlib", "pandas", "scipy", "sklearn", "torchrec", "tqdm"}
+OPTIONAL = {"matplotlib", "pandas", "scipy", "sklearn", "torchrec", "tqdm", "yaml"}
 
 # Every public module of the package; they may import torch and fbgemm_gpu, and nothing else.
 EVERYTHING = """

@@ -21,7 +21,8 @@ SURFACE = {
     "recsys.distributed": "",
     "recsys.distributed.planner": """
         CustomTopologyData EmbeddingShardingPlanner FixedPercentageStorageReservation Hardware
-        HeuristicalStorageReservation ParameterConstraints PlannerError Topology
+        HeuristicalStorageReservation ParameterConstraints PlannerError PoolingStats
+        Topology
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection export_torchscript quantize_embeddings shard_quant_model

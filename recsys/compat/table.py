@@ -121,9 +121,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.types",
         "recsys.distributed.types",
-        "Awaitable, EmbeddingModuleShardingPlan, EnumerableShardingSpec, LazyAwaitable, "
-        "LazyNoWait, ModuleSharder, ParameterSharding, ShardMetadata, ShardedModule, ShardingEnv, "
-        "ShardingPlan, ShardingType",
+        "Awaitable, CacheParams, EmbeddingModuleShardingPlan, EnumerableShardingSpec, "
+        "LazyAwaitable, LazyNoWait, ModuleSharder, ParameterSharding, ShardMetadata, "
+        "ShardedModule, ShardingEnv, ShardingPlan, ShardingType",
     ),
     ("torchrec.distributed.types", "recsys.distributed.wire", "CommOp, QuantizedCommCodecs"),
     ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),
@@ -193,6 +193,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.distributed.planner.enumerators",
         "recsys.distributed.types",
         "EmbeddingComputeKernel",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.planner.enumerators",
+        "EmbeddingEnumerator",
     ),
     (
         "torchrec.distributed.planner.planners",

@@ -42,6 +42,7 @@ class GroupSettings:
         deferred: whether backward only adds up gradients, which ``step()`` applies.
         exchanges_row_statistics: whether row statistics are added up over column owners.
         splits_row_state: whether column owners keep row states of their own instead.
+        cache_load_factor: share of the rows that a device cache holds; None: FBGEMM's default.
     """
 
     pooling: PoolingMode
@@ -52,6 +53,7 @@ class GroupSettings:
     deferred: bool
     exchanges_row_statistics: bool
     splits_row_state: bool
+    cache_load_factor: float | None = None
 
 
 @final
@@ -106,6 +108,7 @@ class Lookups:
                 update_mode=_update_mode(settings, replicated),
                 device=device,
                 location=settings.location,
+                cache_load_factor=settings.cache_load_factor,
                 keeps_batch=replicated
                 or (settings.exchanges_row_statistics and not settings.deferred),
             )

@@ -25,6 +25,7 @@ from recsys.distributed.sharding_plan import (
     apply_to_all,
     construct_module_sharding_plan,
 )
+from recsys.distributed.strategies import check_plan_paths
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -216,9 +217,15 @@ def replace_modules(
     """Replaces, in place, every module that the plan names; one used twice stays one.
 
     Raises:
-        ValueError: if the plan does not name each shardable module once, or a module is of a
-            subclass that no sharder is made for.
+        ValueError: if the plan is for another number of ranks or does not name each shardable
+            module once, or a module is of a subclass that no sharder is made for.
     """
+    if plan.made_for is not None and plan.made_for.world_size != env.world_size:
+        raise ValueError(
+            f"A plan must be for the ranks there are; received one made for "
+            f"{plan.made_for.world_size} ranks, on {env.world_size}. Make one for "
+            f"{env.world_size} ranks."
+        )
     _check_plan_paths(module, plan, sharders)
     return _replace(module, "", plan, sharders, env, device, {})
 
@@ -262,14 +269,7 @@ def _check_plan_paths(
                 f"Module {path!r} is a {type(child).__name__}, a subclass that no sharder is "
                 "made for; its forward would be lost. Pass a sharder for it in `sharders`."
             )
-    missing = sorted(shardable.keys() - plan.plan.keys())
-    unknown = sorted(plan.plan.keys() - shardable.keys())
-    if unknown or missing:
-        raise ValueError(
-            f"The plan must name each shardable module of the model once; missing: {missing}, "
-            f"not shardable modules of the model: {unknown}. To leave a module on every rank, "
-            "place its tables data_parallel."
-        )
+    check_plan_paths(plan, shardable.keys())
 
 
 def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ShardedModule]]:

@@ -186,6 +186,7 @@ class ShardedCollection(ShardedModule):
             deferred=owned is not None and owned.is_deferred,
             exchanges_row_statistics=exchanges,
             splits_row_state=reads_rows and not exchanges,
+            cache_load_factor=sharding.cache_params and sharding.cache_params.load_factor,
         )
 
     def _tables(self) -> dict[str, TableShards]:

@@ -6,9 +6,10 @@ their names; ``sharding_plan`` is for people who write plans by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
+from recsys.distributed.file_checks import nearest
 from recsys.distributed.layout import Rect
 from recsys.distributed.node import get_local_size
 from recsys.distributed.types import (
@@ -16,6 +17,7 @@ from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
+    ShardingPlan,
     ShardingType,
     ShardMetadata,
 )
@@ -278,6 +280,22 @@ def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
     return merged
 
 
+def check_plan_paths(plan: ShardingPlan, module_paths: Collection[str]) -> None:
+    """Checks that a plan names exactly the modules of a model that can be sharded.
+
+    Raises:
+        ValueError: listing the modules that are missing from the plan, or not in the model.
+    """
+    missing = sorted(module_paths - plan.plan.keys())
+    unknown = sorted(plan.plan.keys() - module_paths)
+    if missing or unknown:
+        raise ValueError(
+            f"The plan must name each shardable module of the model once; missing: {missing}, "
+            f"not shardable modules of the model: {unknown}.{_nearest(unknown, module_paths)} To "
+            "leave a module on every rank, place its tables data_parallel."
+        )
+
+
 def check_plan_covers(
     module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Sequence[str]
 ) -> None:
@@ -291,6 +309,10 @@ def check_plan_covers(
     if missing or unknown:
         raise ValueError(
             f"The plan of module {module_path!r} must name each of its tables once; missing: "
-            f"{missing}, not in the module: {unknown}. Give it one ParameterSharding for each of "
-            f"{list(table_names)}."
+            f"{missing}, not in the module: {unknown}.{_nearest(unknown, table_names)} Give it one "
+            f"ParameterSharding for each of {list(table_names)}."
         )
+
+
+def _nearest(unknown: Sequence[str], known: Collection[str]) -> str:
+    return f" {nearest(unknown[0], known)}" if unknown and known else ""

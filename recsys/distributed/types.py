@@ -10,9 +10,10 @@ from __future__ import annotations
 import abc
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, unique
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar, cast, final
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recsys.distributed.file_checks import read_source
 from recsys.distributed.module_tree import outermost, walk
 from recsys.kernels.types import BoundsCheckMode
 
@@ -118,6 +120,51 @@ class EnumerableShardingSpec:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class CacheParams:
+    """The device cache of a ``fused_uvm_caching`` table; arguments are TorchRec's.
+
+    Args:
+        algorithm: not supported: the least recently used rows leave the cache.
+        load_factor: share of the table's rows that the cache holds, above 0 up to 1 (FBGEMM's
+            default, 0.2).
+        reserved_memory: not supported.
+        precision: not supported: a cached row has the dtype of its table.
+        prefetch_pipeline: not supported.
+        stats: not supported; the planner takes ``pooling_stats``.
+        multipass_prefetch_config: not supported.
+
+    Raises:
+        ValueError: if a value is out of its range, or not supported.
+
+    Example:
+        >>> CacheParams(load_factor=0.1).load_factor
+        0.1
+    """
+
+    algorithm: object | None = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: object | None = None
+    prefetch_pipeline: bool | None = None
+    stats: object | None = None
+    multipass_prefetch_config: object | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_factor is not None and not 0 < self.load_factor <= 1:
+            raise ValueError(
+                f"CacheParams.load_factor must lie in (0, 1]; received {self.load_factor}."
+            )
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if own.name != "load_factor" and value:
+                raise ValueError(
+                    f"CacheParams.{own.name} is not supported; received {value!r}. Leave it None: "
+                    "only load_factor can be chosen."
+                )
+
+
+@final
 @dataclass
 class ParameterSharding:
     """How one table is placed.
@@ -128,6 +175,7 @@ class ParameterSharding:
         ranks: the owners of the shards in order; the sharding spec says the same in full.
         sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
             ``sharding_type`` and ``ranks``.
+        cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
         bounds_check_mode: what to do with an id outside the table.
         output_dtype: dtype of the looked-up embeddings; None or float32.
     """
@@ -136,6 +184,7 @@ class ParameterSharding:
     compute_kernel: str
     ranks: list[int] | None = None
     sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: CacheParams | None = None
     _: KW_ONLY
     bounds_check_mode: BoundsCheckMode | None = None
     output_dtype: torch.dtype | None = None
@@ -179,25 +228,94 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
         return f"{format_table(head, rows)}\n\n{format_table(shard_head, shard_rows)}"
 
 
-def format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns text columns under a head, each as wide as its widest cell."""
+def format_table(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: Container[int] = ()
+) -> str:
+    """Returns text columns under a head, each as wide as its widest cell; numbers end right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, tuple("-" * width for width in widths), *rows]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     )
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRanks:
+    """The ranks that a plan is made for.
+
+    Attributes:
+        world_size: how many.
+        local_world_size: of a node.
+        compute_device: where they compute, "cpu" or "cuda".
+    """
+
+    world_size: int
+    local_world_size: int
+    compute_device: str
+
+
 @dataclass
 class ShardingPlan:
-    """The placement of a whole model: module path to the plan of that module."""
+    """The placement of a whole model: module path to the plan of that module.
+
+    Args:
+        plan: by module path.
+        made_for: the ranks, where they are known: planners and files say them.
+
+    Example:
+        >>> tables = EmbeddingModuleShardingPlan()
+        >>> tables["users"] = ParameterSharding("table_wise", "fused", ranks=[0])
+        >>> plan = ShardingPlan({"sparse": tables})
+        >>> ShardingPlan.from_json(plan.to_json()) == plan
+        True
+    """
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
+    made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """Returns the plan of the module at this path, or None."""
         return self.plan.get(module_path)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns the plan as JSON, one line per table, and writes it to a file if one is given.
+
+        Args:
+            path: of the file.
+        """
+        from recsys.distributed import plan_json  # builds on this file
+
+        text = plan_json.write(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @staticmethod
+    def from_json(source: str | Path) -> ShardingPlan:
+        """Returns the plan that a file describes.
+
+        Whether it is one for a model is checked when it is used: by
+        :meth:`EmbeddingShardingPlanner.rate
+        <recsys.distributed.planner.planners.EmbeddingShardingPlanner.rate>` and by
+        DistributedModelParallel.
+
+        Args:
+            source: a path, or the JSON text itself, which starts with a brace.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if the text is no JSON, or a key, a choice, a rank or a size is wrong; the
+                message names module and table.
+            TypeError: if a value has the wrong type.
+        """
+        from recsys.distributed import plan_json  # builds on this file
+
+        return plan_json.read(*read_source(source, "Plan file"))
 
     def __str__(self) -> str:
         return "\n\n".join(f"module: {path}\n{plan}" for path, plan in self.plan.items())

@@ -57,6 +57,7 @@ class TableBatchedEmbedding:
         update_mode: See `UpdateMode`.
         device: Where the tables live; "meta" gives shapes only.
         location: Placement. None: HOST on a CPU, DEVICE elsewhere.
+        cache_load_factor: Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2.
         keeps_batch: DEFERRED mode: keep what a backward pass was given until the step, which can
             then be fused. The memory of the batch's ids must be left alone until then.
         sparse_grad: GRADIENT mode: fill `.grad` with sparse tensors instead of dense ones.
@@ -98,6 +99,7 @@ class TableBatchedEmbedding:
         update_mode: UpdateMode,
         device: torch.device,
         location: EmbeddingLocation | None = None,
+        cache_load_factor: float | None = None,
         keeps_batch: bool = False,
         sparse_grad: bool = False,
         backend: Backend | None = None,
@@ -144,7 +146,14 @@ class TableBatchedEmbedding:
         if self.backend == "fbgemm" and device.type == "cuda":
             assert optimizer is not None
             self._module = FbgemmModule(
-                self.layout, weights, pooling, weights_dtype, output_dtype, optimizer, self.location
+                self.layout,
+                weights,
+                pooling,
+                weights_dtype,
+                output_dtype,
+                optimizer,
+                self.location,
+                cache_load_factor,
             )
             self.weights, self.states = self._module.weights, self._module.states
             self.storage, flat_states = self._module.storage, self._module.flat_states

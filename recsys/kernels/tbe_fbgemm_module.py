@@ -34,6 +34,7 @@ class FbgemmModule:
         storage: Weights to adopt (DEVICE only); None: the module allocates.
         pooling, weights_dtype, output_dtype, optimizer: As for the lookup.
         location: Placement of the tables.
+        cache_load_factor: Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FbgemmModule:
         output_dtype: torch.dtype,
         optimizer: OptimizerSpec,
         location: EmbeddingLocation,
+        cache_load_factor: float | None = None,
     ) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType as Algorithm
         from fbgemm_gpu.split_embedding_configs import SparseType
@@ -101,6 +103,7 @@ class FbgemmModule:
             pooling_mode=Pooling[pooling.name],
             device=layout.device,
             bounds_check_mode=BoundsCheckMode.NONE,
+            cache_load_factor=0.2 if cache_load_factor is None else cache_load_factor,
         )
         suffix = {EmbeddingLocation.DEVICE: "dev", EmbeddingLocation.HOST: "host"}.get(
             location, "uvm"

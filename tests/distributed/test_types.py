@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
+    CacheParams,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
@@ -22,6 +24,8 @@ from recsys.distributed.types import (
     ShardMetadata,
     placement_rank,
 )
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedTensor
 from tests.ranks import RankPool
 
@@ -255,6 +259,29 @@ def _default_env() -> tuple[int, int]:
     env = ShardingEnv.default()
     assert env.process_group is torch.distributed.group.WORLD
     return env.rank, env.world_size
+
+
+class TestCacheParams:
+    def test_only_the_load_factor_can_be_chosen(self) -> None:
+        assert CacheParams(None, 0.5, prefetch_pipeline=False).load_factor == 0.5
+        with pytest.raises(ValueError, match=r"CacheParams.reserved_memory is not .* received 8"):
+            CacheParams(reserved_memory=8.0)
+        with pytest.raises(ValueError, match=r"CacheParams.algorithm is not supported; .*'LFU'"):
+            CacheParams("LFU")
+
+    @pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
+    def test_a_load_factor_is_a_share(self, share: float) -> None:
+        with pytest.raises(ValueError, match=r"load_factor must lie in \(0, 1\]; received"):
+            CacheParams(load_factor=share)
+
+    def test_it_reaches_the_lookup(self) -> None:
+        config = EmbeddingBagConfig(8, 4, "t", feature_names=["f"])
+        ebc = EmbeddingBagCollection(tables=[config])
+        for cache, share in ((None, None), (CacheParams(load_factor=0.5), 0.5)):
+            placed = parameter_sharding(ShardingType.TABLE_WISE, 8, 4, [0])
+            placed.cache_params = cache
+            sharded = EmbeddingBagCollectionSharder().shard(ebc, {"t": placed}, ShardingEnv(1, 0))
+            assert sharded.layout.tables[0].group.cache_load_factor == share
 
 
 class TestEnv:

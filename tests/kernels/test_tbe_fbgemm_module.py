@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from tests.kernels.test_tbe import SMALL, train
 pytestmark = pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed")
 
 
-def build(spec: OptimizerSpec) -> FbgemmModule:
+def build(spec: OptimizerSpec, cache_load_factor: float | None = None) -> FbgemmModule:
     layout = StorageLayout(SMALL.specs, SMALL.feature_table_map, torch.device("cpu"))
     module = FbgemmModule(
         layout,
@@ -32,6 +34,7 @@ def build(spec: OptimizerSpec) -> FbgemmModule:
         torch.float32,
         spec,
         EmbeddingLocation.HOST,
+        cache_load_factor,
     )
     for weight, value in zip(module.weights, SMALL.init(), strict=True):
         weight.copy_(value)
@@ -75,3 +78,21 @@ def test_features_follow_the_storage_order_of_their_tables() -> None:
     indices, offsets, _ = SMALL.batch(0)
     with torch.no_grad():
         assert torch.equal(module.forward(indices, offsets, None), tbe.forward(indices, offsets))
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 0.2), (0.5, 0.5)])
+def test_the_share_of_rows_in_the_cache_is_handed_on(
+    monkeypatch: pytest.MonkeyPatch, asked: float | None, given: float
+) -> None:
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+
+    seen = []
+
+    class Recorder(training.SplitTableBatchedEmbeddingBagsCodegen):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            seen.append(named["cache_load_factor"])
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr(training, "SplitTableBatchedEmbeddingBagsCodegen", Recorder)
+    build(OptimizerSpec(algorithm=EmbOptimType.SGD), asked)
+    assert seen == [given]

@@ -7,6 +7,7 @@ measured), ``presets`` (machines by name), ``topology_json`` (files) and ``topol
 from recsys.distributed.planner.custom_topology import CustomTopologyData
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
+from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
     FixedPercentageStorageReservation,
@@ -23,5 +24,6 @@ __all__ = [
     "HeuristicalStorageReservation",
     "ParameterConstraints",
     "PlannerError",
+    "PoolingStats",
     "Topology",
 ]

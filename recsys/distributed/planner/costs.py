@@ -6,15 +6,19 @@ such as the latency of the step's exchanges, are the same under every plan and l
 
 With ``N`` ids and ``G`` bags that reach a part of ``r x c`` values (``e`` bytes each):
 
+- *prefetch*: rows that a cache in device memory lacks (``fused_uvm_caching``) come from the host,
+  and as many go back: what the cache's hit rate leaves of ``N``, at most the distinct ones;
 - *forward*: ``N c e`` bytes of rows are read;
-- *backward*: the rows that were touched are read and written, with their optimizer state. Of ``r``
-  equally likely rows ``N`` draws touch ``r (1 - (1 - 1/r)^N)``;
-- *input*: ``N`` ids (and weights) and ``G`` lengths arrive;
+- *backward*: gradients are read, and the rows that were touched are read and written with their
+  optimizer state. Of ``r`` equally likely rows ``N`` draws touch ``r (1 - (1 - 1/r)^N)``. Where
+  owners of columns must add up one value per row, ids are sorted and gradients read once more;
+- *input*: ``N`` ids (and weights) are sorted by owner; they and ``G`` lengths arrive;
 - *output*: ``G c`` values leave (``N c`` where they are not pooled), and as many gradients arrive,
   in the precision of the wire. Of what leaves a rank, ``(W - L) / W`` crosses between nodes of
   ``L`` ranks among ``W``. If the rows of a table lie within one node, the node's sums cross only
-  once: ``1 / L`` of it;
-- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent.
+  once: ``1 / L`` of it. Values are placed in the output, and gradients taken from it;
+- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent, and
+  it is read or written nine times. Owners of columns send one number per touched row, if need be.
 
 Costs of lookups follow the roofline model: Williams et al., "Roofline: an insightful visual
 performance model for multicore architectures", 2009.
@@ -22,17 +26,20 @@ performance model for multicore architectures", 2009.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
-from recsys.distributed.planner.measured import transfer_ms
-from recsys.distributed.planner.tables import UVM_KERNELS, Bytes, PlannedTable, Storage
+from recsys.distributed.planner.measured import LookupSpeed
+from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
 
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
+_SORT_PASSES, _PAIR_BYTES = 4, 8
+_FOUND_ID_BYTES = 8  # as users give them
+REPLICA_PASSES = 1 + 2 + 2 + 1 + 3
+"""Over a replica's gradient: cleared, divided by the ranks, squared, averaged, applied."""
 
 
 @final
@@ -41,13 +48,15 @@ class Cost:
     """Milliseconds of one step.
 
     Attributes:
+        prefetch: bringing rows into a cache in device memory, and those they displace back.
         forward: looking rows up.
         backward: updating them.
         input: receiving ids.
         output: sending embeddings and receiving their gradients.
-        update: adding up the gradients of replicas, and applying them.
+        update: adding up gradients of replicas and applying them, or statistics of split rows.
     """
 
+    prefetch: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     input: float = 0.0
@@ -57,8 +66,7 @@ class Cost:
     @property
     def total(self) -> float:
         """All of it."""
-        milliseconds: float = sum(getattr(self, part.name) for part in fields(self))
-        return milliseconds
+        return self.forward + self.backward + self.input + self.output + self.update
 
     def plus(self, other: Cost) -> Cost:
         """Returns the sum of both."""
@@ -68,7 +76,7 @@ class Cost:
 
 @final
 class CostModel:
-    """The time and the memory of parts of tables, on ranks of one kind.
+    """The time of parts of tables, on ranks of one kind.
 
     Args:
         topology: the machine.
@@ -107,11 +115,14 @@ class CostModel:
         ids, bags = self._load(table, world_size)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
-        forward, backward = self._lookup(table, ids, num_rows, num_cols, kernel)
+        looked_up = self._lookup(table, ids, num_rows, num_cols, kernel)
         if world_size == 1:
-            return Cost(forward=forward, backward=backward)
+            return looked_up
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
+        # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
+        found = self._copied(ids * (_FOUND_ID_BYTES + 4 * table.is_weighted))
+        placed = self._copied(2 * values * _VALUE_BYTES)
         if in_node and num_rows < table.rows:
             # each rank of the node sums up and sends on an equal share of the samples
             moved = self._transfer("all_to_all", there_and_back, local_size, 1)
@@ -119,46 +130,37 @@ class CostModel:
             moved += self._transfer("all_to_all", sums, num_nodes, num_nodes)
         else:
             moved = self._transfer("all_to_all", there_and_back, world_size, num_nodes)
-        return Cost(
-            forward=forward,
-            backward=backward,
-            input=self._transfer("all_to_all", ids_in, world_size, num_nodes),
-            output=moved,
+        update = 0.0
+        if table.trains and table.adds_up_rows(num_cols):
+            sums = 2 * table.touched(num_rows, ids) * _VALUE_BYTES
+            update = self._transfer("all_to_all", sums, world_size, num_nodes)
+        return replace(
+            looked_up,
+            input=self._transfer("all_to_all", ids_in, world_size, num_nodes) + found,
+            output=moved + placed,
+            update=update,
         )
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Returns what a copy of a whole table costs each rank."""
         topology = self._topology
         world_size = topology.world_size
-        ids, _ = self._load(table, 1)
-        forward, backward = self._lookup(table, ids, table.rows, table.dim, kernel)
-        if world_size == 1 or not table.trains:
-            return Cost(forward=forward, backward=backward)
+        ids, bags = self._load(table, 1)
+        looked_up = self._lookup(table, ids, table.rows, table.dim, kernel)
+        if world_size == 1:
+            return looked_up
+        values = (bags if table.is_pooled else ids) * table.dim
+        placed = self._copied(2 * values * _VALUE_BYTES)
+        if not table.trains:
+            return replace(looked_up, output=placed)
         size = table.gradient_bytes
         summed = self._transfer("all_reduce", size, world_size, topology.num_nodes)
-        # the gradient is cleared, written, read; weights are read and written
-        passes = 5 * size / self._hardware.memory_bw
-        return Cost(forward=forward, backward=backward, update=summed + passes)
-
-    def storage_of_part(
-        self, table: PlannedTable, num_rows: int, num_cols: int, kernel: EmbeddingComputeKernel
-    ) -> Storage:
-        """Returns the memory of a part: weights, state, and the buffers of one batch."""
-        ids, bags = self._load(table, self._topology.world_size)
-        values = (bags if table.is_pooled else ids) * num_cols
-        buffers = int(2 * values * _VALUE_BYTES + ids * table.id_bytes)
-        return replace(table.storage_of(num_rows, num_cols, kernel), buffers=Bytes(buffers))
-
-    def storage_of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
-        """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
-        kept = table.storage_of(table.rows, table.dim, kernel)
-        summed = Bytes(table.gradient_bytes if table.trains else 0)
-        return replace(kept, gradients=kept.gradients.plus(summed))
+        passes = REPLICA_PASSES * size / self._hardware.memory_bw
+        return replace(looked_up, output=placed, update=summed + passes)
 
     def _load(self, table: PlannedTable, num_ranks: int) -> tuple[float, float]:
         """Returns the ids and bags of a table in a step of so many ranks."""
-        samples = num_ranks * self._batch_size
-        return samples * table.ids_per_sample, float(samples * table.num_features)
+        return table.load(num_ranks * self._batch_size)
 
     def _lookup(
         self,
@@ -167,22 +169,62 @@ class CostModel:
         num_rows: int,
         num_cols: int,
         kernel: EmbeddingComputeKernel,
-    ) -> tuple[float, float]:
+    ) -> Cost:
         hardware = self._hardware
-        bandwidth = hardware.ddr_mem_bw if kernel in UVM_KERNELS else hardware.memory_bw
-        row_bytes = num_cols * table.element_bytes
-        forward = ids * row_bytes / bandwidth
-        if not table.trains:
-            return forward, 0.0
-        touched = _touched(num_rows, ids) * (row_bytes + table.state_bytes_per_row(num_cols))
-        return forward, (ids * num_cols * _VALUE_BYTES + 2 * touched) / bandwidth
+        sample_ids, sample_bags = table.load(1)
+        pooling = sample_ids / sample_bags if sample_bags else 0.0
+        speed = self._topology.lookup_speed(num_cols, pooling, hardware)
+        host_bw = min(hardware.ddr_mem_bw, hardware.hbm_to_ddr_mem_bw)
+        if kernel is EmbeddingComputeKernel.FUSED_UVM:
+            speed = LookupSpeed(host_bw, host_bw, host_bw)
+        row_bytes, gradient_bytes = num_cols * table.element_bytes, num_cols * _VALUE_BYTES
+        touched = table.touched(num_rows, ids)
+        state_bytes = table.state_bytes_per_row(num_cols)
+        forward, backward = lookup_bytes(ids, touched, row_bytes, gradient_bytes, state_bytes)
+        backward_bw = speed.backward_bw
+        if table.adds_up_rows(num_cols):
+            backward, backward_bw = backward + statistic_bytes(ids, gradient_bytes), speed.split_bw
+        fetched = 0.0
+        if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
+            missed = min((1 - table.hit_rate) * ids, touched)
+            fetched = (2 if table.trains else 1) * missed * row_bytes  # the row before goes back
+        return Cost(
+            prefetch=fetched / host_bw,
+            forward=forward / speed.forward_bw,
+            backward=backward / backward_bw if table.trains else 0.0,
+        )
+
+    def _copied(self, num_bytes: float) -> float:
+        """Returns the milliseconds of bytes that are read and written once more."""
+        return 2 * num_bytes / self._hardware.memory_bw
 
     def _transfer(self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
-        return transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
+        return self._topology.transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
 
 
-def _touched(num_rows: int, ids: float) -> float:
-    """Returns how many of equally likely rows are expected among the ids."""
-    if num_rows <= 1:
-        return float(num_rows)
-    return -num_rows * math.expm1(ids * math.log1p(-1 / num_rows))
+def lookup_bytes(
+    ids: float, touched: float, row_bytes: float, gradient_bytes: float, state_bytes: float
+) -> tuple[float, float]:
+    """Returns the bytes that a lookup moves in forward, and in backward with the update.
+
+    Args:
+        ids: that are looked up.
+        touched: distinct rows among them.
+        row_bytes: of a row.
+        gradient_bytes: of a row's gradient.
+        state_bytes: of the optimizer's state of a row.
+    """
+    return ids * row_bytes, ids * gradient_bytes + 2 * touched * (row_bytes + state_bytes)
+
+
+def statistic_bytes(ids: float, gradient_bytes: float) -> float:
+    """Returns the bytes that backward moves besides to add up the gradients of each row.
+
+    The ids are sorted with their places, 32 bits each, 8 bits a pass, and the gradients read in
+    that order: Merrill and Grimshaw, "High performance and scalable radix sorting", 2011.
+
+    Args:
+        ids: that were looked up.
+        gradient_bytes: of a row's gradient.
+    """
+    return ids * (_SORT_PASSES * 2 * _PAIR_BYTES + gradient_bytes)

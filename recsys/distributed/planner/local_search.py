@@ -1,8 +1,10 @@
 """Makes the highest rank of a packing lower, step by step.
 
 A step exchanges up to two pieces of the highest rank for up to two of another rank, or places one
-of its tables in another way. Where no step helps, the tables of a few ranks are taken off and put
-back in a disturbed order, with options drawn from the cheap ones: that is kept unless it is worse.
+of its tables in another way. Where no step helps, a kick makes room for some that do: a few tables
+get their cheapest option, also where that does not fit, or the tables of a few ranks are taken off
+and put back in a disturbed order, with options drawn from the cheap ones. What follows a kick is
+kept unless it is worse.
 
 Shape suffixes as in ``packing``; also A sets of pieces of the highest rank, S other ranks, B sets
 of pieces on each of them; a set is a row of piece numbers, padded with -1.
@@ -10,6 +12,7 @@ of pieces on each of them; a set is a row of piece numbers, padded with -1.
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import final
 
@@ -24,6 +27,8 @@ _MANY_RANKS = 64  # above, only some ranks are tried for an exchange
 _PAIR_RANKS = 12  # ranks that are tried for pairs
 _OPTIONS = 6  # options of a table that are tried, the cheapest ones
 _STEPS_AFTER_KICK = 60
+_WORTH_A_KICK = 5e-4  # share of the score that has to be won
+_FORCED = 4  # most tables that get their cheapest option at once
 _FIXED_TABLES = 4  # tables of FIXED options that are tried besides those with pieces on a rank
 
 
@@ -79,28 +84,36 @@ class LocalSearch:
                 return step
         return max_steps
 
-    def kick(self, packing: Packing, max_kicks: int) -> Packing:
+    def kick(self, packing: Packing, patience: int) -> Packing:
         """Disturbs a packing and descends, again and again; returns the best packing.
 
         Args:
-            packing: where to start; is changed.
-            max_kicks: how often.
+            packing: where to start.
+            patience: how many kicks may bring next to nothing before it is given up.
         """
-        for _ in range(max_kicks):
-            if packing.peak <= self._target or self._is_over():
+        best, score = packing, self._score(packing)
+        mark, since = score, 0
+        for number in itertools.count():
+            if best.peak <= self._target or since >= patience or self._is_over():
                 break
             trial = packing.copy()
-            self._disturb(trial)
+            if number % 2:
+                self._disturb(trial)
+            else:
+                self._force_cheaper(trial)
             self.descend(trial, _STEPS_AFTER_KICK)
-            if trial.peak <= packing.peak:
-                packing = trial
-        return packing
+            if self._score(trial) <= score:
+                packing, score = trial, self._score(trial)
+            if trial.peak <= best.peak:
+                best = trial
+            since += 1
+            if score < mark * (1 - _WORTH_A_KICK):
+                mark, since = score, 0
+        return best
 
     def cheapen(self, packing: Packing) -> None:
         """Gives tables cheaper options where no rank gets higher than the highest is."""
-        price_T = self._price_O[packing.option_T]
-        least_T = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
-        saved_T = price_T - least_T
+        saved_T = self._saved(packing)
         for table in np.argsort(-saved_T, kind="stable")[: int((saved_T > 0).sum())].tolist():
             if self._is_over():
                 return
@@ -117,6 +130,33 @@ class LocalSearch:
                     break
             else:
                 packing.add(now, ranks_now)
+
+    def _force_cheaper(self, packing: Packing) -> None:
+        """Gives a few tables their cheapest option, even where that does not fit."""
+        saved_T = self._saved(packing)
+        tables = np.flatnonzero(saved_T > _LEAST_GAIN)
+        if not len(tables):
+            self._disturb(packing)
+            return
+        most = min(len(tables), int(self._random.integers(1, _FORCED + 1)))
+        share_T = saved_T[tables] / saved_T[tables].sum()
+        for table in self._random.choice(tables, most, replace=False, p=share_T).tolist():
+            packing.remove(table)
+            option = int(self._cheap_options(table)[0])
+            packing.add(option, packing.best_ranks(option)[0])
+
+    def _saved(self, packing: Packing) -> Floats:
+        """Returns by how much the cheapest option of each table is cheaper than the one it has."""
+        least_T: Floats = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
+        # an option that no better packing has is priced at inf
+        saved_T: Floats = np.minimum(self._price_O[packing.option_T] - least_T, 1.0)
+        return saved_T
+
+    def _score(self, packing: Packing) -> float:
+        """Returns how good a packing is: its peak, and above all its mean, as peaks can be cut."""
+        if packing.peak >= OVERFULL:
+            return packing.peak
+        return 0.5 * (packing.peak + float(packing.height_R.mean()))
 
     def _is_over(self) -> bool:
         self.cut = self.cut or time.monotonic() > self._deadline
@@ -268,7 +308,7 @@ class LocalSearch:
                 option = int(cheap[min(int(self._random.exponential(0.8)), len(cheap) - 1)])
             options.append(option)
         noise = self._random.uniform(0.7, 1.4, len(options))
-        packing.fill(np.array(options, dtype=np.int64), noise=noise)
+        packing.fill(np.array(options, dtype=np.int64), self._price_O, noise=noise)
 
 
 def _with_pairs(sets_XN: Ints) -> Ints:

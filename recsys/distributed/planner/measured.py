@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import final
+from typing import NamedTuple, final
 
 from recsys.distributed.planner.hardware import Hardware, check_number
 
@@ -24,6 +24,8 @@ class LookupPoint:
         pooling: ids per bag.
         forward_bw: bytes of rows read per millisecond in forward.
         backward_bw: bytes of rows read and written per millisecond in backward and update.
+        split_bw: the same where the table is split by columns and its optimizer keeps a value for
+            each row, such as row-wise Adagrad, sorting included.
 
     Raises:
         ValueError: if a number is not positive.
@@ -33,9 +35,18 @@ class LookupPoint:
     pooling: float
     forward_bw: float
     backward_bw: float
+    split_bw: float
 
     def __post_init__(self) -> None:
-        _check_positive(self, ("dim", "pooling", "forward_bw", "backward_bw"))
+        _check_positive(self, ("dim", "pooling", "forward_bw", "backward_bw", "split_bw"))
+
+
+class LookupSpeed(NamedTuple):
+    """Bytes per millisecond, each as in :class:`LookupPoint`."""
+
+    forward_bw: float
+    backward_bw: float
+    split_bw: float
 
 
 @final
@@ -115,33 +126,31 @@ class LookupTable:
         ValueError: if a dim and pooling come twice.
 
     Example:
-        >>> fast = LookupPoint(dim=64, pooling=1, forward_bw=2e6, backward_bw=1e6)
-        >>> LookupTable([fast]).at(dim=128, pooling=5.0)
-        (2000000.0, 1000000.0)
+        >>> fast = LookupPoint(dim=64, pooling=1, forward_bw=2e6, backward_bw=1e6, split_bw=5e5)
+        >>> LookupTable([fast]).at(dim=128, pooling=5.0).backward_bw
+        1000000.0
     """
 
     def __init__(self, points: Sequence[LookupPoint]) -> None:
         ordered = sorted(points, key=lambda p: (p.dim, p.pooling))
         _check_once("lookup", [(p.dim, p.pooling) for p in ordered], "dim {} with pooling {}")
         self._dims = sorted({p.dim for p in ordered})
-        self._curves: dict[int, tuple[_Curve, _Curve]] = {}
+        self._curves: dict[int, tuple[_Curve, ...]] = {}
         for dim in self._dims:
             rows = [p for p in ordered if p.dim == dim]
             xs = tuple(math.log(p.pooling) for p in rows)
-            self._curves[dim] = (
-                _Curve(xs, tuple(p.forward_bw for p in rows)),
-                _Curve(xs, tuple(p.backward_bw for p in rows)),
+            self._curves[dim] = tuple(
+                _Curve(xs, tuple(getattr(p, name) for p in rows)) for name in LookupSpeed._fields
             )
 
-    def at(self, dim: int, pooling: float) -> tuple[float, float]:
-        """Returns the forward and the backward bandwidth in bytes per millisecond."""
+    def at(self, dim: int, pooling: float) -> LookupSpeed:
+        """Returns the bandwidths in bytes per millisecond."""
         x = math.log(max(pooling, 1e-9))  # features that are mostly empty have less than one id
         right = bisect_left(self._dims, dim)
         near = self._dims[max(right - 1, 0) : right + 1]
         xs = tuple(float(d) for d in near)
-        pairs = [(f.at(x), b.at(x)) for f, b in (self._curves[d] for d in near)]
-        forward, backward = (_Curve(xs, tuple(ys)).at(dim) for ys in zip(*pairs, strict=True))
-        return forward, backward
+        of_dims = [[curve.at(x) for curve in self._curves[d]] for d in near]
+        return LookupSpeed(*(_Curve(xs, ys).at(dim) for ys in zip(*of_dims, strict=True)))
 
 
 @final
@@ -179,6 +188,11 @@ class CollectiveTable:
         curve = self._curves[kind][world_size]
         x = math.log(max(num_bytes, 1))
         return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
+
+    def longest(self, kind: str, world_size: int) -> tuple[float, float]:
+        """Returns the bytes and the milliseconds of the largest that was measured."""
+        curve = self._curves[kind][world_size]
+        return math.exp(curve.xs[-1]), math.exp(curve.ys[-1])
 
 
 def _check_once(table: str, keys: Sequence[tuple[object, ...]], words: str) -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
+import torch
 from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.module_tree import outermost
-from recsys.distributed.planner.tables import PlannedTable
-from recsys.distributed.planner.types import ParameterConstraints, PlannerError
+from recsys.distributed.planner.pooling_stats import IdSkew, PoolingStats, uniform_distinct
+from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
+from recsys.distributed.planner.types import (
+    DEFAULT_BATCH_SIZE,
+    ParameterConstraints,
+    PlannerError,
+)
 from recsys.distributed.types import EmbeddingComputeKernel, ModuleSharder, ShardingType
 from recsys.distributed.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.support import LookupSettings, choose_backend
+from recsys.kernels.types import EmbeddingLocation, PoolingMode
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableCollection
+from recsys.optim.specs import TableOptimizer
 
 
 def tables_of(
@@ -23,6 +32,9 @@ def tables_of(
     sharders: Sequence[ModuleSharder[Any]],
     constraints: Mapping[str, ParameterConstraints],
     device: str,
+    *,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    pooling_stats: PoolingStats | None = None,
 ) -> list[PlannedTable]:
     """Returns the tables of every module that a sharder can shard.
 
@@ -31,81 +43,249 @@ def tables_of(
         sharders: one per module type to shard.
         constraints: demands by table name.
         device: "cpu" or "cuda".
+        batch_size: samples per rank and step.
+        pooling_stats: what batches say of features; constraints say it better.
 
     Raises:
-        PlannerError: if a constraint is for no table, or does not fit its features.
+        PlannerError: if a constraint is for no table, or does not fit its table or module.
     """
-    tables = list(_tables(module, {s.module_type: s for s in sharders}, constraints, device))
-    unknown = sorted(constraints.keys() - {table.name for table in tables})
+    tables: list[PlannedTable] = []
+    known: set[str] = set()
+    met: set[str] = set()
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    for path, child in outermost(module, lambda found: type(found) in by_type):
+        reader = _ModuleReader(path, child, by_type[type(child)], device, batch_size)
+        demands = {name: reader.demands_on(name, constraints.get(name)) for name in reader.weights}
+        known.update(demands)
+        met.update(name for name, found in demands.items() if found is not None)
+        tables += reader.tables(
+            {name: found or ParameterConstraints() for name, found in demands.items()},
+            {} if pooling_stats is None else pooling_stats.features,
+        )
+    for name in sorted(constraints.keys() - met):
+        if name in known:
+            raise PlannerError(
+                f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
+                f"table of that name; received {constraints[name].feature_names}. Name them all, "
+                "or leave it None."
+            )
+    unknown = sorted(constraints.keys() - known)
     if unknown:
         raise PlannerError(
             f"Constraints are given for the tables {unknown}, which the model does not have; "
-            f"its tables are {sorted(table.name for table in tables)}."
+            f"its tables are {sorted(known)}."
         )
     return tables
 
 
-def _tables(
-    module: nn.Module,
-    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
-    all_constraints: Mapping[str, ParameterConstraints],
-    device: str,
-) -> Iterator[PlannedTable]:
-    for path, child in outermost(module, lambda found: type(found) in sharders):
-        sharder = sharders[type(child)]
-        features: dict[str, list[str]] = {}
-        pooled, weighted = True, False
-        for part in child.modules():
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Traffic:
+    """What one feature brings per sample of the planner's batch.
+
+    Attributes:
+        draws: ids of its bags.
+        ids: of them that travel.
+        bags: on average.
+        skew: of the ids, if it is known.
+    """
+
+    draws: float
+    ids: float
+    bags: float
+    skew: IdSkew | None
+
+
+@final
+class _ModuleReader:
+    """What a module says of its tables."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        sharder: ModuleSharder[Any],
+        device: str,
+        batch_size: int,
+    ) -> None:
+        self._path = path
+        self._sharder = sharder
+        self._device = device
+        self._batch_size = batch_size
+        self.weights = sharder.shardable_parameters(module)
+        self._features: dict[str, list[str]] = {}
+        self._poolings: dict[str, PoolingMode] = {}
+        self._is_weighted = False
+        for part in module.modules():
             if isinstance(part, TableCollection):
-                features |= {config.name: config.feature_names for config in part.configs()}
-                pooled = PoolingMode.NONE not in part.poolings()
-                weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
-        wire_bytes = _wire_bytes(sharder, pooled=pooled)
-        for name, weight in sharder.shardable_parameters(child).items():
-            constraints = all_constraints.get(name, ParameterConstraints())
-            num_features = len(features.get(name, [name]))
-            owned = optimizer_of_table(weight, sharder.fused_params)
-            pooling = constraints.pooling_factors or [1.0] * num_features
-            if len(pooling) != num_features:
-                raise PlannerError(
-                    f"ParameterConstraints.pooling_factors of table {name!r} must have one "
-                    f"number for each of "
-                    f"its features {features.get(name, [name])}; received {pooling}."
-                )
+                for config, pooling in zip(part.configs(), part.poolings(), strict=True):
+                    self._features[config.name] = config.feature_names
+                    self._poolings[config.name] = pooling
+                self._is_weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
+        self._is_pooled = PoolingMode.NONE not in self._poolings.values()
+
+    def features_of(self, name: str) -> list[str]:
+        """Returns the names of a table's features."""
+        return self._features.get(name, [name])
+
+    def demands_on(
+        self, name: str, constraints: ParameterConstraints | None
+    ) -> ParameterConstraints | None:
+        """Returns the demands if they are for this module's table of that name."""
+        if constraints is None or constraints.feature_names is None:
+            return constraints
+        same = sorted(constraints.feature_names) == sorted(self.features_of(name))
+        return constraints if same else None
+
+    def tables(
+        self, demands: Mapping[str, ParameterConstraints], stats: Mapping[str, Any]
+    ) -> Iterator[PlannedTable]:
+        """Yields the tables, none if they are for another device."""
+        if self._is_elsewhere(demands):
+            return
+        self._check_bounds_modes(demands)
+        traffic = {name: self._traffic(name, of, stats) for name, of in demands.items()}
+        # the samples of features with fewer are filled up with empty bags
+        longest = max((t.bags for of in traffic.values() for t in of), default=1.0)
+        names = POOLED_OPS if self._is_pooled else SEQUENCE_OPS
+        there, back = codecs_for(getattr(self._sharder, "qcomm_codecs_registry", None), *names)
+        for name, weight in self.weights.items():
+            optimizer = optimizer_of_table(weight, self._sharder.fused_params)
+            _check_rounding(name, demands[name], optimizer)
+            of_table = traffic[name]
+            draws = sum(t.draws for t in of_table)
             yield PlannedTable(
-                path=path,
+                path=self._path,
                 name=name,
                 rows=weight.shape[0],
                 dim=weight.shape[1],
                 element_bytes=weight.element_size(),
-                optimizer=owned,
+                optimizer=optimizer,
                 trains=weight.requires_grad,
-                ids_per_sample=sum(pooling),
-                num_features=num_features,
-                is_pooled=pooled,
-                is_weighted=weighted,
-                wire_bytes=wire_bytes,
-                constraints=constraints,
-                kernels=_kernels(sharder, constraints, device),
+                writes_row_gradients=self._device == "cpu"
+                and self._runs_on_torch(name, weight, optimizer),
+                ids_per_sample=sum(t.ids for t in of_table),
+                draws_per_sample=draws,
+                bags_per_sample=longest * len(of_table),
+                num_features=len(of_table),
+                skews=tuple((t.draws / draws, t.skew) for t in of_table) if draws else (),
+                is_pooled=self._is_pooled,
+                is_mean=self._poolings.get(name) is PoolingMode.MEAN,
+                is_weighted=self._is_weighted or demands[name].is_weighted,
+                wire_bytes=(there.bytes_per_value, back.bytes_per_value),
+                constraints=demands[name],
+                kernels=_kernels(self._sharder, demands[name], self._device),
             )
+
+    def _runs_on_torch(
+        self, name: str, weight: nn.Parameter, optimizer: TableOptimizer | None
+    ) -> bool:
+        """Whether FBGEMM's CPU kernels do not serve a table here."""
+        if optimizer is None:
+            return False
+        settings = LookupSettings(
+            device=torch.device("cpu"),
+            weights_dtype=weight.dtype,
+            output_dtype=torch.float32,
+            dims=[weight.shape[1]],
+            feature_table_map=[0],
+            pooling=self._poolings.get(name, PoolingMode.SUM),
+            optimizer=optimizer.spec,
+            update_mode=optimizer.update_mode,
+            location=EmbeddingLocation.HOST,
+        )
+        return choose_backend(settings).backend == "torch"
+
+    def _is_elsewhere(self, demands: Mapping[str, ParameterConstraints]) -> bool:
+        others = [n for n, of in demands.items() if of.device_group not in (None, self._device)]
+        if others and len(others) < len(demands):
+            raise PlannerError(
+                f"The tables of one module are on one device; of module {self._path!r} "
+                f"device_group puts {others[:5]} elsewhere than on {self._device}, but not all of "
+                f"its {len(demands)} tables. Give all of them one device_group, or split the "
+                "module."
+            )
+        return bool(others)
+
+    def _check_bounds_modes(self, demands: Mapping[str, ParameterConstraints]) -> None:
+        modes = {of.bounds_check_mode for of in demands.values()} - {None}
+        if len(modes) > 1:
+            raise PlannerError(
+                f"The tables of one module share one bounds_check_mode; the constraints on those "
+                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
+            )
+
+    def _traffic(
+        self, name: str, demands: ParameterConstraints, stats: Mapping[str, Any]
+    ) -> list[_Traffic]:
+        features = self.features_of(name)
+        given = {
+            field: getattr(demands, field)
+            for field in ("pooling_factors", "num_poolings", "batch_sizes")
+        }
+        for field, numbers in given.items():
+            if numbers and len(numbers) != len(features):
+                raise PlannerError(
+                    f"ParameterConstraints.{field} of table {name!r} must have one number for each "
+                    f"of its features {features}; received {numbers}."
+                )
+        order = demands.feature_names or features
+        longest = max((of.batch_size for of in stats.values()), default=0.0)
+        found = []
+        for feature in features:
+            place = order.index(feature)
+            seen = stats.get(feature)
+            factor, bags = 1.0, 1.0
+            if given["pooling_factors"]:
+                factor = given["pooling_factors"][place]
+            elif seen is not None:
+                factor = seen.ids_per_sample
+            if given["batch_sizes"]:
+                bags = given["batch_sizes"][place] / self._batch_size
+            elif seen is not None and longest:
+                bags = seen.batch_size / longest
+            if given["num_poolings"]:
+                bags *= given["num_poolings"][place]
+            rows = self.weights[name].shape[0]
+            skew = None if seen is None or not seen.histogram else IdSkew(seen, rows)
+            found.append(self._of_feature(factor * bags, bags, skew, rows))
+        return found
+
+    def _of_feature(self, draws: float, bags: float, skew: IdSkew | None, rows: int) -> _Traffic:
+        ids = draws
+        if getattr(self._sharder, "use_index_dedup", False):
+            of_rank = draws * self._batch_size
+            distinct = uniform_distinct(rows, of_rank) if skew is None else skew.distinct(of_rank)
+            ids = distinct / self._batch_size
+        return _Traffic(draws=draws, ids=ids, bags=bags, skew=skew)
+
+
+def _check_rounding(
+    name: str, demands: ParameterConstraints, optimizer: TableOptimizer | None
+) -> None:
+    rounds = optimizer is not None and optimizer.spec.stochastic_rounding
+    if demands.stochastic_rounding not in (None, rounds):
+        raise PlannerError(
+            f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; constraints ask "
+            f"for {demands.stochastic_rounding}. Set it where the optimizer is set: in "
+            "fused_params, or in apply_optimizer_in_backward."
+        )
 
 
 def _kernels(
     sharder: ModuleSharder[Any], constraints: ParameterConstraints, device: str
-) -> dict[ShardingType, EmbeddingComputeKernel]:
-    """Returns the sharding types that are allowed and executable, each with its kernel."""
-    allowed = constraints.compute_kernels
+) -> dict[ShardingType, tuple[EmbeddingComputeKernel, ...]]:
+    """Returns the sharding types that are allowed and executable, each with its kernels."""
     kernels = {}
     for name in sharder.sharding_types(device):
-        executable = sharder.compute_kernels(name, device)
-        usable = [k for k in allowed or executable if k in executable]
-        if usable and name in (constraints.sharding_types or [name]):
-            kernels[ShardingType(name)] = EmbeddingComputeKernel(usable[0])
+        if name not in (constraints.sharding_types or [name]):
+            continue
+        executable = [EmbeddingComputeKernel(k) for k in sharder.compute_kernels(name, device)]
+        if constraints.compute_kernels is None:
+            usable = [kernel for kernel in executable if kernel not in UVM_KERNELS][:1]
+        else:
+            asked = [EmbeddingComputeKernel(k) for k in constraints.compute_kernels]
+            usable = [kernel for kernel in asked if kernel in executable]
+        if usable:
+            kernels[ShardingType(name)] = tuple(usable)
     return kernels
-
-
-def _wire_bytes(sharder: ModuleSharder[Any], *, pooled: bool) -> tuple[float, float]:
-    """Returns the bytes of a value on its way there, and of its gradient on its way back."""
-    names = POOLED_OPS if pooled else SEQUENCE_OPS
-    there, back = codecs_for(getattr(sharder, "qcomm_codecs_registry", None), *names)
-    return there.bytes_per_value, back.bytes_per_value

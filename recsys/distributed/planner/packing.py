@@ -221,12 +221,18 @@ class Packing:
         return ranks, float(height_J[node])
 
     def fill(
-        self, options: Ints, *, noise: Floats | None = None, even_memory: bool = False
+        self,
+        options: Ints,
+        price_O: Floats,
+        *,
+        noise: Floats | None = None,
+        even_memory: bool = False,
     ) -> None:
         """Places tables that are not placed, the one with the longest piece first.
 
         Args:
-            options: one option per table.
+            options: one option per table; where it does not fit, the cheapest that does.
+            price_O: of all options.
             noise: factors by which the order may be off.
             even_memory: whether to look at the share of memory that is taken as at the load.
         """
@@ -239,7 +245,7 @@ class Packing:
             ranks, peak = self.best_ranks(option)
             if peak >= OVERFULL and rescues:
                 rescues -= 1
-                option, ranks = self._least_overfull(option, ranks, peak)
+                option, ranks = self._least_overfull(option, ranks, peak, price_O)
             self.add(option, ranks)
         self._even_memory = False
 
@@ -251,14 +257,20 @@ class Packing:
             size_N = np.maximum(size_N, share_NM.max(axis=1, initial=0.0))
         return size_N
 
-    def _least_overfull(self, option: int, ranks: Ints, peak: float) -> tuple[int, Ints]:
-        """Returns another option of the same table, and its ranks, if that fits better."""
-        table = self.arrays.table_O[option]
-        for other in range(self.arrays.first_T[table], self.arrays.first_T[table + 1]):
-            if other != option and self.arrays.misses_O[other] == 0:
+    def _least_overfull(
+        self, option: int, ranks: Ints, peak: float, price_O: Floats
+    ) -> tuple[int, Ints]:
+        """Returns the cheapest option of the same table that fits, else the one that does best."""
+        arrays = self.arrays
+        table = arrays.table_O[option]
+        others = np.arange(arrays.first_T[table], arrays.first_T[table + 1])
+        for other in others[np.argsort(price_O[others], kind="stable")].tolist():
+            if other != option and arrays.misses_O[other] == 0:
                 other_ranks, other_peak = self.best_ranks(other)
                 if other_peak < peak:
                     option, ranks, peak = other, other_ranks, other_peak
+                if peak < OVERFULL:
+                    break
         return option, ranks
 
     def choices(self) -> tuple[Choice, ...]:

@@ -2,41 +2,62 @@
 
 Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
 weights, the state of the optimizer that a table has when it is planned or else its gradient, the
-sum of a replica's gradients, and the buffers of one batch.
+sum of a replica's gradients, and the buffers of batches (see ``storage``).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from recsys.distributed.planner.agreement import Facts, check_agreement, facts_of
+from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
+from recsys.distributed.planner.misfit import Misfit, check_fits
 from recsys.distributed.planner.model_tables import tables_of
-from recsys.distributed.planner.options import OptionLister, TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
+from recsys.distributed.planner.partitioners import Partitioner, partitioned
+from recsys.distributed.planner.placement import InfeasibleError, Placement
+from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan, RatedTable, Rating
 from recsys.distributed.planner.search import search
+from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
+    DEFAULT_BATCH_SIZE,
     HeuristicalStorageReservation,
     ParameterConstraints,
     PlannerError,
     StorageReservation,
 )
-from recsys.distributed.strategies import check_plan_covers, parameter_sharding
+from recsys.distributed.planner.what_if import problem_of
+from recsys.distributed.strategies import (
+    check_plan_covers,
+    check_plan_paths,
+    parameter_sharding,
+)
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
+    PlanRanks,
     ShardingPlan,
     ShardingType,
-    format_table,
 )
 
-_DEFAULT_BATCH = 512
+_INSTEAD = {
+    "proposer": "All options of all tables are weighed together, so that nothing has to be "
+    "proposed. Give an enumerator to choose among options, or a partitioner to search on your own",
+    "performance_model": "A plan is as good as its slowest rank. Give an estimator for other costs",
+    "stats": "The plan that is returned says what it costs, in `plan.rating`",
+}
+"""Arguments of TorchRec's planner that mean nothing here, and what to do in their place."""
 
 
 class EmbeddingShardingPlanner:
@@ -45,10 +66,22 @@ class EmbeddingShardingPlanner:
     Args:
         topology: the machine; as many CPU ranks or GPUs as the process group has, if None.
         batch_size: samples per rank and batch (default 512).
+        enumerator: what lists the options of each table; all that its constraints allow, if None.
         storage_reservation: memory to keep free of tables; 15 % and room for the dense parts, if
             None.
-        constraints: demands by table name.
+        proposer: must be None, as there are no proposals: all options are weighed together.
+        partitioner: what chooses options and ranks, in place of the planner's own search.
+        performance_model: must be None: a plan is as good as its slowest rank.
+        stats: must be None: the plan says what it costs.
+        constraints: demands by table name. An enumerator has its own, which must be the same.
         timeout_seconds: how long the search may take; the best plan found until then is returned.
+        pooling_stats: what a sample of batches says of ids; constraints say it better.
+        batches_in_flight: batches whose ids a rank holds at a time: 1 without a train pipeline, 2
+            or 3 with one.
+        estimator: what changes the planner's costs and storage of parts of tables.
+
+    Raises:
+        ValueError: if an argument is out of range, or what must be None is not.
 
     Example:
         >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -68,21 +101,53 @@ class EmbeddingShardingPlanner:
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        *,
+        enumerator: Enumerator | None = None,
         storage_reservation: StorageReservation | None = None,
+        proposer: None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: None = None,
+        stats: None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
         timeout_seconds: float | None = None,
+        pooling_stats: PoolingStats | None = None,
+        batches_in_flight: int = 1,
+        estimator: ShardEstimator | None = None,
     ) -> None:
+        unused = {"proposer": proposer, "performance_model": performance_model, "stats": stats}
+        for name, value in unused.items():
+            if value is not None:
+                raise ValueError(
+                    f"EmbeddingShardingPlanner.{name} must be None; received a "
+                    f"{type(value).__name__}. {_INSTEAD[name]}."
+                )
         self._topology = topology or _default_topology()
         if batch_size is not None and batch_size < 1:
             raise ValueError(
                 f"EmbeddingShardingPlanner.batch_size must be at least 1; received {batch_size}."
             )
-        self._batch_size = batch_size or _DEFAULT_BATCH
+        if batches_in_flight < 1:
+            raise ValueError(
+                "EmbeddingShardingPlanner.batches_in_flight must be at least 1; received "
+                f"{batches_in_flight}."
+            )
+        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
-        self._constraints = dict(constraints or {})
+        self._enumerator = enumerator
+        self._constraints = dict(constraints or getattr(enumerator, "constraints", {}))
+        own = getattr(enumerator, "constraints", constraints)
+        if enumerator is not None and constraints is not None and constraints != own:
+            raise ValueError(
+                "EmbeddingShardingPlanner.constraints must be those of its enumerator; received "
+                f"others beside {type(enumerator).__name__}. Give them to the enumerator alone: "
+                "EmbeddingEnumerator(topology, batch_size, constraints)."
+            )
+        self._partitioner = partitioner
         self._timeout_seconds = timeout_seconds
-        self._lister = OptionLister(self._topology, self._batch_size)
+        self._pooling_stats = pooling_stats
+        self._batches_in_flight = batches_in_flight
+        self._estimator = estimator
+        self._lister = self._lister_on(self._topology)
 
     def collective_plan(
         self,
@@ -92,24 +157,56 @@ class EmbeddingShardingPlanner:
     ) -> RatedPlan:
         """Plans on rank 0 and gives every rank the same plan, or the same error.
 
+        Args:
+            module: the model; may be on the ``meta`` device.
+            sharders: one per module type to shard.
+            pg: the ranks; all if None.
+
         Raises:
-            PlannerError: if the tables do not fit.
+            PlannerError: if the tables do not fit, or a rank was asked for another plan than rank
+                0: other tables, constraints, machine or batch size.
         """
         if pg is None and dist.is_available() and dist.is_initialized():
             pg = dist.group.WORLD
         if pg is None or dist.get_world_size(pg) == 1:
             return self.plan(module, sharders)
-        result: list[RatedPlan | Exception | None] = [None]
+        tables: list[PlannedTable] = []
+        facts: Facts | Exception
+        try:
+            tables = self._tables(module, sharders)
+            facts = facts_of(
+                self._topology,
+                tables,
+                {
+                    "batch_size": self._batch_size,
+                    "batches_in_flight": self._batches_in_flight,
+                    "storage_reservation": self._reservation,
+                },
+            )
+        except Exception as error:  # raised by check_agreement, on every rank
+            facts = error
+        check_agreement(pg, facts, self._topology)
+        answer: list[_Answer | Exception | None] = [None]
+        plan = None
         if dist.get_rank(pg) == 0:
             try:
-                result = [self.plan(module, sharders)]
+                plan = self.plan(module, sharders)
+                answer = [_answer_of(plan)]
             except Exception as error:  # raised below, on every rank
-                result = [error]
-        dist.broadcast_object_list(result, group=pg, group_src=0)
-        if isinstance(result[0], Exception):
-            raise result[0]
-        assert result[0] is not None
-        return result[0]
+                answer = [error]
+        dist.broadcast_object_list(answer, group=pg, group_src=0)
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        assert answer[0] is not None
+        if plan is not None:
+            return plan
+        options, rooms, placement = answer[0]
+        rated = [
+            RatedTable(table=table, option=option, ranks=tuple(choice.ranks))
+            for table, option, choice in zip(tables, options, placement.choices, strict=True)
+        ]
+        undemanded = self._undemanded(module, sharders)
+        return self._rated_plan(self._rating(rated, rooms, placement, undemanded))
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard.
@@ -124,47 +221,55 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        listed = self._listed(module, sharders)
+        tables = [table for table, _ in listed]
         rooms = self._rooms(module, tables)
-        options = [self._options(table) for table in tables]
-        ranks = Ranks(
-            memory_caps=[(max(room.device, 0), max(room.host, 0)) for room in rooms],
-            kinds=self._topology.kinds,
-            node_size=self._topology.local_size,
-        )
-        problem = Problem(
-            ranks=ranks,
-            tables=[[option.for_search() for option in of_table] for of_table in options],
-        )
+        options = [options for _, options in listed]
+        problem = problem_of(self._topology, rooms, options)
         try:
-            placement = search(problem, time_limit=self._timeout_seconds)
+            if self._partitioner is None:
+                placement = search(problem, time_limit=self._timeout_seconds)
+            else:
+                placement = partitioned(self._partitioner, problem)
         except InfeasibleError as error:
-            most = max(rooms, key=sum)
-            raise PlannerError(self._explain_misfit(error, tables, options, most)) from None
-        plan = RatedPlan()
-        rated = []
-        for table, of_table, choice in zip(tables, options, placement.choices, strict=True):
-            option = of_table[choice.option]
+            raise Misfit(
+                topology=self._topology,
+                lister_on=self._lister_on,
+                tables=tuple(tables),
+                options=options,
+                rooms=tuple(rooms),
+                demands=self._constraints,
+                tables_under=functools.partial(self._tables, module, sharders),
+            ).error(error) from None
+        rated = [
+            RatedTable(
+                table=table,
+                option=of_table[choice.option],
+                ranks=tuple(choice.ranks),
+                options=tuple(of_table),
+            )
+            for table, of_table, choice in zip(tables, options, placement.choices, strict=True)
+        ]
+        undemanded = self._undemanded(module, sharders)
+        return self._rated_plan(self._rating(rated, rooms, placement, undemanded))
+
+    def _rated_plan(self, rating: Rating) -> RatedPlan:
+        plan = RatedPlan(rating=rating, made_for=self._made_for)
+        for rated in rating.tables:
+            table = rated.table
             plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = (
-                parameter_sharding(
-                    option.sharding_type,
-                    table.rows,
-                    table.dim,
-                    choice.ranks,
-                    device_type=self._topology.compute_device,
-                    compute_kernel=option.compute_kernel,
-                    local_size=self._topology.local_size,
+                table.constraints.apply_to(
+                    parameter_sharding(
+                        rated.option.sharding_type,
+                        table.rows,
+                        table.dim,
+                        rated.ranks,
+                        device_type=self._topology.compute_device,
+                        compute_kernel=rated.option.compute_kernel,
+                        local_size=self._topology.local_size,
+                    )
                 )
             )
-            rated.append(
-                RatedTable(
-                    table=table,
-                    option=option,
-                    ranks=tuple(choice.ranks),
-                    options=tuple(of_table),
-                )
-            )
-        plan.rating = self._rating(rated, rooms, placement)
         return plan
 
     def rate(
@@ -178,136 +283,143 @@ class EmbeddingShardingPlanner:
             plan: made by hand, loaded or edited.
 
         Raises:
-            ValueError: if a module's plan does not name each of its tables once, or a rank that it
-                names does not exist.
+            ValueError: if the plan does not name each shardable module, and each of its tables,
+                once, or if a table's ranks or shards do not fit it.
+            PlannerError: if a rank has not the memory for what the plan gives it.
         """
-        tables = tables_of(module, sharders, self._constraints, self._topology.compute_device)
+        tables = self._tables(module, sharders)
         of_modules: dict[str, list[PlannedTable]] = {}
         for table in tables:
             of_modules.setdefault(table.path, []).append(table)
+        check_plan_paths(plan, of_modules)
         rated = []
         for path, of_module in of_modules.items():
-            entries = plan.plan.get(path, EmbeddingModuleShardingPlan())
+            entries = plan.plan[path]
             check_plan_covers(path, entries, [table.name for table in of_module])
             for table in of_module:
                 option, ranks = self._lister.option_of(table, entries[table.name])
                 rated.append(RatedTable(table=table, option=option, ranks=ranks))
-        return RatedPlan(plan.plan, rating=self._rating(rated, self._rooms(module, tables)))
+        undemanded = self._undemanded(module, sharders)
+        rating = self._rating(rated, self._rooms(module, tables), undemanded=undemanded)
+        check_fits(rating)
+        return RatedPlan(plan.plan, rating=rating, made_for=plan.made_for or self._made_for)
+
+    @property
+    def _made_for(self) -> PlanRanks:
+        topology = self._topology
+        return PlanRanks(
+            world_size=topology.world_size,
+            local_world_size=topology.local_size,
+            compute_device=topology.compute_device,
+        )
+
+    def _lister_on(self, topology: Topology) -> OptionLister:
+        return OptionLister(topology, self._batch_size, self._batches_in_flight, self._estimator)
+
+    def _tables(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+    ) -> list[PlannedTable]:
+        if self._enumerator is not None and constraints is None:
+            return [table for table, _ in self._enumerator.enumerate(module, sharders)]
+        demands = self._constraints if constraints is None else constraints
+        return tables_of(
+            module,
+            sharders,
+            demands,
+            self._topology.compute_device,
+            batch_size=self._batch_size,
+            pooling_stats=self._pooling_stats,
+        )
+
+    def _undemanded(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> tuple[PlannedTable, ...]:
+        """Returns the tables whose placement the user restricts, as if it were free."""
+        lifted = {
+            name: replace(demand, sharding_types=None, compute_kernels=None, cache_params=None)
+            for name, demand in self._constraints.items()
+            if demand.sharding_types is not None or demand.compute_kernels is not None
+        }
+        if not lifted:
+            return ()
+        tables = self._tables(module, sharders, {**self._constraints, **lifted})
+        return tuple(table for table in tables if table.name in lifted)
 
     def _rating(
         self,
         rated: Sequence[RatedTable],
         rooms: Sequence[Bytes],
         placement: Placement | None = None,
+        undemanded: tuple[PlannedTable, ...] = (),
     ) -> Rating:
         return Rating(
             topology=self._topology,
             batch_size=self._batch_size,
             tables=tuple(rated),
             rooms=tuple(rooms),
+            lister=self._lister,
             placement=placement,
+            batch=self._lister.storage.of_batch([table.table for table in rated]),
+            undemanded=undemanded,
         )
 
     def _rooms(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Returns the memory of each rank that is free for tables."""
+        batch = self._lister.storage.of_batch(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
         return [
             Bytes(
-                self._reservation.usable(rank.memory_cap, dense_bytes),
-                self._reservation.usable(rank.ddr_cap, 0),
+                self._reservation.usable(rank.memory_cap, dense_bytes) - batch,
+                self._reservation.usable(rank.ddr_cap, None),
             )
             for rank in self._topology.hardware
         ]
 
-    def _options(self, table: PlannedTable) -> list[TableOption]:
-        options = self._lister.options_of(table)
-        if not options:
-            demands = table.constraints
-            types = [kind.value for kind in ShardingType]
-            raise PlannerError(
-                f"Table {table.name!r} may only be sharded "
-                f"{', '.join(demands.sharding_types or types)} with compute "
-                f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
-                f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
-                f"{table.dim} values; sharding types are {', '.join(types)}."
-            )
-        return options
+    def _listed(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> list[tuple[PlannedTable, list[TableOption]]]:
+        """Returns every table with the options to choose from."""
+        if self._enumerator is None:
+            tables = self._tables(module, sharders)
+            listed = [(table, self._lister.options_of(table)) for table in tables]
+        else:
+            found = self._enumerator.enumerate(module, sharders)
+            listed = [(table, self._lister.estimated(table, options)) for table, options in found]
+        for table, options in listed:
+            if not options:
+                raise PlannerError(self._no_option(table))
+        return listed
 
-    def _explain_misfit(
-        self,
-        error: InfeasibleError,
-        tables: Sequence[PlannedTable],
-        options: Sequence[Sequence[TableOption]],
-        room: Bytes,
-    ) -> str:
-        topology = self._topology
-        where = f"the {topology.world_size} {topology.compute_device} ranks"
-        advice = (
-            "Allow more sharding types, use more ranks, a smaller data_type, or a smaller "
-            "storage reservation."
-        )
-        if error.too_big:
-            number = error.too_big[0].table
+    def _no_option(self, table: PlannedTable) -> str:
+        if not isinstance(self._enumerator, EmbeddingEnumerator | None):
             return (
-                f"{self._describe(tables[number])} does not fit on {where} of "
-                f"{self._tried(options[number], room)}\n{advice}"
+                f"{type(self._enumerator).__name__}.enumerate must list at least one option of "
+                f"every table; received none of table {table.name!r}."
             )
-        over = ", and ".join(
-            f"{_mib(size)} more of {name} memory than there is"
-            for size, name in zip(error.bytes_over, (topology.compute_device, "host"), strict=True)
-            if size
-        )
-        largest = sorted(tables, key=lambda t: -sum(t.whole))[:3]
-        enough = (
-            f" {error.ranks_needed} ranks like these could hold them."
-            if error.ranks_needed is not None
-            else ""
-        )
-        verdict = "do not fit" if error.proven else "were not found to fit"
+        demands = table.constraints
+        types = [kind.value for kind in ShardingType]
         return (
-            f"The {len(tables)} tables {verdict} on {where} of {self._caps(room)}: they need at "
-            f"least {over or 'room that no rank has left'}. The largest: "
-            f"{'; '.join(self._describe(table) for table in largest)}.{enough} {advice}"
+            f"Table {table.name!r} may only be sharded "
+            f"{', '.join(demands.sharding_types or types)} with compute "
+            f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
+            f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
+            f"{table.dim} values; sharding types are {', '.join(types)}."
         )
 
-    def _describe(self, table: PlannedTable) -> str:
-        state = "its gradient" if table.has_gradient else "optimizer state"
-        return (
-            f"Table {table.name!r} of module {table.path!r} ({table.rows} x {table.dim}, "
-            f"{_mib(sum(table.whole))} with {state})"
-        )
 
-    def _caps(self, room: Bytes) -> str:
-        topology = self._topology
-        return f"{_mib(topology.memory_cap)} each, of which {_mib(room.device)} are free for tables"
-
-    def _tried(self, options: Sequence[TableOption], room: Bytes) -> str:
-        """Returns the memory there is, and a table of what each option would need of it."""
-        topology = self._topology
-        caps = {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
-        rows, scarce = [], {}
-        for option in options:
-            for pool, memory in enumerate(caps):
-                needed = max(part.size[pool] for part in option.parts)
-                if needed > room[pool]:
-                    kind, ranks = option.sharding_type.value, str(option.num_ranks)
-                    over = _mib(needed - room[pool])
-                    rows.append((kind, ranks, _mib(needed), over, memory))
-                    scarce[memory] = room[pool]
-        rooms = ", and ".join(
-            f"{_mib(caps[memory])}{' of host memory' if memory == 'host' else ''} each, of which "
-            f"{_mib(free)} are free for it"
-            for memory, free in scarce.items()
-        )
-        tried = format_table(
-            ("sharding type", "ranks", "bytes per rank", "over by", "memory"), rows
-        )
-        return f"{rooms}. Tried:\n{tried}"
+_Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]
+"""What rank 0 tells the others, who know the tables: the option of each, memory, and the search."""
 
 
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):,.1f} MiB"
+def _answer_of(plan: RatedPlan) -> _Answer:
+    rating = plan.rating
+    assert rating is not None
+    assert rating.placement is not None
+    return [rated.option for rated in rating.tables], rating.rooms, rating.placement
 
 
 def _default_topology() -> Topology:

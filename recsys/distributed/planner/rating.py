@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import final
 
 from recsys.distributed.planner.costs import Cost
+from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Part, TableOption
 from recsys.distributed.planner.placement import Placement
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.types import ShardingPlan
+from recsys.distributed.types import ParameterSharding, ShardingPlan
 
 
 @final
@@ -37,6 +40,21 @@ class RatedTable:
         alike = (part for part in self.option.parts for _ in range(part.count))
         yield from zip(self.ranks, alike, strict=True)
 
+    def is_placed_by(self, sharding: ParameterSharding) -> bool:
+        """Returns whether a plan's entry still says what this does."""
+        kind, kernel = self.option.sharding_type.value, self.option.compute_kernel.value
+        if (sharding.sharding_type, sharding.compute_kernel) != (kind, kernel):
+            return False
+        if sharding.sharding_spec is None:
+            return sharding.ranks is None or set(self.ranks) <= set(sharding.ranks)
+        sizes: dict[int, int] = {}
+        for shard in sharding.sharding_spec.shards:
+            sizes[shard.rank] = sizes.get(shard.rank, 0) + math.prod(shard.shard_sizes)
+        own: dict[int, int] = {}
+        for rank, part in self.parts():
+            own[rank] = own.get(rank, 0) + part.rows * part.cols
+        return {rank: size for rank, size in sizes.items() if size} == own
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +66,21 @@ class Rating:
         batch_size: samples per rank and step.
         tables: where each is.
         rooms: memory that is free for tables, per rank.
+        lister: lists the ways to place a table.
         placement: what the search answered; None for a plan that was given.
+        batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
+            ``rooms``.
+        undemanded: tables whose sharding types or kernels the user restricts, as if they were not.
     """
 
     topology: Topology
     batch_size: int
     tables: tuple[RatedTable, ...]
     rooms: tuple[Bytes, ...]
+    lister: OptionLister
     placement: Placement | None = None
+    batch: Storage = field(default_factory=Storage)
+    undemanded: tuple[PlannedTable, ...] = ()
 
     @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:
@@ -77,6 +102,14 @@ class Rating:
         return tuple(storage)
 
     @property
+    def step_ms(self) -> float:
+        """Milliseconds of a step: its phases end together, each with the rank that is last."""
+        phases: list[float] = [
+            max(getattr(cost, part.name) for cost in self.costs) for part in fields(Cost)
+        ]
+        return self.topology.slowest.step_ms + sum(phases)
+
+    @functools.cached_property
     def slowest_rank(self) -> int:
         """The rank that is done last."""
         return max(range(len(self.costs)), key=lambda rank: self.costs[rank].total)
@@ -96,3 +129,55 @@ class RatedPlan(ShardingPlan):
     """
 
     rating: Rating | None = field(default=None, compare=False, repr=False)
+
+    def report(self, *, seconds: float = 5.0) -> str:
+        """Returns, as text, what the plan costs, why it is so, and what would make it faster.
+
+        Args:
+            seconds: how long to try changes for (planning again under each); 0 tries none.
+
+        Raises:
+            ValueError: if the plan was edited after it was rated.
+        """
+        from recsys.distributed.planner import report  # builds on this file
+
+        return report.report(self._checked(), seconds=seconds)
+
+    def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
+        """Returns the report as one HTML page that needs nothing else, and writes it to a file.
+
+        Args:
+            path: of the file; none is written if None.
+            seconds: as for :meth:`report`.
+
+        Raises:
+            ValueError: if the plan was edited after it was rated.
+        """
+        from recsys.distributed.planner import report_html  # builds on this file
+
+        page = report_html.report_html(self._checked(), seconds=seconds)
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
+
+    def _checked(self) -> Rating:
+        if self.rating is None:
+            raise ValueError(
+                "A plan must be rated before it can be reported on; received one that is not. "
+                "planner.rate(module, sharders, plan) rates it."
+            )
+        rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
+        for path, tables in self.plan.items():
+            for name, sharding in tables.items():
+                known = rated.pop((path, name), None)
+                if known is None or not known.is_placed_by(sharding):
+                    self._refuse_edited(path, name)
+        for path, name in rated:
+            self._refuse_edited(path, name)
+        return self.rating
+
+    def _refuse_edited(self, path: str, name: str) -> None:
+        raise ValueError(
+            f"A plan must be rated as it is; received one whose table {name!r} of module {path!r} "
+            "was edited since. planner.rate(module, sharders, plan) rates it again."
+        )

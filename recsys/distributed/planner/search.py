@@ -26,9 +26,9 @@ _SCARCE = 0.3  # share of all memory that has to be taken; below, memory hardly 
 _DESCENTS = 3  # of the variants, the most promising ones
 _STEPS_PER_RANK = 5
 _UNEVENNESS_LEFT = 0.2
-_KICKS = 12  # where no time limit asks for more
-_KICKS_OF_ALL_RANKS = 320  # and the ranks are not so few that more are cheap
-_MANY_KICKS = 1_000_000  # where there is a time limit
+_PATIENCE = 12  # kicks in a row that bring nothing, where no time limit asks for more
+_PATIENCE_OF_ALL_RANKS = 320  # and the ranks are not so few that more are cheap
+_ENDLESS = 1_000_000  # where there is a time limit
 _SHARE_OF_KICKS = 0.4  # of a time limit where there is an exact search, too
 _ROUNDING = 1e-9
 _SMALL = 200  # variables up to which a problem is searched exhaustively
@@ -160,7 +160,7 @@ class _Hunt:
             return np.inf
         self._seen.add((even_memory, mix.option_T.tobytes()))
         packing = Packing(self._arrays, self._unit_ms)
-        packing.fill(mix.option_T, even_memory=even_memory)
+        packing.fill(mix.option_T, mix.price_O, even_memory=even_memory)
         self._packings.append(packing)
         return packing.peak
 
@@ -178,13 +178,14 @@ class _Hunt:
         """Improves the best packing as long as is worth it."""
         if self._is_done():
             return
-        deadline, kicks = self._deadline, max(_KICKS, _KICKS_OF_ALL_RANKS // self._arrays.num_ranks)
+        deadline = self._deadline
+        patience = max(_PATIENCE, _PATIENCE_OF_ALL_RANKS // self._arrays.num_ranks)
         if np.isfinite(deadline):
-            kicks = _MANY_KICKS
+            patience = _ENDLESS
             if self._num_variables() <= _MEDIUM:  # leave time for the exact search
                 now = time.monotonic()
                 deadline = now + _SHARE_OF_KICKS * (deadline - now)
-        self._packings.append(self._local_search(deadline).kick(self._best, kicks))
+        self._packings.append(self._local_search(deadline).kick(self._best, patience))
 
     def _is_done(self) -> bool:
         """Returns whether the best packing is good enough, the best there is, or all in time."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
+from recsys.distributed.planner.pooling_stats import IdSkew, uniform_distinct
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient
@@ -56,7 +57,8 @@ class Storage:
     @property
     def total(self) -> Bytes:
         """All of it."""
-        return sum_of(getattr(self, part.name) for part in fields(self))
+        parts = self.weights, self.state, self.gradients, self.cache, self.buffers
+        return Bytes(sum(part[0] for part in parts), sum(part[1] for part in parts))
 
     def plus(self, other: Storage) -> Storage:
         """Returns the sum of both."""
@@ -82,13 +84,20 @@ class PlannedTable:
         element_bytes: of one weight.
         optimizer: what updates it in backward, if it is known.
         trains: whether its weights require gradients.
-        ids_per_sample: over all its features.
+        writes_row_gradients: whether an update writes the gradients of touched rows to memory, as
+            the ``torch`` backend does.
+        ids_per_sample: that travel, over all its features; a sample is one of the planner's batch.
         num_features: that read it.
+        draws_per_sample: ids before each is left once per rank; None: all travel.
+        bags_per_sample: over all its features, empty ones of features with fewer samples included;
+            None: one of each feature.
+        skews: of its features, each with its share of the ids; none: ids are spread evenly.
         is_pooled: whether bags are pooled, else every id has a row of its own in the output.
+        is_mean: whether bags are averaged.
         is_weighted: whether ids have weights.
         wire_bytes: of a value on its way there, and of its gradient on its way back.
         constraints: the user's demands.
-        kernels: the sharding types that may be chosen, each with its kernel.
+        kernels: the sharding types that may be chosen, each with its kernels.
     """
 
     path: str
@@ -100,21 +109,75 @@ class PlannedTable:
     trains: bool
     ids_per_sample: float
     num_features: int
+    draws_per_sample: float | None = None
+    bags_per_sample: float | None = None
+    skews: tuple[tuple[float, IdSkew | None], ...] = ()
     is_pooled: bool = True
+    is_mean: bool = False
+    writes_row_gradients: bool = False
     is_weighted: bool = False
     wire_bytes: tuple[float, float] = (4.0, 4.0)
     constraints: ParameterConstraints
-    kernels: Mapping[ShardingType, EmbeddingComputeKernel]
+    kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
 
     @property
     def has_gradient(self) -> bool:
         """Whether backward leaves a gradient of the table's size."""
         return self.trains and self.optimizer is None
 
+    def load(self, samples: int) -> tuple[float, float]:
+        """Returns the ids and bags of so many samples."""
+        bags = self.num_features if self.bags_per_sample is None else self.bags_per_sample
+        return samples * self.ids_per_sample, float(samples * bags)
+
+    def touched(self, rows: int, ids: float) -> float:
+        """Returns how many of a part's rows are expected among the ids that reach it.
+
+        Hot and cold rows are taken to be spread evenly over parts, and the rows of one feature to
+        be those of another by chance.
+        """
+        if not (rows and ids):
+            return 0.0
+        share = rows / self.rows
+        draws = ids / share
+        if self.draws_per_sample is not None and self.ids_per_sample:
+            draws *= self.draws_per_sample / self.ids_per_sample
+        if not self.skews:
+            return share * uniform_distinct(self.rows, draws)
+        missed = 1.0
+        for part, skew in self.skews:
+            found = self._distinct(skew, part * draws)
+            missed *= 1 - found / self.rows
+        return share * self.rows * (1 - missed)
+
+    def _distinct(self, skew: IdSkew | None, draws: float) -> float:
+        return uniform_distinct(self.rows, draws) if skew is None else skew.distinct(draws)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the rows that a cache in device memory holds."""
+        chosen = self.constraints.cache_params and self.constraints.cache_params.load_factor
+        return chosen or _CACHED_SHARE
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of ids that this cache answers if it holds the rows that were most frequent.
+
+        A cache that several features share is taken to serve each as if it were alone.
+        """
+        if not self.skews:
+            return self.cached_share
+        held = self.cached_share * self.rows
+        return sum(
+            part * (self.cached_share if skew is None else skew.hit_rate(held))
+            for part, skew in self.skews
+        )
+
     def storage_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Storage:
         """Returns what a part takes, without the buffers of batches."""
         weights = rows * cols * self.element_bytes
         by_element, by_row = (rows * size for size in self._state_of_row(cols))
+        by_row += self._steps_bytes
         gradient = weights if self.has_gradient else 0
         if kernel not in UVM_KERNELS:
             return Storage(
@@ -123,7 +186,7 @@ class PlannedTable:
         cache = 0
         if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
             slot = cols * self.element_bytes + _CACHE_SLOT_BYTES
-            cache = int(_CACHED_SHARE * rows * slot) + rows * _CACHE_ROW_BYTES
+            cache = int(self.cached_share * rows * slot) + rows * _CACHE_ROW_BYTES
         return Storage(
             weights=Bytes(0, weights),
             state=Bytes(by_row, by_element),  # FBGEMM keeps row states on the device
@@ -154,13 +217,24 @@ class PlannedTable:
         kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values())
         return 4 * cols * kinds.count("element"), 4 * kinds.count("row")
 
+    def adds_up_rows(self, cols: int) -> bool:
+        """Whether owners of so many columns must add up one value per row before they update it."""
+        return cols < self.dim and self.optimizer is not None and self.optimizer.exchanges_row_state
+
+    @property
+    def _steps_bytes(self) -> int:
+        """Bytes of the counter of updates, which a part has once."""
+        if self.optimizer is None:
+            return 0
+        return 4 * list(STATE_KINDS[self.optimizer.spec.algorithm].values()).count("table")
+
     @property
     def whole(self) -> Bytes:
         """The whole table on one rank."""
-        kernel = next(iter(self.kernels.values()), EmbeddingComputeKernel.FUSED)
+        kernel = next(iter(self.kernels.values()), (EmbeddingComputeKernel.FUSED,))[0]
         return self.storage_of(self.rows, self.dim, kernel).total
 
-    def allows(self, sharding_type: ShardingType) -> bool:
+    def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
         """Returns whether the table's optimizer can work under a sharding type."""
         optimizer = self.optimizer
         if optimizer is None:
@@ -169,5 +243,5 @@ class PlannedTable:
             return optimizer.may_replicate
         if sharding_type is not ShardingType.COLUMN_WISE:
             return True
-        managed = self.kernels[sharding_type] in UVM_KERNELS  # its lookups only fuse updates
+        managed = kernel in UVM_KERNELS  # its lookups only fuse updates
         return optimizer.may_split_columns and not (managed and optimizer.exchanges_row_state)

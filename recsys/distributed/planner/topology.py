@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from recsys.distributed.file_checks import read_source
 from recsys.distributed.node import get_local_size
 from recsys.distributed.planner import topology_json
 from recsys.distributed.planner.custom_topology import CustomTopologyData
@@ -25,9 +26,11 @@ from recsys.distributed.planner.measured import (
     CollectivePoint,
     CollectiveTable,
     LookupPoint,
+    LookupSpeed,
     LookupTable,
     check_kind,
     modelled_ms,
+    transfer_ms,
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.planner.topology_table import hardware_table
@@ -67,11 +70,12 @@ class Topology:
             default, 0.1 for "cpu".
         inter_host_latency_ms: the least milliseconds of a collective across nodes; 0.04 by
             default, 0.15 for "cpu".
+        step_ms: the least milliseconds of a training step, with next to no data.
         custom_topology_data: numbers that differ from rank to rank, another way to give them.
 
     Attributes:
         hardware: the :class:`~recsys.distributed.planner.hardware.Hardware` of each rank.
-        lookup: measured lookups; see :meth:`lookup_bw`.
+        lookup: measured lookups; see :meth:`lookup_speed`.
         collectives: measured collectives; see :meth:`collective_ms`.
 
     Raises:
@@ -112,6 +116,7 @@ class Topology:
         kernel_launch_ms: float | Sequence[float] = 0.005,
         intra_host_latency_ms: float | Sequence[float] | None = None,
         inter_host_latency_ms: float | Sequence[float] | None = None,
+        step_ms: float | Sequence[float] = 0.0,
         custom_topology_data: CustomTopologyData | None = None,
     ) -> None:
         check_device("Topology", compute_device)
@@ -130,6 +135,7 @@ class Topology:
             "kernel_launch_ms": kernel_launch_ms,
             "intra_host_latency_ms": intra_host_latency_ms,
             "inter_host_latency_ms": inter_host_latency_ms,
+            "step_ms": step_ms,
         }
         given = {name: value for name, value in arguments.items() if value is not None}
         if custom_topology_data is not None:
@@ -240,9 +246,7 @@ class Topology:
             >>> Topology.from_json(topology.to_json()) == topology
             True
         """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        subject = "Topology file" if is_text else f"Topology file {source}"
+        text, subject = read_source(source, "Topology file")
         contents = topology_json.read(text, subject)
         try:
             return cls.from_hardware(
@@ -386,8 +390,8 @@ class Topology:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         return self.inter_host_bw if self.num_nodes > 1 else self.intra_host_bw
 
-    def lookup_bw(self, dim: int, pooling: float, rank: int | None = None) -> tuple[float, float]:
-        """Returns how fast rows are looked up, in forward and in backward with the update.
+    def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
+        """Returns how fast rows are looked up and updated.
 
         As measured (:class:`~recsys.distributed.planner.measured.LookupTable`), the same for all
         ranks, else the bandwidth of the memory where tables live.
@@ -396,14 +400,11 @@ class Topology:
             dim: columns of the shard.
             pooling: ids per bag.
             rank: whose memory bandwidth to take where nothing was measured; the slowest if None.
-
-        Returns:
-            Bytes per millisecond in forward, and in backward.
         """
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
-        memory_bw = (self._slowest if rank is None else self.hardware[rank]).memory_bw
-        return memory_bw, memory_bw
+        memory_bw = (rank or self._slowest).memory_bw
+        return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
     def collective_ms(
         self,
@@ -455,6 +456,31 @@ class Topology:
             return measured
         near_nodes = math.ceil(near / self.local_world_size)
         return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self._slowest)
+
+    def transfer_ms(
+        self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
+    ) -> float:
+        """Returns the time of a collective's bytes, without its latency: what a table adds to it.
+
+        As :func:`~recsys.distributed.planner.measured.transfer_ms` has it, times the ratio of the
+        longest that was measured at the nearest world size to what the formula says of that.
+
+        Args:
+            kind: as for :meth:`collective_ms`.
+            num_bytes: of the larger of a rank's two buffers.
+            num_ranks: ranks that take part.
+            num_nodes: nodes they are spread over.
+            rank: whose links.
+        """
+        modelled = transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)
+        near = self._collectives.nearest_world_size(kind, num_ranks)
+        if near in (None, 1):
+            return modelled
+        near_nodes = math.ceil(near / self.local_world_size)
+        if (near_nodes > 1) != (num_nodes > 1):
+            return modelled  # other links
+        longest, ms = self._collectives.longest(kind, near)
+        return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self._slowest)
 
     def __str__(self) -> str:
         """A table with one column for each kind of rank."""

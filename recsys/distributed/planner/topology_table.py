@@ -15,6 +15,7 @@ _LINES = (
     ("inside a node", "intra_host_latency_ms", "intra_host_bw"),
     ("across nodes", "inter_host_latency_ms", "inter_host_bw"),
     ("kernel launch", "kernel_launch_ms", None),
+    ("empty step", "step_ms", None),
 )
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol, final
 
-from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+import torch
+
+from recsys.distributed.types import (
+    CacheParams,
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingType,
+)
+from recsys.kernels.types import BoundsCheckMode
+
+DEFAULT_BATCH_SIZE = 512
+"""Samples per rank and step."""
 
 
 class PlannerError(ValueError):
@@ -15,61 +28,195 @@ class PlannerError(ValueError):
 @final
 @dataclass(slots=True)
 class ParameterConstraints:
-    """Demands on the placement of one table.
+    """Demands on the placement of one table, and what is known of its traffic.
+
+    Lists have one number for each feature of the table. Fields that say nothing (None, or no
+    numbers) leave the choice to the planner, or to its ``pooling_stats``.
 
     Args:
-        sharding_types: allowed :class:`~recsys.distributed.types.ShardingType` values; any if None.
-        compute_kernels: allowed :class:`~recsys.distributed.types.EmbeddingComputeKernel` values,
-            of which the first that the sharding type executes is used; "fused" if None.
+        sharding_types: allowed :class:`~recsys.distributed.types.ShardingType` values.
+        compute_kernels: allowed :class:`~recsys.distributed.types.EmbeddingComputeKernel` values;
+            all that the sharding type executes are weighed. "fused" if None: tables go to host
+            memory only where "fused_uvm" or "fused_uvm_caching" is asked for.
         min_partition: the least columns of a column shard (default 32).
-        pooling_factors: mean ids per sample, for each feature of the table (default 1).
+        pooling_factors: mean ids per bag (default 1).
+        num_poolings: mean bags per sample (default 1).
+        batch_sizes: samples per rank, where they differ from the planner's ``batch_size``.
+        is_weighted: whether ids have weights, also where the module does not say so.
+        cache_params: of ``fused_uvm_caching``.
+        enforce_hbm: whether optimizer state of a cached table must lie in device memory. That is
+            not supported, so True and "fused_uvm_caching" exclude each other.
+        stochastic_rounding: must be what the table's optimizer does; the planner does not set it.
+        bounds_check_mode: what to do with ids outside the table; goes into the plan. Tables of one
+            module share one.
+        feature_names: the table's features in the order of the lists. Where several modules have a
+            table of this name, the demands are for the one with these features.
+        output_dtype: of embeddings; goes into the plan. None or ``torch.float32``.
+        device_group: "cpu" or "cuda"; a planner for another device leaves the module out.
+        key_value_params: not supported.
+        use_virtual_table: not supported.
 
     Raises:
-        ValueError: if a value is not one of the choices.
+        ValueError: if a value is not one of the choices, or not supported.
+
+    Example:
+        >>> hot = ParameterConstraints(["row_wise", "column_wise"], pooling_factors=[20.0])
+        >>> hot.sharding_types
+        ['row_wise', 'column_wise']
     """
 
     sharding_types: list[str] | None = None
     compute_kernels: list[str] | None = None
     min_partition: int | None = None
     pooling_factors: list[float] = field(default_factory=list)
+    num_poolings: list[float] | None = None
+    batch_sizes: list[int] | None = None
+    is_weighted: bool = False
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    feature_names: list[str] | None = None
+    output_dtype: torch.dtype | None = None
+    device_group: str | None = None
+    key_value_params: object | None = None
+    use_virtual_table: bool = False
 
     def __post_init__(self) -> None:
-        for name, chosen, choices in (
-            ("sharding_types", self.sharding_types, [t.value for t in ShardingType]),
-            ("compute_kernels", self.compute_kernels, [k.value for k in EmbeddingComputeKernel]),
-        ):
-            unknown = [value for value in chosen or [] if value not in choices]
-            if unknown or chosen == []:
-                raise ValueError(
-                    f"ParameterConstraints.{name} must name some of {', '.join(choices)}; "
-                    f"received {chosen}."
-                )
+        self._check_choices("sharding_types", [kind.value for kind in ShardingType])
+        self._check_choices("compute_kernels", [kind.value for kind in EmbeddingComputeKernel])
+        self._check_numbers("pooling_factors", least=0)
+        self._check_numbers("num_poolings", least=0)
+        self._check_numbers("batch_sizes", least=1)
+        if self.min_partition is not None and self.min_partition < 1:
+            raise ValueError(
+                "ParameterConstraints.min_partition must be at least 1; received "
+                f"{self.min_partition}."
+            )
+        if self.bounds_check_mode is not None:
+            self.bounds_check_mode = _our_bounds_check_mode(self.bounds_check_mode)
+        dtype = getattr(self.output_dtype, "name", self.output_dtype)  # TorchRec has an enum
+        if dtype not in (None, "FP32", torch.float32):
+            raise ValueError(
+                "ParameterConstraints.output_dtype must be None or torch.float32, as sharded "
+                f"embeddings are; received {self.output_dtype}. Convert the output, or choose what "
+                "travels by the sharder's qcomm_codecs_registry."
+            )
+        self.output_dtype = None if dtype is None else torch.float32
+        if self.device_group not in (None, "cpu", "cuda"):
+            raise ValueError(
+                "ParameterConstraints.device_group must be 'cpu' or 'cuda'; received "
+                f"{self.device_group!r}."
+            )
+        if self.key_value_params is not None or self.use_virtual_table:
+            raise ValueError(
+                "ParameterConstraints.key_value_params and use_virtual_table are for tables in a "
+                "key-value store, which are not supported; received "
+                f"{self.key_value_params}, {self.use_virtual_table}. For tables beyond device "
+                "memory allow compute_kernels=['fused_uvm_caching']."
+            )
+        caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
+        if self.cache_params is not None and not caches:
+            raise ValueError(
+                "ParameterConstraints.cache_params are of fused_uvm_caching, which "
+                "compute_kernels must allow; received compute_kernels="
+                f"{self.compute_kernels}. Add 'fused_uvm_caching' to it."
+            )
+        if self.enforce_hbm and caches:
+            raise ValueError(
+                "ParameterConstraints.enforce_hbm=True is not supported with fused_uvm_caching: "
+                "optimizer state lies beside the table, in host memory. Leave it None, or leave "
+                f"fused_uvm_caching out of compute_kernels; received {self.compute_kernels}."
+            )
+
+    def _check_choices(self, name: str, choices: list[str]) -> None:
+        chosen = getattr(self, name)
+        unknown = [value for value in chosen or [] if value not in choices]
+        if unknown or chosen == []:
+            raise ValueError(
+                f"ParameterConstraints.{name} must name some of {', '.join(choices)}; "
+                f"received {chosen}."
+            )
+
+    def _check_numbers(self, name: str, least: int) -> None:
+        numbers = getattr(self, name) or []
+        if any(not (math.isfinite(number) and number >= least) for number in numbers):
+            raise ValueError(
+                f"ParameterConstraints.{name} must be finite and at least {least}; received "
+                f"{numbers}."
+            )
+
+    def apply_to(self, sharding: ParameterSharding) -> ParameterSharding:
+        """Returns a plan's entry that carries what these demands say of the table's execution."""
+        cached = sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+        return replace(
+            sharding,
+            bounds_check_mode=self.bounds_check_mode,
+            output_dtype=self.output_dtype,
+            cache_params=self.cache_params if cached else None,
+        )
+
+
+def _our_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
+    """Returns our mode of this name; FBGEMM's has a second implementation of each, ``V2_...``."""
+    name = getattr(mode, "name", str(mode)).removeprefix("V2_")
+    if name not in BoundsCheckMode.__members__:
+        raise ValueError(
+            "ParameterConstraints.bounds_check_mode must be a BoundsCheckMode, one of "
+            f"{', '.join(BoundsCheckMode.__members__)}; received {mode!r}."
+        )
+    return BoundsCheckMode[name]
 
 
 class StorageReservation(Protocol):
     """How much of a rank's memory is kept free of tables."""
 
-    def usable(self, memory_cap: int, dense_bytes: int) -> int:
-        """Returns the bytes of ``memory_cap`` that are left for tables."""
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
+        """Returns the bytes of ``memory_cap`` that are left for tables.
+
+        Args:
+            memory_cap: what there is.
+            dense_bytes: of the parameters that are no tables; None in memory where they are not.
+        """
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class HeuristicalStorageReservation:
-    """Keeps a share of the memory free, and room to train the dense parameters with Adam.
+    """Keeps a share of the memory free, and room to train the dense parts.
 
     Args:
         percentage: share of the memory to keep free, 0 to 1.
+        parameter_multiplier: room for the dense parts over the bytes of their parameters. 6 has
+            room for them, gradients, two states of Adam, DistributedDataParallel's buckets, and as
+            much of activations.
+        dense_tensor_estimate: bytes of all dense tensors, instead of that product.
+
+    Raises:
+        ValueError: if a number is out of its range.
     """
 
     percentage: float = 0.15
+    parameter_multiplier: float = 6.0
+    dense_tensor_estimate: int | None = None
 
     def __post_init__(self) -> None:
         _check_share(type(self).__name__, self.percentage)
+        for name in ("parameter_multiplier", "dense_tensor_estimate"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(
+                    f"HeuristicalStorageReservation.{name} must be at least 0; received {value}."
+                )
 
-    def usable(self, memory_cap: int, dense_bytes: int) -> int:
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Returns the bytes left for tables."""
-        return int(memory_cap * (1 - self.percentage)) - 4 * dense_bytes
+        left = int(memory_cap * (1 - self.percentage))
+        if dense_bytes is None:
+            return left
+        if self.dense_tensor_estimate is not None:
+            return left - self.dense_tensor_estimate
+        return left - int(self.parameter_multiplier * dense_bytes)
 
 
 @final
@@ -86,7 +233,7 @@ class FixedPercentageStorageReservation:
     def __post_init__(self) -> None:
         _check_share(type(self).__name__, self.percentage)
 
-    def usable(self, memory_cap: int, dense_bytes: int) -> int:
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Returns the bytes left for tables."""
         return int(memory_cap * (1 - self.percentage))
 

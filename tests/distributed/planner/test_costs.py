@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from recsys.distributed.planner.costs import Cost, CostModel
+from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel
-from recsys.kernels.types import EmbOptimType, OptimizerSpec
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState
 from recsys.optim.specs import TableOptimizer
 
 FUSED = EmbeddingComputeKernel.FUSED
@@ -69,6 +70,20 @@ def test_host_memory_is_read_at_its_own_speed() -> None:
     assert cost.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e5)
 
 
+def test_what_a_cache_lacks_is_fetched_and_others_go_back() -> None:
+    caching = EmbeddingComputeKernel.FUSED_UVM_CACHING
+    rare = dataclasses.replace(TABLE, rows=10**9)  # every id is another row
+    cost = CostModel(topology(1), BATCH).of_part(rare, 10**9, 64, caching)
+    missed = 0.8 * BATCH * 3  # a fifth of the rows is cached
+    assert cost.prefetch == pytest.approx(2 * missed * 64 * 4 / 1e5)
+    in_memory = CostModel(topology(1), BATCH).of_part(rare, 10**9, 64, FUSED)
+    assert cost.forward == in_memory.forward
+    assert in_memory.prefetch == 0
+    one_row = dataclasses.replace(TABLE, rows=1)  # fetched once at most
+    cost = CostModel(topology(1), BATCH).of_part(one_row, 1, 64, caching)
+    assert cost.prefetch == pytest.approx(2 * 64 * 4 / 1e5)
+
+
 def test_backward_touches_as_many_rows_as_draws_do() -> None:
     draws = torch.randint(1000, (500, BATCH * 3), generator=torch.Generator().manual_seed(0))
     touched = sum(len(draw.unique()) for draw in draws) / len(draws)
@@ -105,49 +120,86 @@ def test_one_rank_exchanges_nothing() -> None:
     assert cost.total == pytest.approx(cost.forward + cost.backward)
 
 
+def placed(of: Topology, values: float) -> float:
+    """Values are read and written once more on either way."""
+    return 2 * 2 * values * 4 / of.hardware[0].hbm_mem_bw
+
+
 def test_embeddings_leave_and_gradients_arrive() -> None:
-    bags = 4 * BATCH * 2
+    values = 4 * BATCH * 2 * 64
+    once = placed(topology(4), values)
     pooled = part(topology(4)).output
-    assert pooled == pytest.approx(2 * bags * 64 * 4 * 3 / 4 / 1e4)
+    assert pooled - once == pytest.approx(2 * values * 4 * 3 / 4 / 1e4)
     sequence = dataclasses.replace(TABLE, is_pooled=False)
     assert part(topology(4), table=sequence).output == pytest.approx(pooled * 3 / 2)
     halves = dataclasses.replace(TABLE, wire_bytes=(2.0, 2.0))
-    assert part(topology(4), table=halves).output == pytest.approx(pooled / 2)
+    assert part(topology(4), table=halves).output - once == pytest.approx((pooled - once) / 2)
     # a part of the rows sends its share of every sum
     assert part(topology(4), rows=250).output == pytest.approx(pooled)
 
 
 def test_ids_arrive_with_their_weights() -> None:
     ids, bags = 4 * BATCH * 3, 4 * BATCH * 2
-    assert part(topology(4)).input == pytest.approx((ids + bags) * 4 * 3 / 4 / 1e4)
+    sent, sorted_ids = (ids + bags) * 4 * 3 / 4 / 1e4, 2 * ids * 8 / 1e6
+    assert part(topology(4)).input == pytest.approx(sent + sorted_ids)
     weighted = dataclasses.replace(TABLE, is_weighted=True)
-    assert part(topology(4), table=weighted).input == pytest.approx(
-        (2 * ids + bags) * 4 * 3 / 4 / 1e4
-    )
+    sent, sorted_ids = (2 * ids + bags) * 4 * 3 / 4 / 1e4, 2 * ids * 12 / 1e6
+    assert part(topology(4), table=weighted).input == pytest.approx(sent + sorted_ids)
 
 
 def test_what_crosses_between_nodes_takes_the_slow_link() -> None:
-    bytes_out = 2 * 8 * BATCH * 2 * 64 * 4
-    assert part(topology(8, 2)).output == pytest.approx(bytes_out * 6 / 8 / 1e3)
-    assert part(topology(8, 8)).output == pytest.approx(bytes_out * 7 / 8 / 1e4)
+    values = 8 * BATCH * 2 * 64
+    once = placed(topology(8), values)
+    two_ways = 2 * values * 4
+    assert part(topology(8, 2)).output - once == pytest.approx(two_ways * 6 / 8 / 1e3)
+    assert part(topology(8, 8)).output - once == pytest.approx(two_ways * 7 / 8 / 1e4)
 
 
 def test_sums_of_a_node_cross_once() -> None:
-    bytes_out = 2 * 8 * BATCH * 2 * 64 * 4
+    values = 8 * BATCH * 2 * 64
+    once = placed(topology(8), values)
+    two_ways = 2 * values * 4
     two_hops = part(topology(8, 4), rows=250, in_node=True).output
-    assert two_hops == pytest.approx(bytes_out * 3 / 4 / 1e4 + bytes_out * 4 / 8 / 4 / 1e3)
+    inside, across = two_ways * 3 / 4 / 1e4, two_ways * 4 / 8 / 4 / 1e3
+    assert two_hops - once == pytest.approx(inside + across)
     assert two_hops < part(topology(8, 4), rows=250).output / 2
 
 
 def test_replicas_add_up_their_gradients() -> None:
     size = 1000 * 64 * 4
     replica = CostModel(topology(4), BATCH).of_replica(TABLE, FUSED)
-    assert replica.update == pytest.approx(2 * size * 3 / 4 / 1e4 + 5 * size / 1e6)
+    assert replica.update == pytest.approx(2 * size * 3 / 4 / 1e4 + 9 * size / 1e6)
     assert replica.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e6)
-    assert replica.input == replica.output == 0
+    assert replica.input == 0
+    assert replica.output == pytest.approx(placed(topology(4), BATCH * 2 * 64))
 
 
-def test_buffers_are_of_the_batch_of_all_ranks() -> None:
-    model = CostModel(topology(4), BATCH)
-    buffers = model.storage_of_part(TABLE, 1000, 64, FUSED).buffers.device
-    assert buffers == 2 * 4 * BATCH * 2 * 64 * 4 + 4 * BATCH * 3 * 4
+def test_columns_of_row_wise_adagrad_are_sorted_and_added_up() -> None:
+    spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    table = dataclasses.replace(TABLE, rows=1, optimizer=TableOptimizer(spec=spec))
+    whole, half = (part(topology(4), rows=1, cols=cols, table=table) for cols in (64, 32))
+    ids = 4 * BATCH * 3
+    gradients = ids * 32 * 4
+    pairs = ids * 2 * 4 * 8  # read and written in four passes
+    row = 2 * (32 * 4 + 4)
+    assert half.backward == pytest.approx((2 * gradients + pairs + row) / 1e6)
+    assert half.update == pytest.approx(2 * 4 * 3 / 4 / 1e4)  # one float there and back
+    assert whole.update == 0
+    own = dataclasses.replace(
+        table, optimizer=TableOptimizer(spec=spec, row_state=RowState.PER_SHARD)
+    )
+    assert part(topology(4), rows=1, cols=32, table=own).update == 0
+
+
+def test_measured_speeds_take_the_place_of_bandwidths() -> None:
+    lookup = LookupPoint(dim=64, pooling=1.5, forward_bw=3e5, backward_bw=2e5, split_bw=1e5)
+    wires = [
+        CollectivePoint(kind="all_to_all", world_size=4, bytes=n, ms=n / 1e3) for n in (1, 4096)
+    ]
+    plain = topology(4)
+    measured = plain.with_measurements(lookup=[lookup], collectives=wires)
+    before, after = part(plain), part(measured)
+    assert after.forward == pytest.approx(before.forward * 1e6 / 3e5)
+    assert after.backward == pytest.approx(before.backward * 1e6 / 2e5)
+    values = 4 * BATCH * 2 * 64
+    assert after.output - placed(plain, values) == pytest.approx(2 * values * 4 / 1e3)

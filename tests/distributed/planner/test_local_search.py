@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from recsys.distributed.planner.local_search import LocalSearch
 from recsys.distributed.planner.packing import OVERFULL, Packing
@@ -68,7 +69,7 @@ def test_pieces_of_a_table_never_meet() -> None:
 def test_kicks_never_make_it_worse() -> None:
     arrays = PieceArrays(realistic(40, 8, fullness=0.85))
     packing = Packing(arrays, 1.0)
-    packing.fill(arrays.first_T[:-1], even_memory=True)
+    packing.fill(arrays.first_T[:-1], np.ones(len(arrays.options)), even_memory=True)
     local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=np.inf)
     local.descend(packing, 200)
     local.cheapen(packing)
@@ -76,10 +77,23 @@ def test_kicks_never_make_it_worse() -> None:
     assert local.kick(packing, 10).peak <= before
 
 
+def test_kicks_find_what_steps_do_not() -> None:
+    # too much on rank 0, and both tables in the dear option; the cheap ones fit just so
+    tables = [[option(1.0, memory=6), option(2.0, memory=4)] for _ in range(2)]
+    tables += [[option(0.1, memory=4)] for _ in range(2)]
+    arrays = PieceArrays(Problem(ranks=TWO, tables=tables))
+    packing = Packing(arrays, 1.0)
+    for one, rank in ((1, 0), (3, 1), (4, 0), (5, 0)):
+        packing.add(one, np.array([rank]))
+    price_O = np.array([option.pieces[0].cost_ms[0] for option in arrays.options])
+    local = LocalSearch(arrays, price_O, target=0.0, seed=0, deadline=np.inf)
+    assert local.kick(packing, 20).peak == pytest.approx(1.1)
+
+
 def test_a_deadline_ends_it() -> None:
     arrays = PieceArrays(realistic(40, 8))
     packing = Packing(arrays, 1.0)
-    packing.fill(arrays.first_T[:-1])
+    packing.fill(arrays.first_T[:-1], np.ones(len(arrays.options)))
     local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=0.0)
     assert local.descend(packing, 100) == 0
     assert local.kick(packing, 100) is packing

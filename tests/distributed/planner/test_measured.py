@@ -26,7 +26,13 @@ RANK = Hardware(
 
 
 def lookup(dim: int, pooling: float, forward: float) -> LookupPoint:
-    return LookupPoint(dim=dim, pooling=pooling, forward_bw=forward, backward_bw=forward / 2)
+    return LookupPoint(
+        dim=dim,
+        pooling=pooling,
+        forward_bw=forward,
+        backward_bw=forward / 2,
+        split_bw=forward / 4,
+    )
 
 
 def collective(num_bytes: int, ms: float, world_size: int = 2) -> CollectivePoint:
@@ -56,7 +62,7 @@ class TestLookups:
         ],
     )
     def test_between_and_beyond(self, dim: int, pooling: float, forward: float) -> None:
-        assert self.TABLE.at(dim, pooling) == pytest.approx((forward, forward / 2))
+        assert self.TABLE.at(dim, pooling) == pytest.approx((forward, forward / 2, forward / 4))
 
     def test_points_come_once(self) -> None:
         with pytest.raises(

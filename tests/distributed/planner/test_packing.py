@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from recsys.distributed.planner.packing import OVERFULL, Packing
-from recsys.distributed.planner.piece_arrays import PieceArrays
+from recsys.distributed.planner.piece_arrays import Floats, PieceArrays
 from recsys.distributed.planner.placement import Option, Problem, Ranks, Reach
 from tests.distributed.planner.search_cases import option, realistic
 
@@ -14,11 +14,16 @@ def packing(*tables: Option, ranks: Ranks) -> Packing:
     return Packing(PieceArrays(Problem(ranks=ranks, tables=[[one] for one in tables])), 1.0)
 
 
+def free(arrays: PieceArrays) -> Floats:
+    """Prices that make no option cheaper than another."""
+    return np.zeros(len(arrays.options))
+
+
 def test_books_are_true_after_many_changes() -> None:
     arrays = PieceArrays(realistic(30, 16, fullness=0.5))
     packed = Packing(arrays, 1.0)
     rng = np.random.default_rng(0)
-    packed.fill(arrays.first_T[:-1])
+    packed.fill(arrays.first_T[:-1], free(arrays))
     for table in rng.integers(0, 30, 200).tolist():
         packed.remove(table)
         option = int(arrays.first_T[table] + rng.integers(arrays.width_T[table]))
@@ -34,7 +39,7 @@ def test_books_are_true_after_many_changes() -> None:
 
 def test_a_copy_is_independent() -> None:
     packed = packing(option(1.0), ranks=Ranks(memory_caps=[(9, 9)] * 2))
-    packed.fill(np.array([0]))
+    packed.fill(np.array([0]), free(packed.arrays))
     twin = packed.copy()
     twin.remove(0)
     assert packed.peak == 1.0
@@ -54,7 +59,7 @@ def test_a_full_rank_is_higher_than_any_load() -> None:
     ranks = Ranks(memory_caps=[(1, 0), (5, 0)], base_ms=(0.0, 50.0))
     packed = packing(option(1.0, memory=4), option(1.0, memory=4), ranks=ranks)
     assert packed.best_ranks(0)[0].tolist() == [1]
-    packed.fill(np.array([0, 1]))
+    packed.fill(np.array([0, 1]), free(packed.arrays))
     assert packed.peak >= OVERFULL
 
 
@@ -70,5 +75,18 @@ def test_memory_is_evened_where_asked_for() -> None:
     ranks = Ranks(memory_caps=[(10, 0)] * 2)
     tables = [option(5.0, memory=0), option(0.1, memory=6), option(0.1, memory=6)]
     packed = packing(*tables, ranks=ranks)
-    packed.fill(np.array([0, 1, 2]), even_memory=True)
+    packed.fill(np.array([0, 1, 2]), free(packed.arrays), even_memory=True)
     assert packed.peak < OVERFULL
+
+
+def test_what_does_not_fit_takes_the_cheapest_option_that_does() -> None:
+    ranks = Ranks(memory_caps=[(10, 0)] * 2)
+    of_table = [
+        option(1.0, memory=12),
+        option(3.0, memory=9),  # lower, but dearer
+        option(4.0, 4.0, memory=9),
+    ]
+    arrays = PieceArrays(Problem(ranks=ranks, tables=[of_table]))
+    packed = Packing(arrays, 1.0)
+    packed.fill(np.array([0]), np.array([1.0, 9.0, 5.0]))
+    assert packed.option_T.tolist() == [2]

@@ -40,7 +40,7 @@ def table(
         ids_per_sample=1.0,
         num_features=1,
         constraints=ParameterConstraints(),
-        kernels={ShardingType.COLUMN_WISE: kernel},
+        kernels={ShardingType.COLUMN_WISE: (kernel,)},
     )
 
 
@@ -50,8 +50,8 @@ def table(
         (EmbOptimType.EXACT_SGD, 0),
         (EmbOptimType.EXACT_ROWWISE_ADAGRAD, 400),
         (EmbOptimType.EXACT_ADAGRAD, 3200),
-        (EmbOptimType.ADAM, 6400),
-        (EmbOptimType.PARTIAL_ROWWISE_ADAM, 3600),
+        (EmbOptimType.ADAM, 6404),  # and a counter of steps
+        (EmbOptimType.PARTIAL_ROWWISE_ADAM, 3604),
     ],
 )
 def test_weights_and_the_state_of_their_optimizer(algorithm: EmbOptimType, state: int) -> None:
@@ -68,23 +68,23 @@ def test_without_an_optimizer_there_is_a_gradient_if_it_trains() -> None:
 def test_managed_memory_is_the_hosts_but_for_row_states_and_the_cache() -> None:
     assert table(EmbOptimType.EXACT_SGD, UVM).whole == Bytes(0, 3200)
     assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).whole == Bytes(400, 3200)
-    assert table(EmbOptimType.PARTIAL_ROWWISE_ADAM, UVM).whole == Bytes(400, 6400)
+    assert table(EmbOptimType.PARTIAL_ROWWISE_ADAM, UVM).whole == Bytes(404, 6400)
     cache = 20 * (8 * 4 + 16) + 100 * 4
     assert table(EmbOptimType.EXACT_SGD, CACHED).whole == Bytes(cache, 3200)
 
 
 def test_columns_are_split_only_where_the_optimizer_can_do_without_whole_rows() -> None:
     columns = ShardingType.COLUMN_WISE
-    assert table(None).allows(columns)
-    assert table(EmbOptimType.ADAM, UVM).allows(columns)
-    assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD).allows(columns)
-    assert not table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).allows(columns)
-    assert not table(EmbOptimType.LAMB).allows(columns)
+    assert table(None).allows(columns, FUSED)
+    assert table(EmbOptimType.ADAM, UVM).allows(columns, UVM)
+    assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD).allows(columns, FUSED)
+    assert not table(EmbOptimType.EXACT_ROWWISE_ADAGRAD, UVM).allows(columns, UVM)
+    assert not table(EmbOptimType.LAMB).allows(columns, FUSED)
     for algorithm in (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.LAMB):
-        assert table(algorithm, UVM, row_state=RowState.PER_SHARD).allows(columns)
+        assert table(algorithm, UVM, row_state=RowState.PER_SHARD).allows(columns, UVM)
 
 
 def test_copies_are_kept_only_of_tables_whose_rounding_is_no_matter_of_chance() -> None:
     replicas = ShardingType.DATA_PARALLEL
-    assert table(EmbOptimType.EXACT_SGD).allows(replicas)
-    assert not table(EmbOptimType.EXACT_SGD, stochastic_rounding=True).allows(replicas)
+    assert table(EmbOptimType.EXACT_SGD).allows(replicas, FUSED)
+    assert not table(EmbOptimType.EXACT_SGD, stochastic_rounding=True).allows(replicas, FUSED)

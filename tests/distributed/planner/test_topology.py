@@ -144,18 +144,20 @@ class TestPresets:
 
 
 POINTS = (
-    LookupPoint(dim=64, pooling=1, forward_bw=20.0, backward_bw=10.0),
-    LookupPoint(dim=64, pooling=100, forward_bw=40.0, backward_bw=30.0),
+    LookupPoint(dim=64, pooling=1, forward_bw=20.0, backward_bw=10.0, split_bw=4.0),
+    LookupPoint(dim=64, pooling=100, forward_bw=40.0, backward_bw=30.0, split_bw=6.0),
 )
 
 
 class TestMeasurements:
     def test_lookups_are_as_fast_as_memory_unless_measured(self) -> None:
         topology = Topology(2, "cuda", hbm_mem_bw=[3.0, 2.0])
-        assert topology.lookup_bw(64, 1.0) == (2.0, 2.0)
-        assert topology.lookup_bw(64, 1.0, rank=0) == (3.0, 3.0)
+        assert topology.lookup_speed(64, 1.0) == (2.0, 2.0, 2.0)
+        assert topology.lookup_speed(64, 1.0, topology.hardware[0]) == (3.0, 3.0, 3.0)
         measured = topology.with_measurements(lookup=POINTS)
-        assert measured.lookup_bw(64, 10.0, rank=0) == pytest.approx((30.0, 20.0))
+        assert measured.lookup_speed(64, 10.0, topology.hardware[0]) == pytest.approx(
+            (30.0, 20.0, 5.0)
+        )
         assert measured.lookup == POINTS
         assert measured.with_measurements(collectives=[]).lookup == POINTS
         assert measured.with_measurements(lookup=[]) == topology

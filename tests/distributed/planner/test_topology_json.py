@@ -16,7 +16,7 @@ from recsys.distributed.planner.topology_json import Contents, read, write
 MIXED = Contents(
     local_world_size=2,
     hardware=(PRESETS["A100-80"],) * 2 + (PRESETS["H100"],) * 2,
-    lookup=(LookupPoint(dim=64, pooling=0.1, forward_bw=1 / 3, backward_bw=2.0),),
+    lookup=(LookupPoint(dim=64, pooling=0.1, forward_bw=1 / 3, backward_bw=2.0, split_bw=1.0),),
     collectives=(
         CollectivePoint(kind="all_reduce", world_size=2, bytes=1, ms=1e-3),
         CollectivePoint(kind="all_reduce", world_size=2, bytes=2**53 + 1, ms=0.1 + 0.2),

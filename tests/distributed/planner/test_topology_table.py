@@ -14,11 +14,12 @@ def lines(names: list[str], kinds: list[int]) -> list[list[str]]:
 
 
 def test_one_column_for_each_kind() -> None:
-    head, _, ranks, device, *_, launch = lines(["A100-80", "A100-80", "H100"], [0, 0, 1])
+    head, _, ranks, device, *_, launch, step = lines(["A100-80", "A100-80", "H100"], [0, 0, 1])
     assert [cell.strip() for cell in head if cell.strip()] == ["A100-80", "H100"]
     assert [cell.strip() for cell in ranks if cell.strip()] == ["ranks", "0-1", "2"]
     assert device[1].strip() == "80.0 GB, 1,631.2 GB/s"
     assert [cell.strip() for cell in launch if cell.strip()] == ["kernel launch"] + ["0.005 ms"] * 2
+    assert [cell.strip() for cell in step if cell.strip()] == ["empty step", "0 ms", "0 ms"]
 
 
 def test_ranks_are_ranges() -> None:

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from recsys.distributed.planner.costs import CostModel
-from recsys.distributed.planner.options import OptionLister, TableOption
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
@@ -30,7 +31,7 @@ def table(rows: int = 1000, dim: int = 128, **constraints: object) -> PlannedTab
         ids_per_sample=1.0,
         num_features=1,
         constraints=ParameterConstraints(**constraints),  # type: ignore[arg-type]
-        kernels=dict.fromkeys(ShardingType, FUSED),
+        kernels=dict.fromkeys(ShardingType, (FUSED,)),
     )
 
 
@@ -57,7 +58,7 @@ def test_on_one_rank_a_table_is_whole_unless_asked_otherwise() -> None:
     assert [o.sharding_type.value for o in options(table(), 1, 1)] == ["table_wise"]
     asked = table(sharding_types=["row_wise", "data_parallel"])
     asked = dataclasses.replace(
-        asked, kernels={ShardingType.ROW_WISE: FUSED, ShardingType.DATA_PARALLEL: FUSED}
+        asked, kernels={ShardingType.ROW_WISE: (FUSED,), ShardingType.DATA_PARALLEL: (FUSED,)}
     )
     assert [o.num_ranks for o in options(asked, 1, 1)] == [1, 1]
 
@@ -66,14 +67,16 @@ def test_on_one_rank_a_table_is_whole_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize("dim", [4, 36, 64, 100, 128])
 def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
     of = table(rows, dim, min_partition=4)
-    topology = Topology(8, "cpu", ddr_cap=1 << 30, local_world_size=4)
-    costs = CostModel(topology, 16)
+    storage = StorageModel(Topology(8, "cpu", ddr_cap=1 << 30, local_world_size=4), 16)
     tried = 0
     for option in options(of):
         if option.sharding_type is ShardingType.DATA_PARALLEL:
             continue
+        in_node = option.sharding_type in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
-        sizes = [costs.storage_of_part(of, r.num_rows, r.num_cols, FUSED).total for r in rects]
+        sizes = [
+            storage.of_part(of, r.num_rows, r.num_cols, FUSED, in_node=in_node).total for r in rects
+        ]
         assert sizes == [part.size for part in option.parts for _ in range(part.count)]
         tried += 1
     assert tried

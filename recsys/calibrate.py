@@ -1,0 +1,320 @@
+"""``python -m recsys calibrate``: measures this machine and writes it down for the planner.
+
+All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
+node share its memory. Every number is the median of several turns. As in training, every turn
+looks up other ids, and writes to memory that is newly allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.node import get_local_size
+from recsys.distributed.planner.costs import (
+    REPLICA_PASSES,
+    lookup_bytes,
+    statistic_bytes,
+)
+from recsys.distributed.planner.hardware import Hardware
+from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
+from recsys.distributed.planner.topology import Topology
+from recsys.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from recsys.distributed.types import ShardingPlan
+from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingMode, TableSpec, UpdateMode
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor
+
+DIMS = (16, 32, 64, 128, 256)
+POOLINGS = (1, 4, 16, 64)
+SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
+_TABLE_BYTES = 128 << 20  # more than caches hold
+_IDS = {"cpu": 1 << 15, "cuda": 1 << 20}
+_COPIED_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+_TURNS, _WARM_UP = 9, 2
+
+
+@final
+class Stopwatch:
+    """Times what all ranks do at once.
+
+    Args:
+        device: whose work to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def median_ms(self, *runs: Callable[[], object], turns: int | None = None) -> list[float]:
+        """Returns the median milliseconds of each, run one after the other, on the slowest rank."""
+        times = []
+        for turn in range(_WARM_UP + (turns or _TURNS)):
+            dist.barrier()
+            ends = [self._now()]
+            for run in runs:
+                run()
+                ends.append(self._now())
+            if turn >= _WARM_UP:
+                times.append([end - start for start, end in pairwise(ends)])
+        medians = torch.tensor([statistics.median(of_run) for of_run in zip(*times, strict=True)])
+        medians = medians.to(self.device)
+        dist.all_reduce(medians, dist.ReduceOp.MAX)
+        return medians.tolist()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() * 1e3
+
+
+def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
+    """Yields the speed of lookups by dim and pooling, with row-wise Adagrad in backward."""
+    for dim in DIMS:
+        rows = _TABLE_BYTES // (4 * dim)
+        kernels = []
+        for mode in (UpdateMode.FUSED, UpdateMode.DEFERRED):
+            kernel = TableBatchedEmbedding(
+                [TableSpec(name="t", num_rows=rows, dim=dim)],
+                feature_table_map=[0],
+                pooling=PoolingMode.SUM,
+                optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+                update_mode=mode,
+                device=watch.device,
+                keeps_batch=mode is UpdateMode.DEFERRED,
+            )
+            kernel.storage.zero_()
+            kernel.learning_rates = [0.01]
+            kernels.append(kernel)
+        for pooling in POOLINGS:
+            yield _lookup_point(watch, kernels, rows, dim, pooling)
+
+
+def _lookup_point(
+    watch: Stopwatch, kernels: Sequence[TableBatchedEmbedding], rows: int, dim: int, pooling: int
+) -> LookupPoint:
+    device, num_ids = watch.device, _IDS[watch.device.type]
+    seeded = torch.Generator().manual_seed(dim + pooling)  # all ranks write the same file
+    drawn = torch.randint(rows, (_WARM_UP + _TURNS, num_ids), generator=seeded)
+    of_turns = iter(drawn.to(device))
+    offsets = torch.arange(0, num_ids + 1, pooling, device=device)
+    gradient = torch.ones(num_ids // pooling, dim, device=device)
+    fused, deferred = kernels
+    outputs: list[Tensor] = []
+    ids: list[Tensor] = []
+
+    def update_split() -> None:
+        outputs.pop().backward(gradient)
+        deferred.step([statistic / dim for statistic in deferred.row_statistics()])
+
+    forward_ms, backward_ms, _, _, split_ms = watch.median_ms(
+        lambda: outputs.append(fused.forward(next(of_turns), offsets)),
+        lambda: outputs.pop().backward(gradient),
+        lambda: ids.append(torch.randint(rows, (num_ids,), device=device)),
+        lambda: outputs.append(deferred.forward(ids.pop(), offsets)),
+        update_split,
+    )
+    touched = sum(len(row.unique()) for row in drawn) / len(drawn)
+    forward_bytes, backward_bytes = lookup_bytes(num_ids, touched, 4 * dim, 4 * dim, 4)
+    return LookupPoint(
+        dim=dim,
+        pooling=pooling,
+        forward_bw=forward_bytes / forward_ms,
+        backward_bw=backward_bytes / backward_ms,
+        split_bw=(backward_bytes + statistic_bytes(num_ids, 4 * dim)) / split_ms,
+    )
+
+
+def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
+    """Yields the times of the collectives that sharded models use, by size."""
+    world_size = dist.get_world_size()
+    for size in SIZES:
+        given = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
+        times = watch.median_ms(partial(_exchange, given), partial(dist.all_reduce, given))
+        for kind, ms in zip(("all_to_all", "all_reduce"), times, strict=True):
+            yield CollectivePoint(
+                kind=kind, world_size=world_size, bytes=4 * len(given), ms=max(ms, 1e-6)
+            )
+
+
+def _exchange(given: Tensor) -> None:
+    dist.all_to_all_single(torch.empty_like(given), given)
+
+
+def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
+    """Returns what was found, with the speeds of memories and the times of next to no work."""
+    device = watch.device
+    size = _COPIED_BYTES[device.type]
+    memory_bw = REPLICA_PASSES * size / measure_replica(watch, size)
+    step_ms = measure_step(watch)
+    if device.type == "cpu":
+        return dataclasses.replace(found, name="measured", ddr_mem_bw=memory_bw, step_ms=step_ms)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    on_host = source.cpu().pin_memory()
+    one = torch.zeros(1, device=device)
+    link_ms, launch_ms = watch.median_ms(
+        lambda: source.copy_(on_host, non_blocking=True), lambda: one.add_(1)
+    )
+    return dataclasses.replace(
+        found,
+        name="measured",
+        hbm_mem_bw=memory_bw,
+        hbm_to_ddr_mem_bw=size / link_ms,
+        kernel_launch_ms=launch_ms,
+        step_ms=step_ms,
+    )
+
+
+def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
+    """Returns the milliseconds that the whole gradient of a replica takes, but for its exchange.
+
+    This is memory as training uses it: most of what is written was just allocated.
+    """
+    dim = 64
+    rows = num_bytes // (4 * dim)
+    kernel = TableBatchedEmbedding(
+        [TableSpec(name="t", num_rows=rows, dim=dim)],
+        feature_table_map=[0],
+        pooling=PoolingMode.SUM,
+        optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+        update_mode=UpdateMode.DEFERRED,
+        device=watch.device,
+    )
+    kernel.storage.zero_()
+    kernel.learning_rates = [0.01]
+
+    def update() -> None:
+        gradient = torch.zeros_like(kernel.storage).mul_(0.5)
+        kernel.step_dense(gradient)
+
+    [milliseconds] = watch.median_ms(update)
+    return milliseconds
+
+
+def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardware:
+    """Returns what was found, with the latency and the bandwidth that all-to-alls show."""
+    first, *_, last = sorted(exchanges, key=lambda point: point.bytes)
+    bandwidth = last.bytes * (last.world_size - 1) / last.world_size / last.ms
+    if last.world_size > get_local_size(last.world_size):
+        return dataclasses.replace(found, inter_host_latency_ms=first.ms, inter_host_bw=bandwidth)
+    return dataclasses.replace(found, intra_host_latency_ms=first.ms, intra_host_bw=bandwidth)
+
+
+def measure_step(watch: Stopwatch) -> float:
+    """Returns the milliseconds of a training step of a sharded collection with next to no data."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{i}", num_embeddings=10, embedding_dim=8, feature_names=[f"f{i}"]
+        )
+        for i in range(8)
+    ]
+    world_size = dist.get_world_size()
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    ranks = {table.name: table_wise(rank=i % world_size) for i, table in enumerate(tables)}
+    plan = construct_module_sharding_plan(
+        collection,
+        ranks,
+        sharder,
+        world_size=world_size,
+        local_size=get_local_size(dist.get_world_size()),
+        device_type=watch.device.type,
+    )
+    model = DistributedModelParallel(
+        collection, device=watch.device, plan=ShardingPlan({"": plan}), sharders=[sharder]
+    )
+    features = KeyedJaggedTensor(
+        [f"f{i}" for i in range(8)],
+        torch.zeros(8, dtype=torch.int64, device=watch.device),
+        lengths=torch.ones(8, dtype=torch.int32, device=watch.device),
+    )
+    [step_ms] = watch.median_ms(lambda: model(features).values().sum().backward(), turns=25)
+    return step_ms
+
+
+def calibrate(device: torch.device) -> Topology:
+    """Returns the topology of the ranks of this job, with what was measured on them.
+
+    Every rank must call it. Takes about half a minute.
+
+    Args:
+        device: of this rank.
+    """
+    watch = Stopwatch(device)
+    world_size = dist.get_world_size()
+    collectives = list(measure_collectives(watch)) if world_size > 1 else []
+    usual = Topology(world_size=world_size, compute_device=device.type)
+    hardware = measure_hardware(watch, usual.slowest)
+    if collectives:
+        exchanges = [point for point in collectives if point.kind == "all_to_all"]
+        hardware = with_links(hardware, exchanges)
+    return Topology.from_hardware(
+        [hardware] * world_size,
+        usual.local_world_size,
+        lookup=list(measure_lookups(watch)),
+        collectives=collectives,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=torch.cuda.device_count() or 1,
+        metavar="N",
+        help="ranks to start here; torchrun's, if it has started this (default: one for each GPU, "
+        "else 1)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("topology.json"),
+        metavar="FILE",
+        help="the topology file to write (default: %(default)s)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures with as many processes as asked for, or as torchrun has started."""
+    if options.world_size < 1:
+        print(f"--world-size must be at least 1; received {options.world_size}.", file=sys.stderr)
+        return 2
+    if "RANK" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={options.world_size}"]
+        command = [*torchrun, "-m", "recsys", "calibrate", "--out", str(options.out)]
+        return subprocess.run(command, check=False).returncode
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(minutes=5))
+    try:
+        topology = calibrate(device)
+        rank = dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        topology.to_json(options.out)
+        print(f"{topology}\nWritten to {options.out}.")
+    return 0

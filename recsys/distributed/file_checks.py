@@ -1,0 +1,176 @@
+"""Checks of what people write into files: errors name the place, what is there, and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+
+def read_source(source: str | Path, what: str) -> tuple[str, str]:
+    """Returns a text, and how errors call it.
+
+    Args:
+        source: a path, or JSON itself, which starts with a brace.
+        what: such as "Plan file".
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return source, what
+    return Path(source).read_text(encoding="utf-8"), f"{what} {source}"
+
+
+def parse_json(text: str, subject: str) -> object:
+    """Returns what JSON says.
+
+    Raises:
+        ValueError: if the text is no JSON, or an object has a key twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{subject} must name each key once; received {twice!r} twice.")
+        return members
+
+    try:
+        value: object = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{subject} must be JSON; received text with {error}.") from None
+    return value
+
+
+def members_of(
+    subject: str,
+    value: object,
+    required: Sequence[str] = (),
+    optional: Sequence[str] = (),
+    hint: str = "",
+) -> Mapping[str, Any]:  # Any: what is built from the values checks them
+    """Returns an object's members, all of which are known.
+
+    Args:
+        subject: how errors call the object.
+        value: what should be one.
+        required: keys that must be there.
+        optional: keys that may be.
+        hint: how to come by the missing ones.
+
+    Raises:
+        ValueError: if a key is unknown or missing.
+        TypeError: if it is no object.
+    """
+    members = object_of(subject, value)
+    known = (*required, *optional)
+    for key in members:
+        if key not in known:
+            raise ValueError(
+                f"{subject} has keys among {', '.join(known)}; received {key!r}. "
+                f"{nearest(str(key), known)}"
+            )
+    missing = [key for key in required if key not in members]
+    if missing:
+        raise ValueError(
+            f"{subject} must have the keys {', '.join(required)}; received none for "
+            f"{', '.join(missing)}.{hint and f' {hint}'}"
+        )
+    return members
+
+
+def object_of(subject: str, value: object) -> Mapping[str, Any]:
+    """Returns an object's members.
+
+    Raises:
+        TypeError: if it is no object.
+    """
+    if not isinstance(value, dict):
+        wrong_type(subject, "an object, {...}", value)
+    return value
+
+
+def list_of(subject: str, value: object) -> list[Any]:
+    """Returns a list.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(value, list):
+        wrong_type(subject, "a list", value)
+    return value
+
+
+def text_of(subject: str, value: object) -> str:
+    """Returns a text.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(value, str):
+        wrong_type(subject, "text", value)
+    return value
+
+
+def whole_of(subject: str, value: object, least: int = 1) -> int:
+    """Returns a whole number that is large enough.
+
+    Raises:
+        ValueError: if it is too small.
+        TypeError: if it is no whole number.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        wrong_type(subject, "a whole number", value)
+    if value < least:
+        rule = {0: "not be negative", 1: "be positive"}.get(least, f"be at least {least}")
+        raise ValueError(f"{subject} must {rule}; received {value}.")
+    return value
+
+
+def choice_of(subject: str, value: object, choices: Sequence[str]) -> str:
+    """Returns one of some texts.
+
+    Raises:
+        ValueError: if it is another text.
+        TypeError: if it is no text.
+    """
+    text = text_of(subject, value)
+    if text not in choices:
+        raise ValueError(
+            f"{subject} must be one of {', '.join(choices)}; received {text!r}. "
+            f"{nearest(text, choices)}"
+        )
+    return text
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a sentence about the known word that is most like another.
+
+    Example:
+        >>> nearest("row_wize", ["table_wise", "row_wise"])
+        "The nearest is 'row_wise'."
+    """
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0)
+    return f"The nearest is {found[0]!r}." if found else ""
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
+    """Raises TypeError: a value is not what it must be."""
+    text = json.dumps(value, default=str)
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
+    raise TypeError(f"{subject} must be {rule}; received {shown}.")
+
+
+def bracket(lines: Sequence[str], pair: str, indent: str = "") -> str:
+    """Returns the JSON of an object ("{}") or a list ("[]") with a line for each member."""
+    body = ",\n".join(f"{indent}  {line}" for line in lines)
+    return f"{pair[0]}\n{body}\n{indent}{pair[1]}" if lines else pair

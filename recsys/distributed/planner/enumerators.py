@@ -1,0 +1,84 @@
+"""Which ways to place each table are weighed: all that there are, or a user's own choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from recsys.distributed.planner.model_tables import tables_of
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import TableOption
+from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.topology import Topology
+from recsys.distributed.planner.types import DEFAULT_BATCH_SIZE, ParameterConstraints
+from recsys.distributed.types import ModuleSharder
+
+
+class Enumerator(Protocol):
+    """Lists the ways to place each table of a model."""
+
+    def enumerate(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> Iterable[tuple[PlannedTable, Sequence[TableOption]]]:
+        """Returns every table with the options that a plan may choose from."""
+
+
+class EmbeddingEnumerator:
+    """Lists all ways to place each table that its constraints allow.
+
+    A planner makes its own. One by hand is for a look at what there is to choose from, and for
+    enumerators of your own, which change what this one lists.
+
+    Args:
+        topology: the machine.
+        batch_size: samples per rank and batch (default 512).
+        constraints: demands by table name.
+
+    Example:
+        >>> import torch
+        >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=64, num_embeddings=1000, feature_names=["f"]
+        ... )
+        >>> model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+        >>> lister = EmbeddingEnumerator(Topology(2, "cpu"), batch_size=512)
+        >>> for table, options in lister.enumerate(model, [EmbeddingBagCollectionSharder()]):
+        ...     print(table.name, *(option.sharding_type.value for option in options))
+        t table_wise column_wise row_wise data_parallel
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+    ) -> None:
+        self.topology = topology
+        self.constraints = dict(constraints or {})
+        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self._lister = OptionLister(topology, self._batch_size)
+
+    def enumerate(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> list[tuple[PlannedTable, list[TableOption]]]:
+        """Returns every table with its options, simplest first.
+
+        Args:
+            module: the model; may be on the ``meta`` device.
+            sharders: one per module type to shard.
+
+        Raises:
+            PlannerError: if a constraint is for no table, or does not fit its features.
+        """
+        tables = tables_of(
+            module,
+            sharders,
+            self.constraints,
+            self.topology.compute_device,
+            batch_size=self._batch_size,
+        )
+        return [(table, self._lister.options_of(table)) for table in tables]

@@ -1,0 +1,254 @@
+"""What batches say of the ids to come: how many there are, and how unevenly they are spread.
+
+Of each feature a histogram is kept: how many ids were seen once, twice, ... among ``n``. From it
+follow, with ``f_k`` the number of ids that were seen ``k`` times:
+
+- *rows among N ids*, up to ``n``: ``sum f_k (1 - (1 - N/n)^k)``, what is left of a sample of which
+  each id is kept with probability ``N/n``. Good and Toulmin, "The number of new species, and the
+  increase in population coverage, when a sample is increased", 1956 (their series inside ``n``).
+- *beyond* ``n`` that series diverges. There the growth is that of a Zipf law, ``p_i`` in proportion
+  to ``i^-s`` over ``v`` rows, fitted to the number of ids seen and to the number seen once (Zipf,
+  "Human behavior and the principle of least effort", 1949); even spread is its case ``s = 0``.
+- *hits of a cache* that holds the ids which were seen most: those seen at least ``k`` times get the
+  share ``sum over j > k of j f_j / n`` of further ids, and all rows get all of them. Good, "The
+  population frequencies of species and the estimation of population parameters", 1953.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import TypeAlias, final
+
+import numpy as np
+import torch
+
+from recsys.sparse import KeyedJaggedTensor
+
+_Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+_BINS = 96  # of the ranks of a Zipf law, which are spaced evenly in their logarithm
+_SIZES = 16  # numbers of rows that are tried in a fit
+_STEPS = 24  # of a bisection
+_STEEPEST = 4.0  # Zipf exponent that is tried
+
+
+def uniform_distinct(rows: float, draws: float) -> float:
+    """Returns how many of equally likely rows are expected among so many draws.
+
+    Example:
+        >>> round(uniform_distinct(1000, 1000))
+        632
+    """
+    if rows <= 1:
+        return float(rows)
+    return -rows * math.expm1(draws * math.log1p(-1 / rows))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureStats:
+    """What was seen of one feature.
+
+    Args:
+        ids_per_sample: mean number.
+        batch_size: mean samples per batch.
+        histogram: pairs of (times seen, how many ids were), ascending.
+
+    Example:
+        >>> stats = FeatureStats(ids_per_sample=2.0, batch_size=3.0, histogram=((1, 4), (2, 1)))
+        >>> stats.num_ids, stats.num_distinct
+        (6, 5)
+    """
+
+    ids_per_sample: float
+    batch_size: float
+    histogram: tuple[tuple[int, int], ...]
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that were seen."""
+        return sum(times * count for times, count in self.histogram)
+
+    @property
+    def num_distinct(self) -> int:
+        """Different ids that were seen."""
+        return sum(count for _, count in self.histogram)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolingStats:
+    """Ids per sample, batch sizes and the skew of ids, by feature.
+
+    Args:
+        features: by name.
+
+    Example:
+        >>> batch = KeyedJaggedTensor.from_lengths_sync(
+        ...     ["f"], torch.tensor([7, 7, 3]), torch.tensor([2, 1])
+        ... )
+        >>> PoolingStats.from_batches([batch]).features["f"]
+        FeatureStats(ids_per_sample=1.5, batch_size=2.0, histogram=((1, 1), (2, 1)))
+    """
+
+    features: Mapping[str, FeatureStats]
+
+    @classmethod
+    def from_batches(cls, batches: Iterable[object]) -> PoolingStats:
+        """Counts the ids of some batches of one rank.
+
+        A few thousand ids of each feature tell its ids per sample; its skew is the better known
+        the more of a step's ids, those of all ranks, there are.
+
+        Args:
+            batches: each a KeyedJaggedTensor, or something that holds some: a mapping, a sequence,
+                a dataclass, or an object with attributes, such as ``sparse_features``.
+
+        Raises:
+            TypeError: if a batch holds none.
+            ValueError: if there is no batch.
+        """
+        ids: dict[str, list[torch.Tensor]] = {}
+        samples: dict[str, list[int]] = {}
+        for batch in batches:
+            found = list(_features_of(batch))
+            if not found:
+                raise TypeError(
+                    "PoolingStats.from_batches needs batches that are a KeyedJaggedTensor or hold "
+                    f"one; received {type(batch).__name__}. Give what your model reads."
+                )
+            for features in found:
+                for key, size in zip(features.keys(), features.stride_per_key(), strict=True):
+                    ids.setdefault(key, []).append(features[key].values().detach().cpu())
+                    samples.setdefault(key, []).append(size)
+        if not ids:
+            raise ValueError("PoolingStats.from_batches needs at least one batch; received none.")
+        return cls(features={key: _stats(ids[key], samples[key]) for key in ids})
+
+
+def _features_of(batch: object) -> Iterator[KeyedJaggedTensor]:
+    if isinstance(batch, KeyedJaggedTensor):
+        yield batch
+        return
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif isinstance(batch, tuple | list):
+        parts = list(batch)
+    elif is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in fields(batch)]
+    else:
+        parts = list(getattr(batch, "__dict__", {}).values())
+    yield from (part for part in parts if isinstance(part, KeyedJaggedTensor))
+
+
+def _stats(ids: Sequence[torch.Tensor], samples: Sequence[int]) -> FeatureStats:
+    _, times = torch.cat([part.long() for part in ids]).unique(return_counts=True)
+    seen, counts = times.unique(return_counts=True)
+    total = sum(samples)
+    return FeatureStats(
+        ids_per_sample=int(times.sum()) / total if total else 0.0,
+        batch_size=total / len(samples),
+        histogram=tuple(zip(seen.tolist(), counts.tolist(), strict=True)),
+    )
+
+
+@final
+class IdSkew:
+    """How unevenly a feature's ids are spread over the rows of its table.
+
+    Args:
+        stats: of the feature.
+        rows: of the table.
+
+    Example:
+        >>> stats = FeatureStats(ids_per_sample=1.0, batch_size=6.0, histogram=((1, 2), (4, 1)))
+        >>> skew = IdSkew(stats, rows=100)
+        >>> skew.distinct(6), round(skew.distinct(1), 2), round(skew.hit_rate(1), 2)
+        (3.0, 0.85, 0.67)
+    """
+
+    def __init__(self, stats: FeatureStats, rows: int) -> None:
+        self._rows = rows
+        self._times = np.array([times for times, _ in stats.histogram], dtype=np.float64)
+        self._counts = np.array([count for _, count in stats.histogram], dtype=np.float64)
+        self._num_ids = float(self._times @ self._counts)
+        self._num_distinct = float(self._counts.sum())
+
+    def distinct(self, draws: float) -> float:
+        """Returns how many different rows are expected among so many ids."""
+        if not self._num_ids:
+            return uniform_distinct(self._rows, draws)
+        if draws <= self._num_ids:
+            missed = np.power(1 - draws / self._num_ids, self._times)
+            found = float(self._counts @ (1 - missed))
+        else:
+            weights, chances = self._zipf
+            more = np.exp(-self._num_ids * chances) - np.exp(-draws * chances)
+            found = self._num_distinct + float(weights @ more)
+        return min(found, draws, float(self._rows))
+
+    def hit_rate(self, cached_rows: float) -> float:
+        """Returns the share of ids that a cache of the most frequent rows answers.
+
+        It is what a cache reaches that knows frequencies from as large a sample and evicts the
+        least frequent (LFU): more than one that knows less, less than one that knows them all.
+        """
+        if not self._num_ids:
+            return min(cached_rows / max(self._rows, 1), 1.0)
+        held, hits = self._cache_curve
+        return float(np.interp(cached_rows, held, hits))
+
+    @cached_property
+    def _cache_curve(self) -> tuple[_Floats, _Floats]:
+        """Rows held, ascending, and the share of ids among them."""
+        times, counts = self._times, self._counts
+        held = np.minimum(np.cumsum(counts[::-1]), self._rows)
+        # ids seen at least `least` times, the smallest number that means the same ids
+        least = np.concatenate([[1.0], times[:-1] + 1])
+        of_ids = np.concatenate([np.cumsum((times * counts)[::-1])[::-1], [0.0]]) / self._num_ids
+        hits = of_ids[np.searchsorted(times, least + 1)][::-1]
+        curve = [(0.0, 0.0)]
+        for point in (*zip(held.tolist(), hits.tolist(), strict=True), (float(self._rows), 1.0)):
+            # each further row gets fewer ids, so the curve bends down: what does not is chance
+            while len(curve) > 1 and _is_below(curve[-1], curve[-2], point):
+                curve.pop()
+            curve.append(point)
+        return np.array(curve)[:, 0], np.array(curve)[:, 1]
+
+    @cached_property
+    def _zipf(self) -> tuple[_Floats, _Floats]:
+        """The fitted law: numbers of rows, and the probability of each of them."""
+        n, distinct = self._num_ids, self._num_distinct
+        once = float(self._counts[self._times == 1].sum())
+        sizes_V = np.geomspace(max(distinct, 2.0), max(float(self._rows), distinct, 2.0), _SIZES)
+        low_V, high_V = np.zeros(_SIZES), np.full(_SIZES, _STEEPEST)
+        for _ in range(_STEPS):  # the steeper the law, the fewer different ids
+            middle_V = (low_V + high_V) / 2
+            weights, chances = _law(sizes_V, middle_V)
+            is_flat_V = (weights * -np.expm1(-n * chances)).sum(1) > distinct
+            low_V = np.where(is_flat_V, middle_V, low_V)
+            high_V = np.where(is_flat_V, high_V, middle_V)
+        weights, chances = _law(sizes_V, low_V)
+        seen_V = (weights * -np.expm1(-n * chances)).sum(1)
+        once_V = (weights * n * chances * np.exp(-n * chances)).sum(1)
+        best = int(np.argmin(np.abs(seen_V - distinct) + np.abs(once_V - once)))
+        return weights[best], chances[best]
+
+
+def _is_below(
+    point: tuple[float, float], first: tuple[float, float], last: tuple[float, float]
+) -> bool:
+    """Whether a point lies on or below the line from another to a third."""
+    (x, y), (x0, y0), (x1, y1) = point, first, last
+    return (y - y0) * (x1 - x0) <= (y1 - y0) * (x - x0)
+
+
+def _law(sizes_V: _Floats, exponents_V: _Floats) -> tuple[_Floats, _Floats]:
+    """Returns Zipf laws over so many rows, in bins: rows per bin, and the probability of each."""
+    edges = np.power(sizes_V[:, None] + 1, np.linspace(0, 1, _BINS + 1)[None, :])
+    weights = np.diff(edges, axis=1)
+    chances = np.power(np.sqrt(edges[:, :-1] * edges[:, 1:]), -exponents_V[:, None])
+    return weights, chances / (weights * chances).sum(1, keepdims=True)

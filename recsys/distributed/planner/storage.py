@@ -1,0 +1,151 @@
+"""The memory that a part of a table takes on its rank, buffers of batches included.
+
+Weights and optimizer state are what the engine allocates, to the byte. Buffers are those of the
+moment when a step holds most, at the start of its backward pass: the ids that were looked up, the
+gradients of the lookups' outputs, and of the rank's own samples the embeddings, their gradients,
+and these in the order in which they are sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage, sum_of
+from recsys.distributed.planner.topology import Topology
+from recsys.distributed.types import EmbeddingComputeKernel
+from recsys.kernels.row_update import moves_without_gradient
+from recsys.kernels.types import EmbOptimType
+
+_VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
+_SORTED_ID_BYTES = 12  # and where it stood
+_GIVEN_ID_BYTES, _GIVEN_LENGTH_BYTES = 8, 8  # as batches mostly have them
+_BATCH_COPIES = 3  # of the own samples' embeddings: they, their gradients, and these to be sent
+_HOP_COPIES = 3  # of sums within a node: as looked up, in the order of the ranks, and received
+
+_UPDATE_COPIES: Mapping[EmbOptimType, int] = {
+    EmbOptimType.SGD: 2,
+    EmbOptimType.EXACT_ADAGRAD: 4,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2,
+    EmbOptimType.ADAM: 5,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: 4,
+    EmbOptimType.LAMB: 7,
+    EmbOptimType.LARS_SGD: 4,
+}
+"""Values of touched rows that an update in plain PyTorch holds at a time, gradients included."""
+
+
+@final
+class StorageModel:
+    """The memory of parts of tables.
+
+    Args:
+        topology: the machine.
+        batch_size: samples per rank and step.
+        batches_in_flight: batches whose ids a rank holds at a time.
+    """
+
+    def __init__(self, topology: Topology, batch_size: int, batches_in_flight: int = 1) -> None:
+        self._world_size = topology.world_size
+        self._num_nodes = topology.num_nodes
+        self._batch_size = batch_size
+        self._batches_in_flight = batches_in_flight
+
+    def of_part(
+        self,
+        table: PlannedTable,
+        num_rows: int,
+        num_cols: int,
+        kernel: EmbeddingComputeKernel,
+        *,
+        in_node: bool = False,
+    ) -> Storage:
+        """Returns the memory of a part.
+
+        Args:
+            table: what it is a part of.
+            num_rows: of the part.
+            num_cols: of the part.
+            kernel: where it lives.
+            in_node: whether all row parts of its columns lie on the ranks of one node.
+        """
+        ids, bags = table.load(self._world_size * self._batch_size)
+        ids *= num_rows / max(table.rows, 1)
+        received = ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
+        received += 2 * bags * _LENGTH_BYTES  # and offsets
+        values = (bags if table.is_pooled else ids) * num_cols
+        moved = self._moved_values(table, num_rows, num_cols)
+        if table.is_pooled and in_node and num_rows < table.rows and self._num_nodes > 1:
+            moved = (_HOP_COPIES - 1) * values
+        kept = table.storage_of(num_rows, num_cols, kernel)
+        gradients, working = self._row_gradients(table, num_rows, num_cols, ids)
+        # the update begins when what was moved to be sent is no longer needed
+        buffers = values * _VALUE_BYTES + max(moved * _VALUE_BYTES, working)
+        return replace(
+            kept,
+            gradients=kept.gradients.plus(Bytes(gradients)),
+            buffers=Bytes(int(self._batches_in_flight * received + buffers)),
+        )
+
+    def _moved_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
+        """Returns what a split adds to the buffers of the own samples, see ``of_batch``.
+
+        It is on every rank; those without a part are taken to have enough memory left for it.
+        """
+        ids, bags = table.load(self._batch_size)
+        if not table.is_pooled:  # rows are not in the order of the ids, so they are moved
+            is_whole = (num_rows, num_cols) == (table.rows, table.dim)
+            return 0.0 if is_whole else ids * table.dim
+        row_parts = round(table.rows / num_rows) if num_rows else 1
+        if row_parts == 1:
+            return 0.0
+        # each sends its share of every sum; means are divided in a copy of the gradients
+        return bags * table.dim * (row_parts - 1 + table.is_mean)
+
+    def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
+        """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
+        kept = table.storage_of(table.rows, table.dim, kernel)
+        if not table.trains:
+            return kept
+        summed, working = table.gradient_bytes, 0.0
+        if table.optimizer is not None and moves_without_gradient(table.optimizer.spec):
+            # what is sent is put together first, and the rows that moved are taken out of it
+            ids, _ = table.load(self._world_size * self._batch_size)
+            values = table.touched(table.rows, ids) * table.dim
+            working = values * _VALUE_BYTES * _UPDATE_COPIES[table.optimizer.spec.algorithm]
+            working += summed
+        return replace(
+            kept, gradients=kept.gradients.plus(Bytes(summed)), buffers=Bytes(int(working))
+        )
+
+    def of_batch(self, tables: Sequence[PlannedTable]) -> Storage:
+        """Returns the memory of a rank's own batch and of its embeddings, whatever the plan."""
+        return Storage(buffers=sum_of(Bytes(int(self._own_bytes(table))) for table in tables))
+
+    def _own_bytes(self, table: PlannedTable) -> float:
+        ids, bags = table.load(self._batch_size)
+        values = (bags if table.is_pooled else ids) * table.dim
+        given = ids * (_GIVEN_ID_BYTES + _VALUE_BYTES * table.is_weighted)
+        given += 2 * bags * _GIVEN_LENGTH_BYTES  # and offsets
+        return self._batches_in_flight * given + _BATCH_COPIES * values * _VALUE_BYTES
+
+    def _row_gradients(
+        self, table: PlannedTable, num_rows: int, num_cols: int, ids: float
+    ) -> tuple[int, float]:
+        """Returns the bytes of a part's row gradients that are kept, and those of its update."""
+        optimizer = table.optimizer
+        if optimizer is None:
+            return 0, 0.0
+        touched = table.touched(num_rows, ids)
+        values = touched * num_cols * _VALUE_BYTES
+        if optimizer.is_deferred:
+            return int(values + touched * _ROW_ID_BYTES), 0.0
+        copies, sorted_ids = 0, 0.0
+        if table.writes_row_gradients:
+            copies = _UPDATE_COPIES[optimizer.spec.algorithm]
+        if num_cols < table.dim and optimizer.exchanges_row_state:
+            # rows are added up first, in a lookup of their own, which takes a copy
+            copies += 1
+            sorted_ids = ids * _SORTED_ID_BYTES
+        return 0, values * copies + sorted_ids

@@ -1,0 +1,331 @@
+"""Files that describe tables, to plan without the model: YAML or JSON, checked when read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from recsys import optim
+from recsys.distributed.default_sharders import get_default_sharders
+from recsys.distributed.embedding import EmbeddingCollectionSharder
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.file_checks import (
+    choice_of,
+    is_number,
+    list_of,
+    members_of,
+    parse_json,
+    text_of,
+    whole_of,
+    wrong_type,
+)
+from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.types import EmbeddingComputeKernel, ModuleSharder, ShardingType
+from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
+from recsys.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    EmbeddingTableConfig,
+    PoolingType,
+)
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
+    "SGD": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+    "RowWiseAdagrad": optim.RowWiseAdagrad,
+    "Adam": torch.optim.Adam,
+    "PartialRowWiseAdam": optim.PartialRowWiseAdam,
+    "LAMB": optim.LAMB,
+    "LarsSGD": optim.LarsSGD,
+    "none": None,
+}
+"""By the name in a file; none leaves a gradient as large as the table."""
+
+_DATA_TYPES = ("FP32", "FP16", "BF16")
+_FILE = ("batch_size", "optimizer", "data_type", "wire")
+_TABLE = (
+    "features",
+    "pooling_factors",
+    "pooling",
+    "weighted",
+    "data_type",
+    "optimizer",
+    "module",
+    "constraints",
+)
+_CONSTRAINTS = ("sharding_types", "compute_kernels", "min_partition")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TablesFile:
+    """What a file of tables says.
+
+    Attributes:
+        model: the tables, on the ``meta`` device.
+        sharders: that place them.
+        constraints: demands by table name.
+        batch_size: samples per rank and step, if it says so.
+    """
+
+    model: nn.Module
+    sharders: Sequence[ModuleSharder[Any]]
+    constraints: Mapping[str, ParameterConstraints]
+    batch_size: int | None = None
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class _Module:
+    """The tables of one collection."""
+
+    is_pooled: bool
+    is_weighted: bool
+    configs: list[EmbeddingTableConfig] = field(default_factory=list)
+    optimizers: dict[str, str] = field(default_factory=dict)
+
+
+def read_tables(path: str | Path) -> TablesFile:
+    """Returns what a file says.
+
+    Args:
+        path: of YAML, or of JSON if it ends in ".json".
+
+    Raises:
+        OSError: if the file cannot be read.
+        ImportError: if PyYAML is missing and the file is no JSON.
+        ValueError: if a key is unknown or missing, or a value is out of its range.
+        TypeError: if a value has the wrong type.
+    """
+    path, subject = Path(path), f"Tables file {path}"
+    text = path.read_text(encoding="utf-8")
+    is_json = path.suffix == ".json"
+    data = parse_json(text, subject) if is_json else _parse_yaml(text, subject)
+    members = members_of(subject, data, ("tables",), _FILE)
+    rows = list_of(f"{subject}: tables", members["tables"])
+    if not rows:
+        raise ValueError(f"{subject}: tables must hold at least one table; received none.")
+    modules: dict[str, _Module] = {}
+    constraints: dict[str, ParameterConstraints] = {}
+    for index, row in enumerate(rows):
+        _read_table(subject, index, row, members, modules, constraints)
+    batch_size = members.get("batch_size")
+    return TablesFile(
+        model=_model(subject, modules),
+        sharders=_sharders(f"{subject}: wire", members.get("wire")),
+        constraints=constraints,
+        batch_size=None if batch_size is None else whole_of(f"{subject}: batch_size", batch_size),
+    )
+
+
+def _read_table(
+    subject: str,
+    index: int,
+    row: object,
+    defaults: Mapping[str, Any],
+    modules: dict[str, _Module],
+    constraints: dict[str, ParameterConstraints],
+) -> None:
+    numbered = f"{subject}: tables[{index}]"
+    members = members_of(numbered, row, ("name", "rows", "dim"), _TABLE)
+    name = text_of(f"{numbered}.name", members["name"])
+    owner = f"{subject}: table {name!r}"
+    if name in constraints:
+        raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
+    named = list_of(f"{owner}: features", members.get("features", [name]))
+    features = [text_of(f"{owner}: features[{i}]", feature) for i, feature in enumerate(named)]
+    poolings = [kind.name for kind in PoolingType]
+    pooling = choice_of(f"{owner}: pooling", members.get("pooling", "SUM"), poolings)
+    weighted = members.get("weighted", False)
+    if not isinstance(weighted, bool):
+        wrong_type(f"{owner}: weighted", "true or false", weighted)
+    is_pooled = pooling != PoolingType.NONE.value
+    if weighted and not is_pooled:
+        raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
+    usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
+    path = text_of(f"{owner}: module", members.get("module", usual))
+    module = modules.setdefault(path, _Module(is_pooled=is_pooled, is_weighted=weighted))
+    if (module.is_pooled, module.is_weighted) != (is_pooled, weighted):
+        raise ValueError(
+            f"{owner} must be pooled and weighted as the other tables of module {path!r} are; "
+            f"received pooling {pooling} and weighted {str(weighted).lower()}. Give it another "
+            "module."
+        )
+    optimizer = members.get("optimizer", defaults.get("optimizer"))
+    if optimizer is None:
+        raise ValueError(
+            f"{owner} must have an optimizer, one of {', '.join(OPTIMIZERS)}; received none. Give "
+            "it one, or the whole file."
+        )
+    module.optimizers[name] = choice_of(f"{owner}: optimizer", optimizer, [*OPTIMIZERS])
+    data_type = members.get("data_type", defaults.get("data_type", "FP32"))
+    module.configs.append(
+        EmbeddingTableConfig(
+            num_embeddings=whole_of(f"{owner}: rows", members["rows"]),
+            embedding_dim=whole_of(f"{owner}: dim", members["dim"]),
+            name=name,
+            data_type=DataType[choice_of(f"{owner}: data_type", data_type, _DATA_TYPES)],
+            feature_names=features,
+            pooling=PoolingType[pooling],
+        )
+    )
+    constraints[name] = _constraints(owner, members, len(features))
+
+
+def _constraints(owner: str, members: Mapping[str, Any], num_features: int) -> ParameterConstraints:
+    factors = members.get("pooling_factors", 1.0)
+    numbers = factors if isinstance(factors, list) else [factors] * num_features
+    if not all(map(is_number, numbers)) or len(numbers) != num_features:
+        rule = f"a number, or a list of one for each of {num_features} features"
+        wrong_type(f"{owner}: pooling_factors", rule, factors)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"{owner}: pooling_factors must not be negative; received {factors}.")
+    demands = members_of(f"{owner}: constraints", members.get("constraints", {}), (), _CONSTRAINTS)
+
+    def chosen(key: str, choices: Sequence[str]) -> list[str] | None:
+        if key not in demands:
+            return None
+        subject = f"{owner}: constraints.{key}"
+        values = list_of(subject, demands[key])
+        return [choice_of(f"{subject}[{i}]", value, choices) for i, value in enumerate(values)]
+
+    least = demands.get("min_partition")
+    try:
+        return ParameterConstraints(
+            sharding_types=chosen("sharding_types", [t.value for t in ShardingType]),
+            compute_kernels=chosen("compute_kernels", [k.value for k in EmbeddingComputeKernel]),
+            min_partition=None
+            if least is None
+            else whole_of(f"{owner}: constraints.min_partition", least),
+            pooling_factors=[float(number) for number in numbers],
+        )
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from None
+
+
+def _model(subject: str, modules: Mapping[str, _Module]) -> nn.Module:
+    root = nn.Module()
+    for path, module in modules.items():
+        try:
+            collection = _collection(module)
+        except ValueError as error:
+            raise ValueError(f"{subject}: module {path!r}: {error}") from None
+        for name, parameter in collection.named_parameters():
+            optimizer = OPTIMIZERS[module.optimizers[name.split(".")[-2]]]
+            if optimizer is not None:
+                optim.apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.01})
+        if not path:
+            if len(modules) > 1:
+                raise ValueError(
+                    f"{subject}: module '' is the whole model, and must be the only one; received "
+                    f"{', '.join(map(repr, modules))}."
+                )
+            return collection
+        _put(root, path, collection, subject)
+    return root
+
+
+def _collection(module: _Module) -> EmbeddingBagCollection | EmbeddingCollection:
+    meta = torch.device("meta")
+    if not module.is_pooled:
+        return EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    num_embeddings=table.num_embeddings,
+                    embedding_dim=table.embedding_dim,
+                    name=table.name,
+                    data_type=table.data_type,
+                    feature_names=table.feature_names,
+                )
+                for table in module.configs
+            ],
+            device=meta,
+        )
+    bags = [
+        EmbeddingBagConfig(
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            name=table.name,
+            data_type=table.data_type,
+            feature_names=table.feature_names,
+            pooling=table.pooling,
+        )
+        for table in module.configs
+    ]
+    return EmbeddingBagCollection(tables=bags, is_weighted=module.is_weighted, device=meta)
+
+
+def _put(root: nn.Module, path: str, module: nn.Module, subject: str) -> None:
+    *parents, last = names = path.split(".")
+    held = (EmbeddingBagCollection, EmbeddingCollection)
+    for name in parents if all(names) else ():
+        if isinstance(root, held):
+            break
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    if not all(names) or last in root._modules or isinstance(root, held):
+        raise ValueError(
+            f"{subject}: module must be a path of names with dots between, none inside another; "
+            f"received {path!r}."
+        )
+    root.add_module(last, module)
+
+
+def _sharders(subject: str, wire: object) -> Sequence[ModuleSharder[Any]]:
+    if wire is None:
+        return get_default_sharders()
+    names = [kind.name for kind in CommType]
+    directions = members_of(subject, wire, (), ("forward_precision", "backward_precision"))
+    precisions = {
+        key: CommType[choice_of(f"{subject}.{key}", value, names)]
+        for key, value in directions.items()
+    }
+    registry = get_qcomm_codecs_registry(
+        QCommsConfig(
+            forward_precision=precisions.get("forward_precision", CommType.FP32),
+            backward_precision=precisions.get("backward_precision", CommType.FP32),
+        )
+    )
+    return [
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
+        EmbeddingCollectionSharder(qcomm_codecs_registry=registry),
+    ]
+
+
+def _parse_yaml(text: str, subject: str) -> object:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            f"{subject} needs PyYAML, unless it is JSON and its name ends in .json; received an "
+            "environment without it. Install it: pip install pyyaml."
+        ) from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a key that comes twice, of which YAML's own loader takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise ValueError(
+                    f"{subject} must name each key once; received {twice!r} twice, in line "
+                    f"{node.start_mark.line + 1} and below."
+                )
+            members: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
+            return members
+
+    try:
+        value: object = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{subject} must be YAML; received text with: {reason}.") from None
+    return value

@@ -1,0 +1,177 @@
+"""``python -m recsys plan``: where tables go, on a machine that need not be there, and why.
+
+Tables come from a file (:mod:`recsys.distributed.planner.tables_file`) or from Python that makes
+the model; the machine from a topology file or by name. Prints the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from recsys.distributed.default_sharders import get_default_sharders
+from recsys.distributed.planner import (
+    EmbeddingShardingPlanner,
+    HeuristicalStorageReservation,
+    PlannerError,
+    Topology,
+)
+from recsys.distributed.planner.tables_file import TablesFile, read_tables
+from recsys.distributed.types import ShardingPlan
+
+__all__ = ["add_arguments", "main"]
+
+_FITS, _DOES_NOT_FIT, _WRONG_INPUT = 0, 1, 2
+_EPILOG = """\
+exit codes: 0 there is a plan, 1 the tables do not fit, 2 something is wrong with the input
+
+examples:
+  python -m recsys plan --tables tables.yaml --topology H100:64
+  python -m recsys plan --model train.py:make_model --topology h100x64.json --out plan.json
+  python -m recsys plan --tables tables.yaml --topology H100:64 --rate plan.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--tables", metavar="FILE", help="YAML or JSON that describes the tables")
+    source.add_argument(
+        "--model",
+        metavar="FILE.py:NAME",
+        help="a function without arguments that returns the model; called on the meta device",
+    )
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="MACHINE",
+        help="a topology file, or a preset and a number of ranks, such as H100:64; H100:64:4 has 4 "
+        "ranks per node",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="samples per rank and step (512 by default)"
+    )
+    parser.add_argument(
+        "--reserve",
+        type=float,
+        default=0.15,
+        metavar="SHARE",
+        help="share of each rank's memory to keep free of tables (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rate", metavar="PLAN", help="rate this plan file; nothing is searched for"
+    )
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds to search at most")
+    parser.add_argument("--out", metavar="FILE", help="write the plan, as JSON, to this file")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the report as a web page to this file"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Plans, and prints the report; errors go to stderr.
+
+    Args:
+        options: what :func:`add_arguments` asks for.
+
+    Returns:
+        0 if there is a plan, 1 if the tables do not fit, 2 if the input is wrong.
+    """
+    try:
+        return _plan(options)
+    except PlannerError as error:
+        return _fail(error, _DOES_NOT_FIT)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        return _fail(error, _WRONG_INPUT)
+
+
+def _fail(error: Exception, exit_code: int) -> int:
+    print(f"python -m recsys plan: {error}", file=sys.stderr)
+    return exit_code
+
+
+def _plan(options: argparse.Namespace) -> int:
+    topology = _topology(options.topology)
+    tables = read_tables(options.tables) if options.tables else _tables_of_model(options.model)
+    planner = EmbeddingShardingPlanner(
+        topology,
+        options.batch_size if options.batch_size is not None else tables.batch_size,
+        storage_reservation=HeuristicalStorageReservation(options.reserve),
+        constraints=tables.constraints,
+        timeout_seconds=options.timeout,
+    )
+    if options.rate:
+        given = ShardingPlan.from_json(Path(options.rate))
+        plan = planner.rate(tables.model, tables.sharders, given)
+    else:
+        plan = planner.plan(tables.model, tables.sharders)
+    print(plan.report())
+    if options.out:
+        plan.to_json(options.out)
+        print(f"\nThe plan is in {options.out}.")
+    if options.html:
+        plan.report_html(options.html)
+        print(f"\nThe report is in {options.html}.")
+    return _FITS
+
+
+def _topology(given: str) -> Topology:
+    preset = re.fullmatch(r"([\w-]+):(\d+)(?::(\d+))?", given)
+    if preset is None:
+        if not Path(given).exists():
+            raise ValueError(
+                f"--topology must be a file, or a preset and a number of ranks such as H100:64; "
+                f"received {given!r}, and there is no such file."
+            )
+        return Topology.from_json(Path(given))
+    name, ranks, local = preset.groups()
+    return Topology.preset(name, int(ranks), int(local) if local else None)
+
+
+def _tables_of_model(given: str) -> TablesFile:
+    file, _, name = given.rpartition(":")
+    if not file or not name.isidentifier():
+        raise ValueError(
+            f"--model must be a Python file and a function in it, such as train.py:make_model; "
+            f"received {given!r}."
+        )
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(f"_recsys_plan_{path.stem}", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise ValueError(f"--model must be a Python file that exists; received {file!r}.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))  # what is beside the file can be imported
+    try:
+        spec.loader.exec_module(module)
+        if not callable(make := getattr(module, name, None)):
+            functions = [n for n, value in vars(module).items() if callable(value)]
+            raise ValueError(
+                f"--model must name a function of {file}; received {name!r}. There are "
+                f"{', '.join(functions) or 'none'}."
+            )
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise _named(error, file) from error
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{given} must return an nn.Module; received a {type(model).__name__}.")
+    return TablesFile(model=model, sharders=get_default_sharders(), constraints={})
+
+
+def _named(error: Exception, file: str) -> Exception:
+    """Returns the error of a user's file with its place, in place of a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
+    if not own:
+        return error
+    return ValueError(f"{file}, line {own[-1].lineno}: {type(error).__name__}: {error}")

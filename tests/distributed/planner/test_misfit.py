@@ -1,0 +1,99 @@
+"""When nothing fits: what is said to help does, and less of it does not."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from recsys.distributed.planner import (
+    EmbeddingShardingPlanner,
+    FixedPercentageStorageReservation,
+    ParameterConstraints,
+    PlannerError,
+    Topology,
+    misfit,
+)
+from tests.distributed.planner.test_planners import MIB, SHARDERS, collection, only
+
+
+def refused(
+    sizes: dict[str, tuple[int, int]],
+    mib: float,
+    world_size: int = 2,
+    device: str = "cpu",
+    local_world_size: int | None = None,
+    host_mib: float = 100,
+    **constraints: ParameterConstraints,
+) -> str:
+    memory = {"hbm_cap": int(mib * MIB), "ddr_cap": int(host_mib * MIB)}
+    if device == "cpu":
+        memory = {"ddr_cap": int(mib * MIB)}
+    planner = EmbeddingShardingPlanner(
+        Topology(world_size, device, local_world_size=local_world_size, **memory),
+        batch_size=1,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=constraints,
+    )
+    try:
+        planner.plan(collection(sizes), SHARDERS)
+    except PlannerError as error:
+        return str(error)
+    return "fits"
+
+
+@pytest.mark.parametrize(("rows", "nodes"), [(4000, 1), (16_000, 1), (16_000, 2)])
+def test_the_number_of_ranks_is_the_least_that_does(rows: int, nodes: int) -> None:
+    sizes = {f"t{i}": (rows + i, 64) for i in range(3)}
+    local = 2 // nodes
+    message = refused(sizes, 0.5, local_world_size=local)
+    (found,) = re.findall(r"(\d+) ranks like these\.$", message)
+    ranks = int(found)
+    assert refused(sizes, 0.5, ranks, local_world_size=local) == "fits"
+    assert refused(sizes, 0.5, ranks - local, local_world_size=local) != "fits"
+
+
+def test_what_was_demanded_is_lifted() -> None:
+    sizes = {"a": (1500, 64), "b": (100, 64)}  # 0.37 MiB
+    message = refused(sizes, 0.3, a=only("table_wise"))
+    assert "the tables without sharding_types and compute_kernels demanded; " in message
+    assert "ranks like these" not in message  # the whole table must be on one
+    assert refused(sizes, 0.3) == "fits"
+
+
+def test_narrow_weights_and_host_memory() -> None:
+    sizes = {f"t{i}": (1500, 64) for i in range(4)}  # 0.37 MiB each, 0.18 in 16 bits
+    message = refused(sizes, 0.5, device="cuda")
+    assert "weights of 16 bits (data_type=DataType.FP16); tables in host memory" in message
+    demand = ParameterConstraints(compute_kernels=["fused_uvm_caching"])
+    assert refused(sizes, 0.5, device="cuda", **dict.fromkeys(sizes, demand)) == "fits"
+    message = refused(sizes, 0.5, device="cuda", host_mib=0.1)
+    assert "host memory" not in message.splitlines()[-1]
+
+
+def test_several_tables_that_are_too_big() -> None:
+    sizes = {f"t{i}": (3000, 64) for i in range(6)}
+    message = refused(sizes, 0.3, **dict.fromkeys(sizes, only("table_wise")))
+    assert message.startswith("Table 't0' of module '' (3000 x 64, 0.7 MiB with optimizer state)")
+    assert "\nNor do 't1', 't2', 't3', ... and 2 more.\n" in message
+
+
+def test_nothing_helps() -> None:
+    message = refused({"a": (3000, 64)}, 0.01, a=only("data_parallel"))
+    assert message.endswith("Make tables smaller, or reserve less storage.")
+
+
+def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += 2.0
+        return now[0]
+
+    monkeypatch.setattr(misfit.time, "monotonic", tick)
+    tried = []
+    monkeypatch.setattr(misfit, "plan_again", lambda *args, **kwargs: tried.append(args))
+    refused({f"t{i}": (16_000, 64) for i in range(3)}, 0.5)
+    assert len(tried) == 1
+    assert time.monotonic() > 0
