@@ -1,8 +1,9 @@
 """``python -m recsys calibrate``: measures this machine and writes it down for the planner.
 
 All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
-node share its memory. Every number is the median of several turns. As in training, every turn
-looks up other ids, and writes to memory that is newly allocated.
+node share its memory. As in training, every turn looks up other ids, and writes to memory that is
+newly allocated. All is measured in several rounds, each number as the median of some turns, and the
+median round counts: what else the machine does for a while spoils one round of each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,9 @@ SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
 _TABLE_BYTES = 128 << 20  # more than caches hold
 _IDS = {"cpu": 1 << 15, "cuda": 1 << 20}
 _COPIED_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-_TURNS, _WARM_UP = 9, 2
+_ROUNDS, _TURNS, _WARM_UP = 3, 5, 2
+
+_Measured = TypeVar("_Measured", Hardware, LookupPoint, CollectivePoint)
 
 
 @final
@@ -247,32 +250,54 @@ def measure_step(watch: Stopwatch) -> float:
         torch.zeros(8, dtype=torch.int64, device=watch.device),
         lengths=torch.ones(8, dtype=torch.int32, device=watch.device),
     )
-    [step_ms] = watch.median_ms(lambda: model(features).values().sum().backward(), turns=25)
+    [step_ms] = watch.median_ms(lambda: model(features).values().sum().backward(), turns=15)
     return step_ms
 
 
 def calibrate(device: torch.device) -> Topology:
     """Returns the topology of the ranks of this job, with what was measured on them.
 
-    Every rank must call it. Takes about half a minute.
+    Every rank must call it. Takes a minute or two.
 
     Args:
         device: of this rank.
     """
     watch = Stopwatch(device)
     world_size = dist.get_world_size()
-    collectives = list(measure_collectives(watch)) if world_size > 1 else []
     usual = Topology(world_size=world_size, compute_device=device.type)
-    hardware = measure_hardware(watch, usual.slowest)
-    if collectives:
-        exchanges = [point for point in collectives if point.kind == "all_to_all"]
-        hardware = with_links(hardware, exchanges)
+    hardware, collectives, lookup = [], [], []
+    for _ in range(_ROUNDS):
+        collectives.append(list(measure_collectives(watch)) if world_size > 1 else [])
+        hardware.append([measure_hardware(watch, usual.slowest)])
+        lookup.append(list(measure_lookups(watch)))
+    [rank], exchanges = median_round(hardware), median_round(collectives)
+    if exchanges:
+        rank = with_links(rank, [point for point in exchanges if point.kind == "all_to_all"])
     return Topology.from_hardware(
-        [hardware] * world_size,
+        [rank] * world_size,
         usual.local_world_size,
-        lookup=list(measure_lookups(watch)),
-        collectives=collectives,
+        lookup=median_round(lookup),
+        collectives=exchanges,
     )
+
+
+def median_round(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
+    """Returns what one round returns, with the median of all rounds for every time and bandwidth.
+
+    Example:
+        >>> point = CollectivePoint(kind="all_reduce", world_size=2, bytes=8, ms=1.0)
+        >>> slow = dataclasses.replace(point, ms=9.0)
+        >>> median_round([[point], [slow], [point]]) == [point]
+        True
+    """
+    return [_median(same) for same in zip(*rounds, strict=True)]
+
+
+def _median(measured: Sequence[_Measured]) -> _Measured:
+    first = measured[0]
+    names = [f.name for f in dataclasses.fields(first) if f.name.endswith(("ms", "_bw"))]
+    medians = {name: statistics.median(getattr(m, name) for m in measured) for name in names}
+    return dataclasses.replace(first, **medians)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
