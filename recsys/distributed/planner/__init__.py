@@ -1,7 +1,20 @@
-"""Finds a placement: the machine (``topology``), demands (``types``), the search (``planners``).
+"""Finds where tables go, says what that costs, and why.
 
-The machine is read from top to bottom in ``hardware`` (one rank), ``measured`` (speeds that were
-measured), ``presets`` (machines by name), ``topology_json`` (files) and ``topology`` (all ranks).
+To be read in this order:
+
+- the machine: ``hardware`` (one rank), ``measured`` (speeds that were measured), ``presets``
+  (machines by name), ``topology_json`` (files), ``topology`` (all ranks);
+- what is placed: ``types`` (demands), ``pooling_stats`` (ids), ``tables``, ``model_tables`` (of a
+  model), ``tables_file`` (of a file);
+- what a placement costs: ``costs`` (time), ``storage`` (memory), ``options`` and ``option_lister``
+  (all ways to place a table); ``shard_estimators`` and ``enumerators`` are for costs and options of
+  a user's own;
+- the search, which knows nothing of tables: ``placement`` (what it is asked and answers),
+  ``piece_arrays``, ``memory_check``, ``bounds``, ``packing``, ``local_search``, ``exact`` and
+  ``search``; ``partitioners`` is for one of a user's own;
+- the planner: ``agreement`` (of ranks), ``rating`` (what it knows of a plan), ``planners``;
+- explanations: ``what_if`` and ``alternatives`` (plans that are not), ``misfit`` (when nothing
+  fits), ``explanation``, ``report`` and ``report_html``.
 """
 
 from recsys.distributed.planner.custom_topology import CustomTopologyData

@@ -26,7 +26,7 @@ performance model for multicore architectures", 2009.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import final
 
 from recsys.distributed.planner.hardware import Hardware
@@ -88,8 +88,21 @@ class CostModel:
         self, topology: Topology, batch_size: int, hardware: Hardware | None = None
     ) -> None:
         self._topology = topology
-        self._batch_size = batch_size
         self._hardware = hardware or topology.slowest
+        self._world_size = topology.world_size
+        self._local_size = topology.local_size
+        self._samples = topology.world_size * batch_size
+        self._own_samples = batch_size
+
+        def ms_per_byte(kind: str, num_ranks: int, num_nodes: int) -> float:
+            return topology.transfer_ms(kind, 1.0, num_ranks, num_nodes, self._hardware)
+
+        nodes = topology.num_nodes
+        self._exchange = ms_per_byte("all_to_all", self._world_size, nodes)
+        self._exchange_in_node = ms_per_byte("all_to_all", self._local_size, 1)
+        self._exchange_of_nodes = ms_per_byte("all_to_all", nodes, nodes)
+        self._all_reduce = ms_per_byte("all_reduce", self._world_size, nodes)
+        self._copy = 2 / self._hardware.memory_bw  # bytes are read and written
 
     def of_part(
         self,
@@ -109,58 +122,49 @@ class CostModel:
             kernel: where it lives.
             in_node: whether all row parts of its columns lie on the ranks of one node.
         """
-        topology = self._topology
-        world_size, local_size = topology.world_size, topology.local_size
-        num_nodes = topology.num_nodes
-        ids, bags = self._load(table, world_size)
+        ids, bags = table.load(self._samples)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
-        looked_up = self._lookup(table, ids, num_rows, num_cols, kernel)
-        if world_size == 1:
-            return looked_up
+        prefetch, forward, backward = self._lookup(table, ids, num_rows, num_cols, kernel)
+        if self._world_size == 1:
+            return Cost(prefetch=prefetch, forward=forward, backward=backward)
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
         # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
-        found = self._copied(ids * (_FOUND_ID_BYTES + 4 * table.is_weighted))
-        placed = self._copied(2 * values * _VALUE_BYTES)
+        found = ids * (_FOUND_ID_BYTES + 4 * table.is_weighted) * self._copy
+        placed = 2 * values * _VALUE_BYTES * self._copy
         if in_node and num_rows < table.rows:
             # each rank of the node sums up and sends on an equal share of the samples
-            moved = self._transfer("all_to_all", there_and_back, local_size, 1)
-            sums = there_and_back / local_size
-            moved += self._transfer("all_to_all", sums, num_nodes, num_nodes)
+            moved = there_and_back * self._exchange_in_node
+            moved += there_and_back / self._local_size * self._exchange_of_nodes
         else:
-            moved = self._transfer("all_to_all", there_and_back, world_size, num_nodes)
-        update = 0.0
+            moved = there_and_back * self._exchange
+        sums = 0.0
         if table.trains and table.adds_up_rows(num_cols):
             sums = 2 * table.touched(num_rows, ids) * _VALUE_BYTES
-            update = self._transfer("all_to_all", sums, world_size, num_nodes)
-        return replace(
-            looked_up,
-            input=self._transfer("all_to_all", ids_in, world_size, num_nodes) + found,
+        return Cost(
+            prefetch=prefetch,
+            forward=forward,
+            backward=backward,
+            input=ids_in * self._exchange + found,
             output=moved + placed,
-            update=update,
+            update=sums * self._exchange,
         )
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Returns what a copy of a whole table costs each rank."""
-        topology = self._topology
-        world_size = topology.world_size
-        ids, bags = self._load(table, 1)
-        looked_up = self._lookup(table, ids, table.rows, table.dim, kernel)
-        if world_size == 1:
-            return looked_up
-        values = (bags if table.is_pooled else ids) * table.dim
-        placed = self._copied(2 * values * _VALUE_BYTES)
-        if not table.trains:
-            return replace(looked_up, output=placed)
-        size = table.gradient_bytes
-        summed = self._transfer("all_reduce", size, world_size, topology.num_nodes)
-        passes = REPLICA_PASSES * size / self._hardware.memory_bw
-        return replace(looked_up, output=placed, update=summed + passes)
-
-    def _load(self, table: PlannedTable, num_ranks: int) -> tuple[float, float]:
-        """Returns the ids and bags of a table in a step of so many ranks."""
-        return table.load(num_ranks * self._batch_size)
+        ids, bags = table.load(self._own_samples)
+        prefetch, forward, backward = self._lookup(table, ids, table.rows, table.dim, kernel)
+        placed = update = 0.0
+        if self._world_size > 1:
+            values = (bags if table.is_pooled else ids) * table.dim
+            placed = 2 * values * _VALUE_BYTES * self._copy
+            if table.trains:
+                passes = REPLICA_PASSES / self._hardware.memory_bw
+                update = table.gradient_bytes * (self._all_reduce + passes)
+        return Cost(
+            prefetch=prefetch, forward=forward, backward=backward, output=placed, update=update
+        )
 
     def _lookup(
         self,
@@ -169,7 +173,8 @@ class CostModel:
         num_rows: int,
         num_cols: int,
         kernel: EmbeddingComputeKernel,
-    ) -> Cost:
+    ) -> tuple[float, float, float]:
+        """Returns the milliseconds of prefetch, forward and backward."""
         hardware = self._hardware
         sample_ids, sample_bags = table.load(1)
         pooling = sample_ids / sample_bags if sample_bags else 0.0
@@ -188,18 +193,8 @@ class CostModel:
         if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
             missed = min((1 - table.hit_rate) * ids, touched)
             fetched = (2 if table.trains else 1) * missed * row_bytes  # the row before goes back
-        return Cost(
-            prefetch=fetched / host_bw,
-            forward=forward / speed.forward_bw,
-            backward=backward / backward_bw if table.trains else 0.0,
-        )
-
-    def _copied(self, num_bytes: float) -> float:
-        """Returns the milliseconds of bytes that are read and written once more."""
-        return 2 * num_bytes / self._hardware.memory_bw
-
-    def _transfer(self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
-        return self._topology.transfer_ms(kind, num_bytes, num_ranks, num_nodes, self._hardware)
+        learning = backward / backward_bw if table.trains else 0.0
+        return fetched / host_bw, forward / speed.forward_bw, learning
 
 
 def lookup_bytes(

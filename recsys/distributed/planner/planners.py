@@ -7,8 +7,10 @@ sum of a replica's gradients, and the buffers of batches (see ``storage``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -221,11 +223,12 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        listed = self._listed(module, sharders)
-        tables = [table for table, _ in listed]
-        rooms = self._rooms(module, tables)
-        options = [options for _, options in listed]
-        problem = problem_of(self._topology, rooms, options)
+        with _no_collection():
+            listed = self._listed(module, sharders)
+            tables = [table for table, _ in listed]
+            rooms = self._rooms(module, tables)
+            options = [options for _, options in listed]
+            problem = problem_of(self._topology, rooms, options)
         try:
             if self._partitioner is None:
                 placement = search(problem, time_limit=self._timeout_seconds)
@@ -409,6 +412,21 @@ class EmbeddingShardingPlanner:
             f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
             f"{table.dim} values; sharding types are {', '.join(types)}."
         )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pauses the garbage collector, which would look through all options again and again.
+
+    They are many small objects without cycles: a third of the time that it takes to list them.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 _Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]

@@ -9,7 +9,6 @@ and these in the order in which they are sent back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import final
 
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage, sum_of
@@ -78,14 +77,15 @@ class StorageModel:
         moved = self._moved_values(table, num_rows, num_cols)
         if table.is_pooled and in_node and num_rows < table.rows and self._num_nodes > 1:
             moved = (_HOP_COPIES - 1) * values
-        kept = table.storage_of(num_rows, num_cols, kernel)
         gradients, working = self._row_gradients(table, num_rows, num_cols, ids)
         # the update begins when what was moved to be sent is no longer needed
         buffers = values * _VALUE_BYTES + max(moved * _VALUE_BYTES, working)
-        return replace(
-            kept,
-            gradients=kept.gradients.plus(Bytes(gradients)),
-            buffers=Bytes(int(self._batches_in_flight * received + buffers)),
+        return table.storage_of(
+            num_rows,
+            num_cols,
+            kernel,
+            gradients=gradients,
+            buffers=int(self._batches_in_flight * received + buffers),
         )
 
     def _moved_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
@@ -105,9 +105,8 @@ class StorageModel:
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
-        kept = table.storage_of(table.rows, table.dim, kernel)
         if not table.trains:
-            return kept
+            return table.storage_of(table.rows, table.dim, kernel)
         summed, working = table.gradient_bytes, 0.0
         if table.optimizer is not None and moves_without_gradient(table.optimizer.spec):
             # what is sent is put together first, and the rows that moved are taken out of it
@@ -115,8 +114,8 @@ class StorageModel:
             values = table.touched(table.rows, ids) * table.dim
             working = values * _VALUE_BYTES * _UPDATE_COPIES[table.optimizer.spec.algorithm]
             working += summed
-        return replace(
-            kept, gradients=kept.gradients.plus(Bytes(summed)), buffers=Bytes(int(working))
+        return table.storage_of(
+            table.rows, table.dim, kernel, gradients=summed, buffers=int(working)
         )
 
     def of_batch(self, tables: Sequence[PlannedTable]) -> Storage:

@@ -173,15 +173,34 @@ class PlannedTable:
             for part, skew in self.skews
         )
 
-    def storage_of(self, rows: int, cols: int, kernel: EmbeddingComputeKernel) -> Storage:
-        """Returns what a part takes, without the buffers of batches."""
+    def storage_of(
+        self,
+        rows: int,
+        cols: int,
+        kernel: EmbeddingComputeKernel,
+        *,
+        gradients: int = 0,
+        buffers: int = 0,
+    ) -> Storage:
+        """Returns what a part takes.
+
+        Args:
+            rows: of the part.
+            cols: of the part.
+            kernel: where it lives.
+            gradients: bytes of gradients on the device, besides that of a table without optimizer.
+            buffers: bytes of buffers on the device.
+        """
         weights = rows * cols * self.element_bytes
         by_element, by_row = (rows * size for size in self._state_of_row(cols))
         by_row += self._steps_bytes
         gradient = weights if self.has_gradient else 0
         if kernel not in UVM_KERNELS:
             return Storage(
-                weights=Bytes(weights), state=Bytes(by_element + by_row), gradients=Bytes(gradient)
+                weights=Bytes(weights),
+                state=Bytes(by_element + by_row),
+                gradients=Bytes(gradient + gradients),
+                buffers=Bytes(buffers),
             )
         cache = 0
         if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
@@ -190,8 +209,9 @@ class PlannedTable:
         return Storage(
             weights=Bytes(0, weights),
             state=Bytes(by_row, by_element),  # FBGEMM keeps row states on the device
-            gradients=Bytes(0, gradient),
+            gradients=Bytes(gradients, gradient),
             cache=Bytes(cache),
+            buffers=Bytes(buffers),
         )
 
     @property
