@@ -3,7 +3,7 @@
 All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
 node share its memory. As in training, every turn looks up other ids, and writes to memory that is
 newly allocated. All is measured in several rounds, each number as the median of some turns, and the
-median round counts: what else the machine does for a while spoils one round of each.
+fastest round counts: what else the machine does for a while only adds to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar, final
 
@@ -71,13 +70,14 @@ class Stopwatch:
         """Returns the median milliseconds of each, run one after the other, on the slowest rank."""
         times = []
         for turn in range(_WARM_UP + (turns or _TURNS)):
-            dist.barrier()
-            ends = [self._now()]
+            of_turn = []
             for run in runs:
+                dist.barrier()
+                started = self._now()
                 run()
-                ends.append(self._now())
+                of_turn.append(self._now() - started)
             if turn >= _WARM_UP:
-                times.append([end - start for start, end in pairwise(ends)])
+                times.append(of_turn)
         medians = torch.tensor([statistics.median(of_run) for of_run in zip(*times, strict=True)])
         medians = medians.to(self.device)
         dist.all_reduce(medians, dist.ReduceOp.MAX)
@@ -270,34 +270,37 @@ def calibrate(device: torch.device) -> Topology:
         collectives.append(list(measure_collectives(watch)) if world_size > 1 else [])
         hardware.append([measure_hardware(watch, usual.slowest)])
         lookup.append(list(measure_lookups(watch)))
-    [rank], exchanges = median_round(hardware), median_round(collectives)
+    [rank], exchanges = best_of(hardware), best_of(collectives)
     if exchanges:
         rank = with_links(rank, [point for point in exchanges if point.kind == "all_to_all"])
     return Topology.from_hardware(
         [rank] * world_size,
         usual.local_world_size,
-        lookup=median_round(lookup),
+        lookup=best_of(lookup),
         collectives=exchanges,
     )
 
 
-def median_round(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
-    """Returns what one round returns, with the median of all rounds for every time and bandwidth.
+def best_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
+    """Returns what one round returns, with the best of all rounds for every time and bandwidth.
 
     Example:
         >>> point = CollectivePoint(kind="all_reduce", world_size=2, bytes=8, ms=1.0)
         >>> slow = dataclasses.replace(point, ms=9.0)
-        >>> median_round([[point], [slow], [point]]) == [point]
+        >>> best_of([[slow], [point]]) == [point]
         True
     """
-    return [_median(same) for same in zip(*rounds, strict=True)]
+    return [_best(same) for same in zip(*rounds, strict=True)]
 
 
-def _median(measured: Sequence[_Measured]) -> _Measured:
+def _best(measured: Sequence[_Measured]) -> _Measured:
     first = measured[0]
     names = [f.name for f in dataclasses.fields(first) if f.name.endswith(("ms", "_bw"))]
-    medians = {name: statistics.median(getattr(m, name) for m in measured) for name in names}
-    return dataclasses.replace(first, **medians)
+    best = {
+        name: (max if name.endswith("_bw") else min)(getattr(m, name) for m in measured)
+        for name in names
+    }
+    return dataclasses.replace(first, **best)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
