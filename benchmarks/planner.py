@@ -205,7 +205,7 @@ def _bytes_of(model: EmbeddingBagCollection, tables: Sequence[Table]) -> int:
     """Return the device memory of all tables, each whole on one rank."""
     whole = {t.name: ParameterSharding("table_wise", "fused", [0]) for t in tables}
     plan = ShardingPlan({"": EmbeddingModuleShardingPlan(whole)})
-    rated = our_planner(tables, PER_NODE).rate(model, our_sharders(), plan)
+    rated = our_planner(tables, PER_NODE, hbm_cap=1 << 60).rate(model, our_sharders(), plan)
     assert rated.rating is not None
     return rated.rating.storage[0].total.device
 
