@@ -195,6 +195,7 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw measured over predicted times."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
 
     predicted = np.array([plan["predicted_ms"] for plan in result["plans"]])
     turns = np.array([plan["measured_ms"] for plan in result["plans"]])
@@ -210,10 +211,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set(xlabel="predicted, ms", ylabel="measured, ms (80 % of turns)")
     found = result["summary"]
     axes.set_title(
-        f"{len(predicted)} random plans on 2 ranks: Spearman {found['spearman']:.2f}, "
-        f"median error {found['median error']:.0%}",
+        f"{len(predicted)} random plans on 2 ranks\n"
+        f"Spearman {found['spearman']:.2f}, median error {found['median error']:.0%}",
         fontsize=10,
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     axes.legend(frameon=False)
     path.parent.mkdir(exist_ok=True)
     plt.savefig(path)
