@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from benchmarks import ranks
@@ -168,12 +169,6 @@ def run(seed: int, rounds: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def spearman(one: list[float], other: list[float]) -> float:
-    """Return the correlation of ranks (Spearman, 1904)."""
-    orders = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return float(np.corrcoef(*orders)[0, 1])
-
-
 def summary(result: dict[str, Any]) -> dict[str, float]:
     """Return how well predictions agree with measurements, and these with each other."""
     predicted = [plan["predicted_ms"] for plan in result["plans"]]
@@ -183,8 +178,8 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
     ]
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     return {
-        "spearman": spearman(predicted, measured),
-        "spearman of two repeats": spearman(*halves),
+        "spearman": float(spearmanr(predicted, measured).statistic),
+        "spearman of two repeats": float(spearmanr(*halves).statistic),
         "median error": statistics.median(errors),
         "largest error": max(errors),
         "predicted span": max(predicted) / min(predicted),

@@ -93,22 +93,30 @@ def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
     """Yields the speed of lookups by dim and pooling, with row-wise Adagrad in backward."""
     for dim in DIMS:
         rows = _TABLE_BYTES // (4 * dim)
-        kernels = []
-        for mode in (UpdateMode.FUSED, UpdateMode.DEFERRED):
-            kernel = TableBatchedEmbedding(
-                [TableSpec(name="t", num_rows=rows, dim=dim)],
-                feature_table_map=[0],
-                pooling=PoolingMode.SUM,
-                optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-                update_mode=mode,
-                device=watch.device,
-                keeps_batch=mode is UpdateMode.DEFERRED,
-            )
-            kernel.storage.zero_()
-            kernel.learning_rates = [0.01]
-            kernels.append(kernel)
+        kernels = [
+            _table(watch.device, rows, dim, UpdateMode.FUSED),
+            _table(watch.device, rows, dim, UpdateMode.DEFERRED, keeps_batch=True),
+        ]
         for pooling in POOLINGS:
             yield _lookup_point(watch, kernels, rows, dim, pooling)
+
+
+def _table(
+    device: torch.device, rows: int, dim: int, mode: UpdateMode, *, keeps_batch: bool = False
+) -> TableBatchedEmbedding:
+    """Returns a table that row-wise Adagrad trains."""
+    kernel = TableBatchedEmbedding(
+        [TableSpec(name="t", num_rows=rows, dim=dim)],
+        feature_table_map=[0],
+        pooling=PoolingMode.SUM,
+        optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+        update_mode=mode,
+        device=device,
+        keeps_batch=keeps_batch,
+    )
+    kernel.storage.zero_()
+    kernel.learning_rates = [0.01]
+    return kernel
 
 
 def _lookup_point(
@@ -192,17 +200,7 @@ def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
     This is memory as training uses it: most of what is written was just allocated.
     """
     dim = 64
-    rows = num_bytes // (4 * dim)
-    kernel = TableBatchedEmbedding(
-        [TableSpec(name="t", num_rows=rows, dim=dim)],
-        feature_table_map=[0],
-        pooling=PoolingMode.SUM,
-        optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-        update_mode=UpdateMode.DEFERRED,
-        device=watch.device,
-    )
-    kernel.storage.zero_()
-    kernel.learning_rates = [0.01]
+    kernel = _table(watch.device, num_bytes // (4 * dim), dim, UpdateMode.DEFERRED)
 
     def update() -> None:
         gradient = torch.zeros_like(kernel.storage).mul_(0.5)

@@ -39,6 +39,12 @@ class TableFacts:
     work_ms: float
     memory: Bytes
 
+    @property
+    def name(self) -> str:
+        """The table's name after its module's path."""
+        table = self.rated.table
+        return f"{table.path}.{table.name}" if table.path else table.name
+
 
 @final
 class Explanation:
@@ -51,6 +57,7 @@ class Explanation:
 
     def __init__(self, rating: Rating, seconds: float) -> None:
         self.rating = rating
+        self.seconds = seconds
         self._other_places = OtherPlaces(rating)
         self._undemanded = {(table.path, table.name): table for table in rating.undemanded}
         deadline = time.monotonic() + seconds

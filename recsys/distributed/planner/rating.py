@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.option_lister import OptionLister
@@ -16,6 +16,9 @@ from recsys.distributed.planner.placement import Placement
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import ParameterSharding, ShardingPlan
+
+if TYPE_CHECKING:
+    from recsys.distributed.planner.explanation import Explanation
 
 
 @final
@@ -129,6 +132,7 @@ class RatedPlan(ShardingPlan):
     """
 
     rating: Rating | None = field(default=None, compare=False, repr=False)
+    _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
     def report(self, *, seconds: float = 5.0) -> str:
         """Returns, as text, what the plan costs, why it is so, and what would make it faster.
@@ -141,7 +145,7 @@ class RatedPlan(ShardingPlan):
         """
         from recsys.distributed.planner import report  # builds on this file
 
-        return report.report(self._checked(), seconds=seconds)
+        return report.report(self._explained(seconds))
 
     def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
         """Returns the report as one HTML page that needs nothing else, and writes it to a file.
@@ -155,10 +159,19 @@ class RatedPlan(ShardingPlan):
         """
         from recsys.distributed.planner import report_html  # builds on this file
 
-        page = report_html.report_html(self._checked(), seconds=seconds)
+        page = report_html.report_html(self._explained(seconds))
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page
+
+    def _explained(self, seconds: float) -> Explanation:
+        """Returns what text and page say, found once for both."""
+        from recsys.distributed.planner.explanation import Explanation  # builds on this file
+
+        rating, known = self._checked(), self._explanation
+        if known is None or known.rating is not rating or known.seconds != seconds:
+            self._explanation = known = Explanation(rating, seconds)
+        return known
 
     def _checked(self) -> Rating:
         if self.rating is None:

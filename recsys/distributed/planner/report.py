@@ -23,20 +23,14 @@ _SLOWEST = 3
 _MOST_TABLES = 20
 
 
-def report(rating: Rating, *, seconds: float = 5.0) -> str:
-    """Returns the report of a plan.
-
-    Args:
-        rating: of the plan.
-        seconds: how long to try changes for.
-    """
-    explanation = Explanation(rating, seconds)
+def report(explanation: Explanation) -> str:
+    """Returns the report of a plan."""
     return "\n\n".join(
         [
             explanation.headline(),
             f"What binds\n{_bullets(explanation.binding())}",
             *_gains(explanation),
-            f"Ranks, in ms per step\n{_ranks(rating)}",
+            f"Ranks, in ms per step\n{_ranks(explanation.rating)}",
             "Tables, the longest first; below each, the two next best ways and what the slowest "
             "rank would take\nif this table alone went there, to the best ranks that were found\n"
             f"{_tables(explanation)}",
@@ -99,13 +93,12 @@ def _tables(explanation: Explanation) -> str:
 def _table(explanation: Explanation, table: TableFacts) -> Iterator[str]:
     rated = table.rated
     owned = rated.table
-    name = f"{owned.path}.{owned.name}" if owned.path else owned.name
     time = ms(table.busiest_ms)
     if rated.option.num_ranks > 1:
         time = f"at most {time} on one, {ms(table.work_ms)} on all together"
     place = way(rated.option, rated.ranks, explanation.rating.topology.world_size)
     memory = size_of(sum(table.memory))
-    yield f"{name}, {owned.rows:,} x {owned.dim}, {memory}: {place}, {time}"
+    yield f"{table.name}, {owned.rows:,} x {owned.dim}, {memory}: {place}, {time}"
     slowest_ms = explanation.rating.slowest_ms
     for other in explanation.others(table):
         yield f"    {other_way(other, rated)}: {verdict(other, slowest_ms, table.work_ms)}"

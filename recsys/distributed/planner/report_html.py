@@ -60,14 +60,9 @@ for (const table of document.querySelectorAll("table.sortable")) {
 """
 
 
-def report_html(rating: Rating, *, seconds: float = 5.0) -> str:
-    """Returns the page about a plan.
-
-    Args:
-        rating: of the plan.
-        seconds: how long to try changes for.
-    """
-    explanation = Explanation(rating, seconds)
+def report_html(explanation: Explanation) -> str:
+    """Returns the page about a plan."""
+    rating = explanation.rating
     topology = rating.topology
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
     scope = (
@@ -181,7 +176,6 @@ def _tables(explanation: Explanation) -> str:
 def _table_row(explanation: Explanation, table: TableFacts) -> str:
     rated, rating = table.rated, explanation.rating
     owned = rated.table
-    name = f"{owned.path}.{owned.name}" if owned.path else owned.name
     place = way(rated.option, rated.ranks, rating.topology.world_size)
     size = sum(table.memory)
     others = [
@@ -189,7 +183,8 @@ def _table_row(explanation: Explanation, table: TableFacts) -> str:
         for other in explanation.others(table)
     ]
     return (
-        f'<tr><td class=t>{escape(name)}<td data-k="{owned.rows}">{owned.rows:,}<td>{owned.dim}'
+        f'<tr><td class=t>{escape(table.name)}<td data-k="{owned.rows}">{owned.rows:,}'
+        f"<td>{owned.dim}"
         f"<td class=t>{escape(place)}<td>{table.busiest_ms:.4f}<td>{table.work_ms:.4f}"
         f'<td data-k="{size}">{size_of(size)}<td class=t>{"<br>".join(others) or "none"}'
     )
