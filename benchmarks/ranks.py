@@ -35,7 +35,7 @@ def launch(module: str, num_ranks: int, *arguments: str) -> dict[str, Any]:
             check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             stderr=subprocess.DEVNULL,
-            timeout=600,
+            timeout=900,
         )
         result: dict[str, Any] = json.loads(out.read_text())
         return result

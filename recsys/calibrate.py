@@ -3,7 +3,7 @@
 All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
 node share its memory. As in training, every turn looks up other ids, and writes to memory that is
 newly allocated. All is measured in several rounds, each number as the median of some turns, and the
-fastest round counts: what else the machine does for a while only adds to the others.
+median round counts: what else the machine does for a while, it does to a few of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
 _TABLE_BYTES = 128 << 20  # more than caches hold
 _IDS = {"cpu": 1 << 15, "cuda": 1 << 20}
 _COPIED_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-_ROUNDS, _TURNS, _WARM_UP = 3, 5, 2
+_ROUNDS, _TURNS, _WARM_UP = 9, 3, 1
 
 _Measured = TypeVar("_Measured", Hardware, LookupPoint, CollectivePoint)
 
@@ -252,6 +252,43 @@ def measure_step(watch: Stopwatch) -> float:
     return step_ms
 
 
+@final
+class Calibration:
+    """What was measured of the ranks of this job, in rounds.
+
+    Every rank makes one and calls it alike.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._watch = Stopwatch(device)
+        self._usual = Topology(world_size=dist.get_world_size(), compute_device=device.type)
+        self._hardware: list[list[Hardware]] = []
+        self._collectives: list[list[CollectivePoint]] = []
+        self._lookup: list[list[LookupPoint]] = []
+
+    def measure(self) -> None:
+        """Measures everything once, in some seconds."""
+        if self._usual.world_size > 1:
+            self._collectives.append(list(measure_collectives(self._watch)))
+        self._hardware.append([measure_hardware(self._watch, self._usual.slowest)])
+        self._lookup.append(list(measure_lookups(self._watch)))
+
+    def topology(self) -> Topology:
+        """Returns the topology of these ranks, by the median of the rounds."""
+        [rank], exchanges = median_of(self._hardware), median_of(self._collectives)
+        if exchanges:
+            rank = with_links(rank, [point for point in exchanges if point.kind == "all_to_all"])
+        return Topology.from_hardware(
+            [rank] * self._usual.world_size,
+            self._usual.local_world_size,
+            lookup=median_of(self._lookup),
+            collectives=exchanges,
+        )
+
+
 def calibrate(device: torch.device) -> Topology:
     """Returns the topology of the ranks of this job, with what was measured on them.
 
@@ -260,45 +297,29 @@ def calibrate(device: torch.device) -> Topology:
     Args:
         device: of this rank.
     """
-    watch = Stopwatch(device)
-    world_size = dist.get_world_size()
-    usual = Topology(world_size=world_size, compute_device=device.type)
-    hardware, collectives, lookup = [], [], []
+    calibration = Calibration(device)
     for _ in range(_ROUNDS):
-        collectives.append(list(measure_collectives(watch)) if world_size > 1 else [])
-        hardware.append([measure_hardware(watch, usual.slowest)])
-        lookup.append(list(measure_lookups(watch)))
-    [rank], exchanges = best_of(hardware), best_of(collectives)
-    if exchanges:
-        rank = with_links(rank, [point for point in exchanges if point.kind == "all_to_all"])
-    return Topology.from_hardware(
-        [rank] * world_size,
-        usual.local_world_size,
-        lookup=best_of(lookup),
-        collectives=exchanges,
-    )
+        calibration.measure()
+    return calibration.topology()
 
 
-def best_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
-    """Returns what one round returns, with the best of all rounds for every time and bandwidth.
+def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
+    """Returns what one round returns, with the median of all rounds for each time and bandwidth.
 
     Example:
         >>> point = CollectivePoint(kind="all_reduce", world_size=2, bytes=8, ms=1.0)
         >>> slow = dataclasses.replace(point, ms=9.0)
-        >>> best_of([[slow], [point]]) == [point]
+        >>> median_of([[slow], [point], [point]]) == [point]
         True
     """
-    return [_best(same) for same in zip(*rounds, strict=True)]
+    return [_median(same) for same in zip(*rounds, strict=True)]
 
 
-def _best(measured: Sequence[_Measured]) -> _Measured:
+def _median(measured: Sequence[_Measured]) -> _Measured:
     first = measured[0]
     names = [f.name for f in dataclasses.fields(first) if f.name.endswith(("ms", "_bw"))]
-    best = {
-        name: (max if name.endswith("_bw") else min)(getattr(m, name) for m in measured)
-        for name in names
-    }
-    return dataclasses.replace(first, **best)
+    medians = {name: statistics.median(getattr(m, name) for m in measured) for name in names}
+    return dataclasses.replace(first, **medians)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -329,7 +350,8 @@ def main(options: argparse.Namespace) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun += [f"--nproc-per-node={options.world_size}"]
         command = [*torchrun, "-m", "recsys", "calibrate", "--out", str(options.out)]
-        return subprocess.run(command, check=False).returncode
+        alone = {"OMP_NUM_THREADS": "1"} if options.world_size > 1 else {}  # cores are shared
+        return subprocess.run(command, check=False, env={**alone, **os.environ}).returncode
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
     if on_cuda:

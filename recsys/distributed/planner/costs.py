@@ -66,7 +66,8 @@ class Cost:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.forward + self.backward + self.input + self.output + self.update
+        looked_up = self.prefetch + self.forward + self.backward
+        return looked_up + self.input + self.output + self.update
 
     def plus(self, other: Cost) -> Cost:
         """Returns the sum of both."""

@@ -38,6 +38,7 @@ class Misfit:
         rooms: memory that is free for tables, per rank.
         demands: the user's constraints, by table name.
         tables_under: lists the tables under other constraints.
+        is_custom: whether the user's own enumerator or partitioner plans: changes are not tried.
     """
 
     topology: Topology
@@ -47,11 +48,12 @@ class Misfit:
     rooms: tuple[Bytes, ...]
     demands: Demands
     tables_under: Callable[[Demands], Sequence[PlannedTable]]
+    is_custom: bool = False
 
     def error(self, error: InfeasibleError) -> PlannerError:
         """Returns what to raise: which tables, how many bytes, and what was found to fit."""
         misfit = self._one_too_big(error) if error.too_big else self._all_too_big(error)
-        return PlannerError(f"{misfit}\n{self._remedies(error)}")
+        return PlannerError(misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}")
 
     def _one_too_big(self, error: InfeasibleError) -> str:
         number = error.too_big[0].table

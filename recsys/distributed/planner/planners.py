@@ -243,6 +243,7 @@ class EmbeddingShardingPlanner:
                 rooms=tuple(rooms),
                 demands=self._constraints,
                 tables_under=functools.partial(self._tables, module, sharders),
+                is_custom=self._is_custom,
             ).error(error) from None
         rated = [
             RatedTable(
@@ -316,6 +317,11 @@ class EmbeddingShardingPlanner:
             compute_device=topology.compute_device,
         )
 
+    @property
+    def _is_custom(self) -> bool:
+        own = not isinstance(self._enumerator, EmbeddingEnumerator | None)
+        return own or self._partitioner is not None
+
     def _lister_on(self, topology: Topology) -> OptionLister:
         return OptionLister(topology, self._batch_size, self._batches_in_flight, self._estimator)
 
@@ -366,6 +372,7 @@ class EmbeddingShardingPlanner:
             lister=self._lister,
             placement=placement,
             batch=self._lister.storage.of_batch([table.table for table in rated]),
+            is_custom=self._is_custom,
             undemanded=undemanded,
         )
 

@@ -73,6 +73,8 @@ class Rating:
         placement: what the search answered; None for a plan that was given.
         batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
             ``rooms``.
+        is_custom: whether the planner has an enumerator or a partitioner of the user's: what would
+            come of changes is not known then.
         undemanded: tables whose sharding types or kernels the user restricts, as if they were not.
     """
 
@@ -83,6 +85,7 @@ class Rating:
     lister: OptionLister
     placement: Placement | None = None
     batch: Storage = field(default_factory=Storage)
+    is_custom: bool = False
     undemanded: tuple[PlannedTable, ...] = ()
 
     @functools.cached_property

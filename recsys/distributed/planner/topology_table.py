@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.types import format_table
 
+_ON_DEVICES = ("device memory", "device to host", "kernel launch")
 _LINES = (
     ("device memory", "hbm_cap", "hbm_mem_bw"),
     ("host memory", "ddr_cap", "ddr_mem_bw"),
@@ -27,13 +28,16 @@ def hardware_table(hardware: Sequence[Hardware], kinds: Sequence[int]) -> str:
         kinds: of each rank, counted from 0 in the order they first come.
 
     Returns:
-        Lines of text; a GB is 1e9 bytes.
+        Lines of text; a GB is 1e9 bytes. Of CPUs without those on devices.
     """
     shown = [hardware[kinds.index(kind)] for kind in range(max(kinds) + 1)]
     alone = "each rank" if len(shown) == 1 else ""
     head = ("", *(rank.name or alone or f"kind {kind}" for kind, rank in enumerate(shown)))
     rows = [("ranks", *(_ranks_of(kind, kinds) for kind in range(len(shown))))]
+    on_cpu = all(rank.compute_device == "cpu" for rank in shown)
     for label, size, bandwidth in _LINES:
+        if on_cpu and label in _ON_DEVICES:
+            continue
         rows.append((label, *(_cell(rank, size, bandwidth) for rank in shown)))
     return format_table(head, rows)
 

@@ -84,6 +84,11 @@ def test_what_a_cache_lacks_is_fetched_and_others_go_back() -> None:
     assert cost.prefetch == pytest.approx(2 * 64 * 4 / 1e5)
 
 
+def test_the_total_is_all_of_it() -> None:
+    parts = {part.name: 2.0**i for i, part in enumerate(dataclasses.fields(Cost))}
+    assert Cost(**parts).total == sum(parts.values())
+
+
 def test_backward_touches_as_many_rows_as_draws_do() -> None:
     draws = torch.randint(1000, (500, BATCH * 3), generator=torch.Generator().manual_seed(0))
     touched = sum(len(draw.unique()) for draw in draws) / len(draws)

@@ -61,6 +61,19 @@ def test_only_what_is_listed_is_chosen(num_ranks: int) -> None:
     assert [len(entry.ranks or ()) for entry in plan.values()] == [num_ranks] * 2
 
 
+def test_changes_are_tried_only_where_all_that_is_listed_is_ours() -> None:
+    slow = Topology(4, "cpu", ddr_cap=1 << 30, local_world_size=2, intra_host_bw=1e4)
+    full = Topology(4, "cpu", ddr_cap=10_000_000, local_world_size=2)
+    large = collection({f"t{i}": (20_000, 64) for i in range(6)})  # 31 MB
+    for enumerator, tried in ((EmbeddingEnumerator(slow), True), (Few(1), False)):
+        planner = EmbeddingShardingPlanner(slow, enumerator=enumerator)
+        report = planner.plan(MODEL, SHARDERS).report(seconds=30)
+        assert ("What would gain most" in report) is tried
+        with pytest.raises(PlannerError) as refused:
+            EmbeddingShardingPlanner(full, enumerator=enumerator).plan(large, SHARDERS)
+        assert ("What would fit" in str(refused.value)) is tried
+
+
 def test_a_table_that_is_left_without_options_is_named() -> None:
     planner = EmbeddingShardingPlanner(TOPOLOGY, enumerator=Few(3))
     with pytest.raises(PlannerError, match=r"Few\.enumerate must list .* none of table 'a'"):

@@ -22,6 +22,13 @@ def test_one_column_for_each_kind() -> None:
     assert [cell.strip() for cell in step if cell.strip()] == ["empty step", "0 ms", "0 ms"]
 
 
+def test_cpus_have_no_lines_on_devices() -> None:
+    labels = [cells[0] for cells in lines(["CPU"], [0])]
+    assert [label.strip() for label in labels[2:]] == [
+        *("ranks", "host memory", "disk", "inside a node", "across nodes", "empty step")
+    ]
+
+
 def test_ranks_are_ranges() -> None:
     names = ["H100", "H200"] * 5
     table = hardware_table([PRESETS[name] for name in names], [0, 1] * 5)
