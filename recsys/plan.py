@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", metavar="PLAN", help="rate this plan file; nothing is searched for"
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds to search at most")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds to search at most, and to search on"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the plan, as JSON, to this file")
     parser.add_argument(
         "--html", metavar="FILE", help="write the report as a web page to this file"

@@ -20,6 +20,7 @@ COST_PARTS = tuple(part.name for part in fields(Cost))
 _NEARLY_FULL = 0.95
 _HOT = 0.9  # share of the slowest rank's time that a table takes which binds all
 _EVEN = 0.02
+_WIDE_GAP = 0.02  # worth a longer search
 
 
 @final
@@ -109,9 +110,12 @@ class Explanation:
         how = f"({found.method} search, {found.seconds:.1f} s{cut})"
         if found.optimal:
             return f"{text} No plan is faster {how}."
+        longer = (
+            "" if found.gap < _WIDE_GAP else " A longer search (timeout_seconds) may narrow it."
+        )
         return (
             f"{text} No plan takes less than {ms(found.bound_ms)}: the gap is {percent(found.gap)} "
-            f"{how}."
+            f"{how}.{longer}"
         )
 
     def binding(self) -> list[str]:

@@ -41,6 +41,18 @@ def planned(
     return planner.plan(nn.ModuleDict({"ebc": collection(sizes)}), SHARDERS)
 
 
+@pytest.mark.parametrize(("gap", "advised"), [(0.01, False), (0.05, True)])
+def test_a_longer_search_is_advised_where_the_gap_is_wide(gap: float, advised: bool) -> None:
+    rating = planned().rating
+    assert rating is not None
+    assert rating.placement is not None
+    bound_ms = rating.slowest_ms / (1 + gap)
+    found = replace(rating.placement, bound_ms=bound_ms, method="heuristic")
+    headline = Explanation(replace(rating, placement=found), seconds=0).headline()
+    assert f"the gap is {gap:.1%}" in headline
+    assert ("A longer search" in headline) is advised
+
+
 def test_headline_ranks_and_tables() -> None:
     plan = planned()
     rating = plan.rating
