@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -31,7 +32,6 @@ from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
-    EmbeddingTableConfig,
     PoolingType,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -88,7 +88,7 @@ class _Module:
 
     is_pooled: bool
     is_weighted: bool
-    configs: list[EmbeddingTableConfig] = field(default_factory=list)
+    configs: list[Any] = field(default_factory=list)  # as is_pooled says
     optimizers: dict[str, str] = field(default_factory=dict)
 
 
@@ -166,14 +166,16 @@ def _read_table(
         )
     module.optimizers[name] = choice_of(f"{owner}: optimizer", optimizer, [*OPTIMIZERS])
     data_type = members.get("data_type", defaults.get("data_type", "FP32"))
+    config = (
+        partial(EmbeddingBagConfig, pooling=PoolingType[pooling]) if is_pooled else EmbeddingConfig
+    )
     module.configs.append(
-        EmbeddingTableConfig(
+        config(
             num_embeddings=whole_of(f"{owner}: rows", members["rows"]),
             embedding_dim=whole_of(f"{owner}: dim", members["dim"]),
             name=name,
             data_type=DataType[choice_of(f"{owner}: data_type", data_type, _DATA_TYPES)],
             feature_names=features,
-            pooling=PoolingType[pooling],
         )
     )
     constraints[name] = _constraints(owner, members, len(features))
@@ -235,31 +237,10 @@ def _model(subject: str, modules: Mapping[str, _Module]) -> nn.Module:
 def _collection(module: _Module) -> EmbeddingBagCollection | EmbeddingCollection:
     meta = torch.device("meta")
     if not module.is_pooled:
-        return EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    num_embeddings=table.num_embeddings,
-                    embedding_dim=table.embedding_dim,
-                    name=table.name,
-                    data_type=table.data_type,
-                    feature_names=table.feature_names,
-                )
-                for table in module.configs
-            ],
-            device=meta,
-        )
-    bags = [
-        EmbeddingBagConfig(
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            name=table.name,
-            data_type=table.data_type,
-            feature_names=table.feature_names,
-            pooling=table.pooling,
-        )
-        for table in module.configs
-    ]
-    return EmbeddingBagCollection(tables=bags, is_weighted=module.is_weighted, device=meta)
+        return EmbeddingCollection(tables=module.configs, device=meta)
+    return EmbeddingBagCollection(
+        tables=module.configs, is_weighted=module.is_weighted, device=meta
+    )
 
 
 def _put(root: nn.Module, path: str, module: nn.Module, subject: str) -> None:
