@@ -37,6 +37,7 @@ from recsys.distributed.planner import (
     ParameterConstraints,
     Topology,
 )
+from recsys.distributed.planner.explanation import COST_PARTS
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -173,8 +174,7 @@ def run(seed: int, rounds: int, repeats: int) -> dict[str, Any]:
                 "predicted_ms": plan.rating.step_ms,
                 "predicted_before_ms": before.rating.step_ms,
                 "parts_ms": {
-                    part: [getattr(cost, part) for cost in plan.rating.costs]
-                    for part in ("forward", "backward", "input", "output", "update")
+                    part: [getattr(cost, part) for cost in plan.rating.costs] for part in COST_PARTS
                 },
                 "measured_ms": of_plan,
                 "types": {n: s.sharding_type for n, s in plan.plan["ebc"].items()},

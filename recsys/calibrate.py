@@ -158,6 +158,8 @@ def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
     """Yields the times of the collectives that sharded models use, by size."""
     world_size = dist.get_world_size()
     for size in SIZES:
+        if size // 4 < world_size:
+            continue  # not a number for each rank
         given = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
         times = watch.median_ms(partial(_exchange, given), partial(dist.all_reduce, given))
         for kind, ms in zip(("all_to_all", "all_reduce"), times, strict=True):
@@ -189,6 +191,7 @@ def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
         name="measured",
         hbm_mem_bw=memory_bw,
         hbm_to_ddr_mem_bw=size / link_ms,
+        ddr_mem_bw=max(found.ddr_mem_bw, size / link_ms),  # it was read as fast
         kernel_launch_ms=launch_ms,
         step_ms=step_ms,
     )
@@ -213,10 +216,15 @@ def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
 def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardware:
     """Returns what was found, with the latency and the bandwidth that all-to-alls show."""
     first, *_, last = sorted(exchanges, key=lambda point: point.bytes)
-    bandwidth = last.bytes * (last.world_size - 1) / last.world_size / last.ms
-    if last.world_size > get_local_size(last.world_size):
-        return dataclasses.replace(found, inter_host_latency_ms=first.ms, inter_host_bw=bandwidth)
-    return dataclasses.replace(found, intra_host_latency_ms=first.ms, intra_host_bw=bandwidth)
+    ranks, in_node = last.world_size, get_local_size(last.world_size)
+    of_rank = last.bytes / ranks / last.ms
+    if ranks > in_node:
+        return dataclasses.replace(
+            found, inter_host_latency_ms=first.ms, inter_host_bw=of_rank * (ranks - in_node)
+        )
+    return dataclasses.replace(
+        found, intra_host_latency_ms=first.ms, intra_host_bw=of_rank * (ranks - 1)
+    )
 
 
 def measure_step(watch: Stopwatch) -> float:

@@ -126,7 +126,7 @@ class CostModel:
         ids, bags = table.load(self._samples)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
-        prefetch, forward, backward = self._lookup(table, ids, num_rows, num_cols, kernel)
+        prefetch, forward, backward = self._lookup(table, ids, bags, num_rows, num_cols, kernel)
         if self._world_size == 1:
             return Cost(prefetch=prefetch, forward=forward, backward=backward)
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
@@ -155,7 +155,7 @@ class CostModel:
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Returns what a copy of a whole table costs each rank."""
         ids, bags = table.load(self._own_samples)
-        prefetch, forward, backward = self._lookup(table, ids, table.rows, table.dim, kernel)
+        prefetch, forward, backward = self._lookup(table, ids, bags, table.rows, table.dim, kernel)
         placed = update = 0.0
         if self._world_size > 1:
             values = (bags if table.is_pooled else ids) * table.dim
@@ -171,14 +171,14 @@ class CostModel:
         self,
         table: PlannedTable,
         ids: float,
+        bags: float,
         num_rows: int,
         num_cols: int,
         kernel: EmbeddingComputeKernel,
     ) -> tuple[float, float, float]:
         """Returns the milliseconds of prefetch, forward and backward."""
         hardware = self._hardware
-        sample_ids, sample_bags = table.load(1)
-        pooling = sample_ids / sample_bags if sample_bags else 0.0
+        pooling = ids / bags if bags else 0.0  # of the part: rows on n ranks find an nth
         speed = self._topology.lookup_speed(num_cols, pooling, hardware)
         host_bw = min(hardware.ddr_mem_bw, hardware.hbm_to_ddr_mem_bw)
         if kernel is EmbeddingComputeKernel.FUSED_UVM:

@@ -10,6 +10,7 @@ from torch import nn
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
+from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import DEFAULT_BATCH_SIZE, ParameterConstraints
@@ -35,6 +36,7 @@ class EmbeddingEnumerator:
         topology: the machine.
         batch_size: samples per rank and batch (default 512).
         constraints: demands by table name.
+        pooling_stats: of the features' ids.
 
     Example:
         >>> import torch
@@ -56,11 +58,14 @@ class EmbeddingEnumerator:
         topology: Topology,
         batch_size: int | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        pooling_stats: PoolingStats | None = None,
     ) -> None:
         self.topology = topology
+        self.batch_size = batch_size or DEFAULT_BATCH_SIZE
         self.constraints = dict(constraints or {})
-        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
-        self._lister = OptionLister(topology, self._batch_size)
+        self.pooling_stats = pooling_stats
+        self._lister = OptionLister(topology, self.batch_size)
 
     def enumerate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
@@ -79,6 +84,7 @@ class EmbeddingEnumerator:
             sharders,
             self.constraints,
             self.topology.compute_device,
-            batch_size=self._batch_size,
+            batch_size=self.batch_size,
+            pooling_stats=self.pooling_stats,
         )
         return [(table, self._lister.options_of(table)) for table in tables]

@@ -107,12 +107,13 @@ class Explanation:
         if found is None:
             return f"{text} The plan was given, not searched for."
         cut = ", cut by the time limit" if found.cut else ""
-        how = f"({found.method} search, {found.seconds:.1f} s{cut})"
+        how = found.method if found.method == "partitioner" else f"{found.method} search"
+        how = f"({how}, {found.seconds:.1f} s{cut})"
         if found.optimal:
             return f"{text} No plan is faster {how}."
-        longer = (
-            "" if found.gap < _WIDE_GAP else " A longer search (timeout_seconds) may narrow it."
-        )
+        longer = ""
+        if found.method == "heuristic" and found.gap >= _WIDE_GAP:
+            longer = " A longer search (timeout_seconds) may narrow it."
         return (
             f"{text} No plan takes less than {ms(found.bound_ms)}: the gap is {percent(found.gap)} "
             f"{how}.{longer}"
@@ -207,7 +208,8 @@ def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> 
 
 def other_way(alternative: Alternative, rated: RatedTable) -> str:
     """Returns an alternative in words, and whether the user's constraints rule it out."""
-    ruled_out = alternative.option.sharding_type not in rated.table.kernels
+    option = alternative.option
+    ruled_out = option.compute_kernel not in rated.table.kernels.get(option.sharding_type, ())
     return f"{way(alternative.option)}{' (if its constraints allowed)' if ruled_out else ''}"
 
 
@@ -234,10 +236,10 @@ def ms(milliseconds: float) -> str:
     """Returns a time with three significant digits.
 
     Example:
-        >>> ms(0.01204), ms(1234.5)
-        ('0.0120 ms', '1,234 ms')
+        >>> ms(0.01204), ms(99.96), ms(1234.5)
+        ('0.0120 ms', '100 ms', '1,234 ms')
     """
-    if milliseconds >= 100:
+    if milliseconds >= 99.95:
         return f"{milliseconds:,.0f} ms"
     return f"{milliseconds:#.3g} ms" if milliseconds >= 1e-4 else "0 ms"
 

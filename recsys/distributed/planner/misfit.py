@@ -9,7 +9,7 @@ from typing import final
 
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.placement import InfeasibleError
+from recsys.distributed.planner.placement import InfeasibleError, Reach
 from recsys.distributed.planner.rating import Rating
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -88,9 +88,10 @@ class Misfit:
         """Returns the memory there is, and a table of what each option would need of it."""
         topology = self.topology
         caps = {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
-        room = max(self.rooms, key=sum)
         rows, scarce = [], {}
         for option in options:
+            # what is fixed goes to every rank, the smallest too
+            room = (min if option.reach is Reach.FIXED else max)(self.rooms, key=sum)
             for pool, memory in enumerate(caps):
                 needed = max(part.size[pool] for part in option.parts)
                 if needed > room[pool]:
@@ -128,7 +129,7 @@ class Misfit:
     def _other_demands(self) -> Iterator[tuple[str, tuple[PlannedTable, ...]]]:
         names = {table.name for table in self.tables}
         free = {
-            name: replace(demand, sharding_types=None, compute_kernels=None)
+            name: replace(demand, sharding_types=None, compute_kernels=None, cache_params=None)
             for name, demand in self.demands.items()
         }
         if free != self.demands:
@@ -141,7 +142,9 @@ class Misfit:
             kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
             in_host = {
                 name: replace(
-                    self.demands.get(name, ParameterConstraints()), compute_kernels=[kernel]
+                    self.demands.get(name, ParameterConstraints()),
+                    compute_kernels=[kernel],
+                    enforce_hbm=None,
                 )
                 for name in names
             }

@@ -79,7 +79,7 @@ def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
         choices=choices,
         load_ms=tuple(load_R.tolist()),
         bound_ms=min(bound_ms, float(load_R.max())),
-        method="heuristic",
+        method="partitioner",
         seconds=time.monotonic() - started,
         cut=False,
     )

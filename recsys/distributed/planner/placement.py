@@ -219,7 +219,8 @@ class Placement:
         choices: per table.
         load_ms: per rank, base load included.
         bound_ms: no placement has a slowest rank that takes less.
-        method: "exact" if an exact search chose or confirmed the placement, else "heuristic".
+        method: "exact" if an exact search chose or confirmed the placement, "partitioner" if the
+            user's did, else "heuristic".
         seconds: that the search took.
         cut: whether the time limit ended it.
     """
@@ -227,7 +228,7 @@ class Placement:
     choices: tuple[Choice, ...]
     load_ms: tuple[float, ...]
     bound_ms: float
-    method: Literal["exact", "heuristic"]
+    method: Literal["exact", "heuristic", "partitioner"]
     seconds: float
     cut: bool
 

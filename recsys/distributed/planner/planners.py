@@ -12,7 +12,7 @@ import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,8 @@ _INSTEAD = {
 }
 """Arguments of TorchRec's planner that mean nothing here, and what to do in their place."""
 
+_T = TypeVar("_T")
+
 
 class EmbeddingShardingPlanner:
     """Plans where the tables of a model go.
@@ -69,13 +71,15 @@ class EmbeddingShardingPlanner:
         topology: the machine; as many CPU ranks or GPUs as the process group has, if None.
         batch_size: samples per rank and batch (default 512).
         enumerator: what lists the options of each table; all that its constraints allow, if None.
+            Its topology, batch_size, constraints and pooling_stats, if it has them, are the
+            planner's.
         storage_reservation: memory to keep free of tables; 15 % and room for the dense parts, if
             None.
         proposer: must be None, as there are no proposals: all options are weighed together.
         partitioner: what chooses options and ranks, in place of the planner's own search.
         performance_model: must be None: a plan is as good as its slowest rank.
         stats: must be None: the plan says what it costs.
-        constraints: demands by table name. An enumerator has its own, which must be the same.
+        constraints: demands by table name.
         timeout_seconds: how long the search may take; the best plan found until then is returned.
         pooling_stats: what a sample of batches says of ids; constraints say it better.
         batches_in_flight: batches whose ids a rank holds at a time: 1 without a train pipeline, 2
@@ -123,6 +127,9 @@ class EmbeddingShardingPlanner:
                     f"EmbeddingShardingPlanner.{name} must be None; received a "
                     f"{type(value).__name__}. {_INSTEAD[name]}."
                 )
+        topology = _agreed(enumerator, "topology", topology)
+        batch_size = _agreed(enumerator, "batch_size", batch_size)
+        constraints = _agreed(enumerator, "constraints", constraints)
         self._topology = topology or _default_topology()
         if batch_size is not None and batch_size < 1:
             raise ValueError(
@@ -136,17 +143,10 @@ class EmbeddingShardingPlanner:
         self._batch_size = batch_size or DEFAULT_BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._enumerator = enumerator
-        self._constraints = dict(constraints or getattr(enumerator, "constraints", {}))
-        own = getattr(enumerator, "constraints", constraints)
-        if enumerator is not None and constraints is not None and constraints != own:
-            raise ValueError(
-                "EmbeddingShardingPlanner.constraints must be those of its enumerator; received "
-                f"others beside {type(enumerator).__name__}. Give them to the enumerator alone: "
-                "EmbeddingEnumerator(topology, batch_size, constraints)."
-            )
+        self._constraints = dict(constraints or {})
         self._partitioner = partitioner
         self._timeout_seconds = timeout_seconds
-        self._pooling_stats = pooling_stats
+        self._pooling_stats = _agreed(enumerator, "pooling_stats", pooling_stats)
         self._batches_in_flight = batches_in_flight
         self._estimator = estimator
         self._lister = self._lister_on(self._topology)
@@ -319,8 +319,12 @@ class EmbeddingShardingPlanner:
 
     @property
     def _is_custom(self) -> bool:
-        own = not isinstance(self._enumerator, EmbeddingEnumerator | None)
-        return own or self._partitioner is not None
+        return self._has_own_enumerator or self._partitioner is not None
+
+    @property
+    def _has_own_enumerator(self) -> bool:
+        """Whether the user's own code lists options, be it in a class made from ours."""
+        return type(self._enumerator) not in (EmbeddingEnumerator, type(None))
 
     def _lister_on(self, topology: Topology) -> OptionLister:
         return OptionLister(topology, self._batch_size, self._batches_in_flight, self._estimator)
@@ -405,7 +409,7 @@ class EmbeddingShardingPlanner:
         return listed
 
     def _no_option(self, table: PlannedTable) -> str:
-        if not isinstance(self._enumerator, EmbeddingEnumerator | None):
+        if self._has_own_enumerator:
             return (
                 f"{type(self._enumerator).__name__}.enumerate must list at least one option of "
                 f"every table; received none of table {table.name!r}."
@@ -419,6 +423,23 @@ class EmbeddingShardingPlanner:
             f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
             f"{table.dim} values; sharding types are {', '.join(types)}."
         )
+
+
+def _agreed(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:
+    """Returns what a planner and its enumerator both count with: the enumerator's, if it has any.
+
+    Raises:
+        ValueError: if the planner was given another.
+    """
+    if enumerator is None or not hasattr(enumerator, name):
+        return given
+    own: _T | None = getattr(enumerator, name)
+    if given is not None and given != own:
+        raise ValueError(
+            f"EmbeddingShardingPlanner.{name} must be that of its enumerator; received another "
+            f"beside {type(enumerator).__name__}. Give it to the enumerator alone."
+        )
+    return own
 
 
 @contextlib.contextmanager

@@ -227,7 +227,7 @@ class _Hunt:
                 np.flatnonzero(np.isfinite(self._prices())),
                 bound_ms=self._bound_ms,
                 known_ms=known_ms,
-                seconds=self._deadline - time.monotonic(),
+                seconds=max(self._deadline - time.monotonic(), 0.0),
                 max_nodes=_MAX_NODES if np.isinf(self._deadline) else None,
             )
             self._bound_ms = max(self._bound_ms, solved.bound_ms)

@@ -43,7 +43,8 @@ class Storage:
     Attributes:
         weights: of the table.
         state: of its optimizer.
-        gradients: of the whole table, where it has no optimizer or is a replica.
+        gradients: of the whole table, where it has no optimizer or is a replica; of touched rows,
+            where its optimizer is deferred.
         cache: of rows in device memory whose table is in host memory.
         buffers: ids, outputs and their gradients of the batches under way.
     """

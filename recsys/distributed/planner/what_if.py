@@ -137,7 +137,7 @@ def _changes(rating: Rating) -> Iterator[Change]:
         text = "Keep weights in 16 bits (data_type=DataType.FP16)"
         yield Change(text=text, tables=halves, rooms=rooms)
     if fullness(rating) > 0.8:
-        more = tuple(Bytes(2 * room.device, room.host) for room in rooms)
+        more = tuple(Bytes(2 * room.device, 2 * room.host) for room in rooms)
         yield Change(text="Have twice the memory free for tables", tables=tables, rooms=more)
 
 
@@ -169,8 +169,9 @@ def with_half_weights(tables: tuple[PlannedTable, ...]) -> tuple[PlannedTable, .
 
 
 def fullness(rating: Rating) -> float:
-    """Returns the share of its memory that the fullest rank uses, of what is free for tables."""
+    """Returns the share that the fullest rank uses of a memory that is free for tables."""
     return max(
-        stored.total.device / max(room.device, 1)
+        used / max(free, 1)
         for stored, room in zip(rating.storage, rating.rooms, strict=True)
+        for used, free in zip(stored.total, room, strict=True)
     )

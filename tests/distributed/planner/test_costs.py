@@ -65,6 +65,18 @@ def test_forward_reads_the_rows_of_all_ids() -> None:
     assert part(topology(4), rows=250).forward == pytest.approx(ids / 4 * 64 * 4 / 1e6)
 
 
+def test_a_part_of_the_rows_is_looked_up_at_its_own_pooling() -> None:
+    points = [
+        LookupPoint(dim=64, pooling=pooling, forward_bw=bw, backward_bw=bw, split_bw=bw)
+        for pooling, bw in ((1.0, 1e5), (4.0, 8e5))
+    ]
+    four = dataclasses.replace(TABLE, ids_per_sample=8.0)  # per bag, of two features
+    measured = topology(4).with_measurements(lookup=points)
+    ids = 4 * BATCH * 8
+    assert part(measured, table=four).forward == pytest.approx(ids * 64 * 4 / 8e5)
+    assert part(measured, rows=250, table=four).forward == pytest.approx(ids / 4 * 64 * 4 / 1e5)
+
+
 def test_host_memory_is_read_at_its_own_speed() -> None:
     cost = CostModel(topology(1), BATCH).of_part(TABLE, 1000, 64, UVM)
     assert cost.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e5)

@@ -11,6 +11,7 @@ from torch import nn
 from recsys.distributed.planner import EmbeddingShardingPlanner, PlannerError, Topology
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator
 from recsys.distributed.planner.options import TableOption
+from recsys.distributed.planner.pooling_stats import FeatureStats, PoolingStats
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import ModuleSharder, ShardingType
@@ -34,6 +35,15 @@ class Few:
             (table, [o for o in options if o.num_ranks == self._num_ranks])
             for table, options in self._all.enumerate(module, sharders)
         ]
+
+
+class Backwards(EmbeddingEnumerator):
+    """Lists all there is, in an order of its own."""
+
+    def enumerate(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> list[tuple[PlannedTable, list[TableOption]]]:
+        return [(table, options[::-1]) for table, options in super().enumerate(module, sharders)]
 
 
 def test_lists_every_table_with_its_options() -> None:
@@ -65,12 +75,12 @@ def test_changes_are_tried_only_where_all_that_is_listed_is_ours() -> None:
     slow = Topology(4, "cpu", ddr_cap=1 << 30, local_world_size=2, intra_host_bw=1e4)
     full = Topology(4, "cpu", ddr_cap=10_000_000, local_world_size=2)
     large = collection({f"t{i}": (20_000, 64) for i in range(6)})  # 31 MB
-    for enumerator, tried in ((EmbeddingEnumerator(slow), True), (Few(1), False)):
-        planner = EmbeddingShardingPlanner(slow, enumerator=enumerator)
+    for kind, tried in ((EmbeddingEnumerator, True), (Backwards, False)):
+        planner = EmbeddingShardingPlanner(enumerator=kind(slow))
         report = planner.plan(MODEL, SHARDERS).report(seconds=30)
         assert ("What would gain most" in report) is tried
         with pytest.raises(PlannerError) as refused:
-            EmbeddingShardingPlanner(full, enumerator=enumerator).plan(large, SHARDERS)
+            EmbeddingShardingPlanner(enumerator=kind(full)).plan(large, SHARDERS)
         assert ("What would fit" in str(refused.value)) is tried
 
 
@@ -78,6 +88,29 @@ def test_a_table_that_is_left_without_options_is_named() -> None:
     planner = EmbeddingShardingPlanner(TOPOLOGY, enumerator=Few(3))
     with pytest.raises(PlannerError, match=r"Few\.enumerate must list .* none of table 'a'"):
         planner.plan(MODEL, SHARDERS)
+
+
+def test_what_plans_are_made_for_is_the_enumerators() -> None:
+    stats = PoolingStats(
+        features={"f_a": FeatureStats(ids_per_sample=9.0, batch_size=8.0, histogram=((1, 72),))}
+    )
+    enumerator = EmbeddingEnumerator(TOPOLOGY, 8, pooling_stats=stats)
+    planner = EmbeddingShardingPlanner(enumerator=enumerator)
+    plan = planner.plan(MODEL, SHARDERS)
+    rating, again = plan.rating, planner.rate(MODEL, SHARDERS, plan).rating
+    assert rating is not None
+    assert again is not None
+    assert (rating.topology, rating.batch_size) == (TOPOLOGY, 8)
+    assert rating.tables[0].table.ids_per_sample == 9.0
+    assert rating.slowest_ms == again.slowest_ms
+    others = {
+        "topology": Topology(2, "cpu"),
+        "batch_size": 16,
+        "pooling_stats": PoolingStats(features={}),
+    }
+    for name, other in others.items():
+        with pytest.raises(ValueError, match=rf"\.{name} must be that of its enumerator; rec"):
+            EmbeddingShardingPlanner(enumerator=enumerator, **{name: other})
 
 
 def test_constraints_are_those_of_the_enumerator() -> None:
@@ -88,7 +121,7 @@ def test_constraints_are_those_of_the_enumerator() -> None:
             TOPOLOGY, 8, enumerator=enumerator, constraints=said_twice
         )
         assert planner.plan(MODEL, SHARDERS).plan[""]["a"].sharding_type == "row_wise"
-    with pytest.raises(ValueError, match="must be those of its enumerator"):
+    with pytest.raises(ValueError, match="must be that of its enumerator"):
         EmbeddingShardingPlanner(
             TOPOLOGY, 8, enumerator=enumerator, constraints={"a": ParameterConstraints()}
         )

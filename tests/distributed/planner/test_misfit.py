@@ -15,6 +15,7 @@ from recsys.distributed.planner import (
     Topology,
     misfit,
 )
+from recsys.distributed.types import CacheParams
 from tests.distributed.planner.test_planners import MIB, SHARDERS, collection, only
 
 
@@ -70,6 +71,32 @@ def test_narrow_weights_and_host_memory() -> None:
     assert refused(sizes, 0.5, device="cuda", **dict.fromkeys(sizes, demand)) == "fits"
     message = refused(sizes, 0.5, device="cuda", host_mib=0.1)
     assert "host memory" not in message.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        ParameterConstraints(
+            compute_kernels=["fused_uvm_caching"], cache_params=CacheParams(load_factor=0.1)
+        ),
+        ParameterConstraints(enforce_hbm=True),
+    ],
+)
+def test_demands_on_caches_do_not_hide_what_does_not_fit(demand: ParameterConstraints) -> None:
+    sizes = {f"t{i}": (3000, 64) for i in range(4)}
+    message = refused(sizes, 0.3, device="cuda", host_mib=0.1, **dict.fromkeys(sizes, demand))
+    assert "Table 't0' of module '' (3000 x 64, 0." in message
+
+
+def test_what_goes_to_every_rank_is_held_against_the_smallest() -> None:
+    planner = EmbeddingShardingPlanner(
+        Topology(2, "cpu", ddr_cap=[1 * MIB, 10 * MIB]),
+        batch_size=1,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints={"a": only("data_parallel")},
+    )
+    with pytest.raises(PlannerError, match=r"data_parallel +2 +\d"):
+        planner.plan(collection({"a": (8000, 64)}), SHARDERS)
 
 
 def test_several_tables_that_are_too_big() -> None:

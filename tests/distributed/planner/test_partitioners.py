@@ -68,6 +68,7 @@ def test_the_planners_own_search_passes(problem: Problem) -> None:
         return
     same = partitioned(Fixed(found.choices), problem)
     check(problem, same)
+    assert same.method == "partitioner"
     assert same.slowest_ms == pytest.approx(found.slowest_ms, rel=1e-9, abs=1e-12)
 
 

@@ -16,7 +16,7 @@ from recsys.distributed.planner import (
 )
 from recsys.distributed.planner.explanation import Explanation, ms, size_of
 from recsys.distributed.planner.rating import RatedPlan
-from recsys.distributed.planner.what_if import plan_again, with_half_weights
+from recsys.distributed.planner.what_if import fullness, plan_again, with_half_weights
 from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection
@@ -170,3 +170,25 @@ def test_an_edited_plan_has_no_report() -> None:
         plan.report()
     with pytest.raises(ValueError, match="must be rated before"):
         RatedPlan(plan.plan).report()
+
+
+def test_a_kernel_that_is_not_allowed_is_said_to_be() -> None:
+    demand = ParameterConstraints(["table_wise"], compute_kernels=["fused_uvm"])
+    topology = Topology(1, "cuda", hbm_cap=1 << 30, ddr_cap=1 << 30)
+    planner = EmbeddingShardingPlanner(topology, constraints={"a": demand})
+    report = planner.plan(collection({"a": (1000, 64)}), SHARDERS).report(seconds=0)
+    assert "table_wise on 1 rank (if its constraints allowed): " in report
+
+
+def test_host_memory_that_is_nearly_full_is_seen() -> None:
+    demand = ParameterConstraints(compute_kernels=["fused_uvm"])
+    topology = Topology(1, "cuda", hbm_cap=1 << 30, ddr_cap=3_000_000)
+    planner = EmbeddingShardingPlanner(
+        topology,
+        1,
+        constraints={"a": demand},
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    rating = planner.plan(collection({"a": (10_000, 64)}), SHARDERS).rating
+    assert rating is not None
+    assert fullness(rating) == pytest.approx(2_560_000 / 3_000_000, rel=0.01)
