@@ -102,6 +102,14 @@ def _fail(error: Exception, exit_code: int) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.timeout is not None and not options.timeout >= 0:
+        raise ValueError(f"--timeout must not be negative; received {options.timeout}.")
+    for name in ("out", "html"):
+        folder = Path(getattr(options, name) or ".").parent
+        if not folder.is_dir():
+            raise ValueError(
+                f"--{name} must be a file in a folder that exists; there is no {folder}."
+            )
     topology = _topology(options.topology)
     tables = read_tables(options.tables) if options.tables else _tables_of_model(options.model)
     planner = EmbeddingShardingPlanner(
@@ -116,12 +124,14 @@ def _plan(options: argparse.Namespace) -> int:
         plan = planner.rate(tables.model, tables.sharders, given)
     else:
         plan = planner.plan(tables.model, tables.sharders)
-    print(plan.report())
     if options.out:
         plan.to_json(options.out)
-        print(f"\nThe plan is in {options.out}.")
     if options.html:
         plan.report_html(options.html)
+    print(plan.report())  # last: the reader of a pipe may leave early
+    if options.out:
+        print(f"\nThe plan is in {options.out}.")
+    if options.html:
         print(f"\nThe report is in {options.html}.")
     return _FITS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 from pathlib import Path
@@ -144,6 +145,28 @@ def test_wrong_input_ends_with_2(
     assert "Traceback" not in err
 
     assert re.search(message, err), err
+
+
+def test_files_that_cannot_be_written_are_found_before_planning(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--out", "--html"):
+        assert run("--tables", "tables.json", "--topology", "H100:4", option, "none/x") == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"{option} must be a file in a folder that exists; there is no none" in err
+
+
+def test_the_plan_is_written_where_the_report_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(text: str, **_: object) -> None:
+        if not text.startswith("python -m"):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(builtins, "print", closed)
+    run("--tables", "tables.json", "--topology", "H100:4", "--out", "plan.json")
+    assert Path("plan.json").exists()
 
 
 @pytest.mark.parametrize(

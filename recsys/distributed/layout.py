@@ -250,7 +250,7 @@ def build_layout(
     in_node = frozenset(
         index
         for index, table in enumerate(tables)
-        if node_size < world_size and not equal_widths and _adds_up_in_node(table, node_size)
+        if node_size < world_size and not equal_widths and adds_up_in_node(table, node_size)
     )
 
     owned: list[list[tuple[int, Rect]]] = [[] for _ in range(world_size)]
@@ -297,7 +297,7 @@ def build_layout(
     )
 
 
-def _adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
+def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
     """Whether the row parts of every column block lie on one node."""
     nodes: dict[int, set[int]] = {}
     for rect in table.rects:

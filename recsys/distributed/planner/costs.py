@@ -15,8 +15,8 @@ With ``N`` ids and ``G`` bags that reach a part of ``r x c`` values (``e`` bytes
 - *input*: ``N`` ids (and weights) are sorted by owner; they and ``G`` lengths arrive;
 - *output*: ``G c`` values leave (``N c`` where they are not pooled), and as many gradients arrive,
   in the precision of the wire. Of what leaves a rank, ``(W - L) / W`` crosses between nodes of
-  ``L`` ranks among ``W``. If the rows of a table lie within one node, the node's sums cross only
-  once: ``1 / L`` of it. Values are placed in the output, and gradients taken from it;
+  ``L`` ranks among ``W``. If the rows of a pooled table lie within one node, the node's sums cross
+  only once: ``1 / L`` of it. Values are placed in the output, and gradients taken from it;
 - *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent, and
   it is read or written nine times. Owners of columns send one number per touched row, if need be.
 
@@ -134,7 +134,7 @@ class CostModel:
         # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
         found = ids * (_FOUND_ID_BYTES + 4 * table.is_weighted) * self._copy
         placed = 2 * values * _VALUE_BYTES * self._copy
-        if in_node and num_rows < table.rows:
+        if in_node and table.is_pooled and num_rows < table.rows:
             # each rank of the node sums up and sends on an equal share of the samples
             moved = there_and_back * self._exchange_in_node
             moved += there_and_back / self._local_size * self._exchange_of_nodes

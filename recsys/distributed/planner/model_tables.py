@@ -18,7 +18,12 @@ from recsys.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
 )
-from recsys.distributed.types import EmbeddingComputeKernel, ModuleSharder, ShardingType
+from recsys.distributed.types import (
+    EmbeddingComputeKernel,
+    ModuleSharder,
+    ShardingPlan,
+    ShardingType,
+)
 from recsys.distributed.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.kernels.support import LookupSettings, choose_backend
 from recsys.kernels.types import EmbeddingLocation, PoolingMode
@@ -270,6 +275,36 @@ def _check_rounding(
             f"for {demands.stochastic_rounding}. Set it where the optimizer is set: in "
             "fused_params, or in apply_optimizer_in_backward."
         )
+
+
+def check_kernels(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    plan: ShardingPlan,
+    device: str,
+) -> None:
+    """Checks that a plan's tables live where they can.
+
+    Args:
+        module: the model.
+        sharders: one per module type to shard.
+        plan: of its modules and tables.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: naming the table, and the kernels there are.
+    """
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    usual = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value)
+    for path, child in outermost(module, lambda found: type(found) in by_type):
+        for name, sharding in plan.plan[path].items():
+            there = by_type[type(child)].compute_kernels(sharding.sharding_type, device)
+            if sharding.compute_kernel not in (*usual, *there):
+                raise ValueError(
+                    f"Table {name!r} of module {path!r} must have a compute kernel that trains "
+                    f"{sharding.sharding_type} on {device}: {', '.join(there)}; received "
+                    f"{sharding.compute_kernel!r}."
+                )
 
 
 def _kernels(

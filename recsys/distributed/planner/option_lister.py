@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import final
 
-from recsys.distributed.layout import PlacedTable
+from recsys.distributed.layout import PlacedTable, adds_up_in_node
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Part, TableOption
 from recsys.distributed.planner.placement import Reach
@@ -85,7 +85,7 @@ class OptionLister:
             [option] = self.estimated(table, [self._replicas(table, kernel)])
             return option, tuple(range(world_size))
         rects = rects_of(table.name, table.rows, table.dim, sharding, world_size)
-        PlacedTable(  # raises if they leave a gap or overlap
+        placed = PlacedTable(  # raises if they leave a gap or overlap
             name=table.name,
             num_rows=table.rows,
             dim=table.dim,
@@ -95,7 +95,9 @@ class OptionLister:
         )
         sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
         blocks = [(len(list(alike)), rows, cols) for (rows, cols), alike in sizes]
-        in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+        # row_wise that happens to lie in one node is rated as the search counts it: anywhere
+        by_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+        in_node = by_node and adds_up_in_node(placed, self._topology.local_size)
         option = self._option(table, kind, kernel, Reach.ANYWHERE, blocks, in_node=in_node)
         [option] = self.estimated(table, [option])
         return option, tuple(rect.rank for rect in rects)

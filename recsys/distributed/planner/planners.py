@@ -21,7 +21,7 @@ from torch import nn
 from recsys.distributed.planner.agreement import Facts, check_agreement, facts_of
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.misfit import Misfit, check_fits
-from recsys.distributed.planner.model_tables import tables_of
+from recsys.distributed.planner.model_tables import check_kernels, tables_of
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.partitioners import Partitioner, partitioned
@@ -288,9 +288,15 @@ class EmbeddingShardingPlanner:
 
         Raises:
             ValueError: if the plan does not name each shardable module, and each of its tables,
-                once, or if a table's ranks or shards do not fit it.
+                once, if a table's ranks or shards do not fit it, or its compute kernel is not one
+                of the sharder's.
             PlannerError: if a rank has not the memory for what the plan gives it.
         """
+        if not isinstance(plan, ShardingPlan):
+            raise TypeError(
+                "EmbeddingShardingPlanner.rate takes a ShardingPlan; received a "
+                f"{type(plan).__name__}. ShardingPlan.from_json(path) reads a file."
+            )
         tables = self._tables(module, sharders)
         of_modules: dict[str, list[PlannedTable]] = {}
         for table in tables:
@@ -303,6 +309,7 @@ class EmbeddingShardingPlanner:
             for table in of_module:
                 option, ranks = self._lister.option_of(table, entries[table.name])
                 rated.append(RatedTable(table=table, option=option, ranks=ranks))
+        check_kernels(module, sharders, plan, self._topology.compute_device)
         undemanded = self._undemanded(module, sharders)
         rating = self._rating(rated, self._rooms(module, tables), undemanded=undemanded)
         check_fits(rating)
@@ -403,10 +410,35 @@ class EmbeddingShardingPlanner:
         else:
             found = self._enumerator.enumerate(module, sharders)
             listed = [(table, self._lister.estimated(table, options)) for table, options in found]
+            if self._has_own_enumerator:
+                self._check_listed(module, sharders, [table for table, _ in listed])
         for table, options in listed:
             if not options:
                 raise PlannerError(self._no_option(table))
         return listed
+
+    def _check_listed(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+        listed: Sequence[PlannedTable],
+    ) -> None:
+        """Raises unless the user's enumerator lists all tables, under the planner's constraints."""
+        name = type(self._enumerator).__name__
+        found = {(table.path, table.name): table.constraints for table in listed}
+        for table in self._tables(module, sharders, self._constraints):
+            demands = found.get((table.path, table.name))
+            if demands is None:
+                raise PlannerError(
+                    f"{name}.enumerate must list every table; received none of table "
+                    f"{table.name!r} of module {table.path!r}."
+                )
+            if self._constraints and demands != table.constraints:
+                raise PlannerError(
+                    f"{name}.enumerate must list table {table.name!r} under the planner's "
+                    f"constraints; received it under others. Give {name} the constraints, and "
+                    "EmbeddingEnumerator in it."
+                )
 
     def _no_option(self, table: PlannedTable) -> str:
         if self._has_own_enumerator:

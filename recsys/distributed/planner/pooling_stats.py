@@ -108,9 +108,14 @@ class PoolingStats:
                 a dataclass, or an object with attributes, such as ``sparse_features``.
 
         Raises:
-            TypeError: if a batch holds none.
+            TypeError: if a batch holds none, or if it is given by itself.
             ValueError: if there is no batch.
         """
+        if isinstance(batches, KeyedJaggedTensor):
+            raise TypeError(
+                "PoolingStats.from_batches takes some batches; received one KeyedJaggedTensor. "
+                "Give a list of it."
+            )
         ids: dict[str, list[torch.Tensor]] = {}
         samples: dict[str, list[int]] = {}
         for batch in batches:

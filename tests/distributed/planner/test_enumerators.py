@@ -113,6 +113,29 @@ def test_what_plans_are_made_for_is_the_enumerators() -> None:
             EmbeddingShardingPlanner(enumerator=enumerator, **{name: other})
 
 
+class Wrapped:
+    """Lists some tables of an enumerator of ours that it holds."""
+
+    def __init__(self, *names: str) -> None:
+        self._all, self._names = EmbeddingEnumerator(TOPOLOGY), names
+
+    def enumerate(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> list[tuple[PlannedTable, list[TableOption]]]:
+        listed = self._all.enumerate(module, sharders)
+        return [(table, options) for table, options in listed if table.name in self._names]
+
+
+def test_all_tables_must_be_listed_under_the_planners_constraints() -> None:
+    with pytest.raises(PlannerError, match=r"Wrapped\.enumerate must list every .* table 'b'"):
+        EmbeddingShardingPlanner(TOPOLOGY, enumerator=Wrapped("a")).plan(MODEL, SHARDERS)
+    planner = EmbeddingShardingPlanner(
+        TOPOLOGY, enumerator=Wrapped("a", "b"), constraints={"a": only("row_wise")}
+    )
+    with pytest.raises(PlannerError, match="table 'a' under the planner's constraints"):
+        planner.plan(MODEL, SHARDERS)
+
+
 def test_constraints_are_those_of_the_enumerator() -> None:
     constraints = {"a": only("row_wise")}
     enumerator = EmbeddingEnumerator(TOPOLOGY, 8, constraints)

@@ -164,3 +164,9 @@ class TestFromBatches:
             PoolingStats.from_batches([torch.zeros(3)])
         with pytest.raises(ValueError, match="at least one batch; received none"):
             PoolingStats.from_batches([])
+
+
+def test_one_batch_by_itself_is_refused() -> None:
+    batch = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([7]), torch.tensor([1]))
+    with pytest.raises(TypeError, match="received one KeyedJaggedTensor"):
+        PoolingStats.from_batches(batch)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from recsys.distributed.planner.rating import RatedPlan
-from recsys.distributed.types import ShardingPlan
+from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from tests.distributed.planner.test_planners import SHARDERS, collection
 
 KINDS = ["table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"]
@@ -52,3 +56,50 @@ def test_a_plan_that_lacks_a_table_is_not_rated() -> None:
     del made.plan[""]["u"]
     with pytest.raises(ValueError, match="missing: \\['u'\\]"):
         planner.rate(model, SHARDERS, made)
+
+
+def two_nodes(pooled: bool, kind: str, ranks: list[int], local_size: int = 4) -> float:
+    """What a table costs that lies so, on two nodes of four."""
+    planner = EmbeddingShardingPlanner(Topology.preset("H100", 8, local_world_size=4), 64)
+    names = {"name": "t", "feature_names": ["f"]}
+    model: torch.nn.Module
+    if pooled:
+        bag = EmbeddingBagConfig(num_embeddings=100_000, embedding_dim=64, **names)
+        model = EmbeddingBagCollection(tables=[bag], device=torch.device("meta"))
+    else:
+        config = EmbeddingConfig(num_embeddings=100_000, embedding_dim=64, **names)
+        model = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+    sharders = get_default_sharders()
+    entry = parameter_sharding(
+        ShardingType(kind), 100_000, 64, ranks, device_type="cuda", local_size=local_size
+    )
+    plan = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": entry})})
+    rating = planner.rate(model, sharders, plan).rating
+    assert rating is not None
+    return rating.slowest_ms
+
+
+def test_sums_cross_once_where_rows_lie_in_a_node() -> None:
+    node = two_nodes(True, "table_row_wise", [4, 5, 6, 7])
+    assert two_nodes(True, "row_wise", [0, 1, 4, 5]) > 1.5 * node
+    # made for nodes of other sizes
+    both = two_nodes(True, "table_row_wise", list(range(8)), local_size=8)
+    assert both == two_nodes(True, "row_wise", list(range(8)))
+
+
+def test_sequences_are_not_added_up() -> None:
+    in_node, across = [4, 5, 6, 7], [0, 1, 4, 5]
+    node = two_nodes(False, "table_row_wise", in_node)
+    assert node == two_nodes(False, "row_wise", in_node) == two_nodes(False, "row_wise", across)
+
+
+@pytest.mark.parametrize("kernel", ["quant", "fused_uvm"])
+def test_a_kernel_that_does_not_train_here_is_refused(kernel: str) -> None:
+    planner = EmbeddingShardingPlanner(Topology(2, "cpu", ddr_cap=1 << 30), 64)
+    model = collection({"t": (1003, 96)})
+    plan = planner.plan(model, SHARDERS)
+    plan.plan[""]["t"].compute_kernel = kernel
+    with pytest.raises(ValueError, match=f"on cpu: fused.*; received '{kernel}'"):
+        planner.rate(model, SHARDERS, plan)
+    with pytest.raises(TypeError, match=r"takes a ShardingPlan; received a str\."):
+        planner.rate(model, SHARDERS, "plan.json")  # type: ignore[arg-type]
