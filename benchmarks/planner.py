@@ -186,7 +186,7 @@ def spread(case: str) -> dict[str, Any]:
         tables, num_ranks = tables_of(case, seed), CASES[case].num_ranks
         model, node = our_model(tables), {}
         if fill is not None:
-            node = {"hbm_cap": int(_bytes_of(model, tables) / num_ranks / fill), "ddr_cap": 0}
+            node = {"hbm_cap": int(_bytes_per_rank(model, tables, num_ranks) / fill), "ddr_cap": 0}
         planner = our_planner(tables, num_ranks, **node)
         of_plan: dict[str, Any] = {"fill": fill, "seed": seed}
         try:
@@ -201,13 +201,16 @@ def spread(case: str) -> dict[str, Any]:
     return {"plans": found}
 
 
-def _bytes_of(model: EmbeddingBagCollection, tables: Sequence[Table]) -> int:
-    """Return the device memory of all tables, each whole on one rank."""
+def _bytes_per_rank(
+    model: EmbeddingBagCollection, tables: Sequence[Table], num_ranks: int
+) -> float:
+    """Return the device memory that tables take which are not split, on average, and its batch."""
     whole = {t.name: ParameterSharding("table_wise", "fused", [0]) for t in tables}
     plan = ShardingPlan({"": EmbeddingModuleShardingPlan(whole)})
-    rated = our_planner(tables, PER_NODE, hbm_cap=1 << 60).rate(model, our_sharders(), plan)
-    assert rated.rating is not None
-    return rated.rating.storage[0].total.device
+    rated = our_planner(tables, num_ranks, hbm_cap=1 << 60).rate(model, our_sharders(), plan)
+    rating = rated.rating
+    assert rating is not None
+    return rating.storage[0].total.device / num_ranks + rating.batch.total.device
 
 
 class Peer:

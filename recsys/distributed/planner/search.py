@@ -41,7 +41,7 @@ def search(
     *,
     seed: int = 0,
     time_limit: float | None = None,
-    tolerance: float = 1e-3,
+    tolerance: float = 2e-3,
 ) -> Placement:
     """Places all tables.
 

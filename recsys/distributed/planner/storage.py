@@ -136,10 +136,9 @@ class StorageModel:
         optimizer = table.optimizer
         if optimizer is None:
             return 0, 0.0
-        touched = table.touched(num_rows, ids)
-        values = touched * num_cols * _VALUE_BYTES
         if optimizer.is_deferred:
-            return int(values + touched * _ROW_ID_BYTES), 0.0
+            touched = table.touched(num_rows, ids)
+            return int(touched * (num_cols * _VALUE_BYTES + _ROW_ID_BYTES)), 0.0
         copies, sorted_ids = 0, 0.0
         if table.writes_row_gradients:
             copies = _UPDATE_COPIES[optimizer.spec.algorithm]
@@ -147,4 +146,6 @@ class StorageModel:
             # rows are added up first, in a lookup of their own, which takes a copy
             copies += 1
             sorted_ids = ids * _SORTED_ID_BYTES
-        return 0, values * copies + sorted_ids
+        if not copies:
+            return 0, 0.0
+        return 0, copies * table.touched(num_rows, ids) * num_cols * _VALUE_BYTES + sorted_ids

@@ -58,8 +58,9 @@ class Storage:
     @property
     def total(self) -> Bytes:
         """All of it."""
-        parts = self.weights, self.state, self.gradients, self.cache, self.buffers
-        return Bytes(sum(part[0] for part in parts), sum(part[1] for part in parts))
+        (w, host_w), (s, host_s), (g, host_g) = self.weights, self.state, self.gradients
+        (c, host_c), (b, host_b) = self.cache, self.buffers
+        return Bytes(w + s + g + c + b, host_w + host_s + host_g + host_c + host_b)
 
     def plus(self, other: Storage) -> Storage:
         """Returns the sum of both."""
