@@ -20,7 +20,7 @@ SURFACE = {
     "recsys.datasets": "",
     "recsys.distributed": "",
     "recsys.distributed.planner": """
-        CustomTopologyData EmbeddingShardingPlanner FixedPercentageStorageReservation Hardware
+        CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner FixedPercentageStorageReservation Hardware
         HeuristicalStorageReservation ParameterConstraints PlannerError PoolingStats
         Topology
     """,

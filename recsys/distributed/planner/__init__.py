@@ -18,6 +18,7 @@ To be read in this order:
 """
 
 from recsys.distributed.planner.custom_topology import CustomTopologyData
+from recsys.distributed.planner.enumerators import EmbeddingEnumerator
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.pooling_stats import PoolingStats
@@ -31,6 +32,7 @@ from recsys.distributed.planner.types import (
 
 __all__ = [
     "CustomTopologyData",
+    "EmbeddingEnumerator",
     "EmbeddingShardingPlanner",
     "FixedPercentageStorageReservation",
     "Hardware",

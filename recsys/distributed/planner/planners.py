@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -127,6 +128,18 @@ class EmbeddingShardingPlanner:
                     f"EmbeddingShardingPlanner.{name} must be None; received a "
                     f"{type(value).__name__}. {_INSTEAD[name]}."
                 )
+        _check_types(
+            enumerator=enumerator,
+            storage_reservation=storage_reservation,
+            partitioner=partitioner,
+            estimator=estimator,
+            topology=topology,
+            batch_size=batch_size,
+            constraints=constraints,
+            timeout_seconds=timeout_seconds,
+            pooling_stats=pooling_stats,
+            batches_in_flight=batches_in_flight,
+        )
         topology = _agreed(enumerator, "topology", topology)
         batch_size = _agreed(enumerator, "batch_size", batch_size)
         constraints = _agreed(enumerator, "constraints", constraints)
@@ -455,6 +468,42 @@ class EmbeddingShardingPlanner:
             f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
             f"{table.dim} values; sharding types are {', '.join(types)}."
         )
+
+
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "topology": (Topology, "a Topology"),
+    "batch_size": (numbers.Integral, "a whole number"),
+    "constraints": (Mapping, "ParameterConstraints by table name"),
+    "timeout_seconds": (numbers.Real, "a number"),
+    "pooling_stats": (PoolingStats, "PoolingStats"),
+    "batches_in_flight": (numbers.Integral, "a whole number"),
+}
+_METHODS = {
+    "enumerator": "enumerate",
+    "storage_reservation": "usable",
+    "partitioner": "partition",
+    "estimator": "estimate",
+}
+
+
+def _check_types(**given: object) -> None:
+    """Raises TypeError if an argument that is given is not what it should be."""
+    for name, value in given.items():
+        subject = f"EmbeddingShardingPlanner.{name}"
+        received = f"received a {type(value).__name__}"
+        if name in _METHODS:
+            if value is not None and not callable(getattr(value, _METHODS[name], None)):
+                raise TypeError(f"{subject} must have a method {_METHODS[name]}; {received}.")
+            continue
+        kind, words = _TYPES[name]
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{subject} must be {words}; {received}.")
+        for table, demand in value.items() if isinstance(value, Mapping) else ():
+            if not isinstance(demand, ParameterConstraints):
+                raise TypeError(
+                    f"{subject}[{table!r}] must be ParameterConstraints; received a "
+                    f"{type(demand).__name__}."
+                )
 
 
 def _agreed(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, final
@@ -139,11 +141,18 @@ class ParameterConstraints:
             )
 
     def _check_numbers(self, name: str, least: int) -> None:
-        numbers = getattr(self, name) or []
-        if any(not (math.isfinite(number) and number >= least) for number in numbers):
+        values = getattr(self, name)
+        if values is None:
+            return
+        if not isinstance(values, Sequence) or not all(isinstance(v, numbers.Real) for v in values):
+            raise TypeError(
+                f"ParameterConstraints.{name} must be a list of numbers, one for each feature; "
+                f"received {values!r}."
+            )
+        if any(not (math.isfinite(value) and value >= least) for value in values):
             raise ValueError(
                 f"ParameterConstraints.{name} must be finite and at least {least}; received "
-                f"{numbers}."
+                f"{values}."
             )
 
     def apply_to(self, sharding: ParameterSharding) -> ParameterSharding:
