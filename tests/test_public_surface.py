@@ -20,9 +20,9 @@ SURFACE = {
     "recsys.datasets": "",
     "recsys.distributed": "",
     "recsys.distributed.planner": """
-        CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner FixedPercentageStorageReservation Hardware
-        HeuristicalStorageReservation ParameterConstraints PlannerError PoolingStats
-        Topology
+        CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner
+        FixedPercentageStorageReservation Hardware HeuristicalStorageReservation
+        ParameterConstraints PlannerError PoolingStats Topology
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection export_torchscript quantize_embeddings shard_quant_model
