@@ -124,6 +124,11 @@ def _plan(options: argparse.Namespace) -> int:
         plan = planner.rate(tables.model, tables.sharders, given)
     else:
         plan = planner.plan(tables.model, tables.sharders)
+    if not plan.plan:
+        raise ValueError(
+            f"--model must have tables to place; received {options.model}, whose model has no "
+            "embedding collection."
+        )
     if options.out:
         plan.to_json(options.out)
     if options.html:

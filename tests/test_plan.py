@@ -35,6 +35,9 @@ def make_model():
 def fails():
     raise KeyError("no such thing")
 
+def dense():
+    return torch.nn.Linear(2, 2)
+
 def number():
     return 3
 """
@@ -127,6 +130,7 @@ def test_what_does_not_fit_ends_with_1(folder: Path, capsys: pytest.CaptureFixtu
         (["--model", "no.py:make"], "--model must be a Python file that exists; received 'no.py'"),
         (["--model", "model.py:mode"], "must name a function of model.py; received 'mode'. There"),
         (["--model", "model.py:fails"], "model.py, line 14: KeyError: 'no such thing'"),
+        (["--model", "model.py:dense"], "--model must have tables to place; received model.py:de"),
         (["--model", "model.py:number"], "model.py:number must return an nn.Module; .* int"),
         (["--model", "broken.py:make"], "broken.py, line 1: ModuleNotFoundError: No module named"),
     ],

@@ -76,7 +76,7 @@ class Misfit:
         room = max(self.rooms, key=sum)
         return (
             f"The {len(self.tables)} tables {verdict} on {self._where()} of "
-            f"{mib(self.topology.memory_cap)} each, of which {mib(room.device)} are free for "
+            f"{mib(self.topology.memory_cap)} each, of which {mib(max(room.device, 0))} are free for "
             f"tables: they need at least {over or 'room that no rank has left'}. The largest: "
             f"{'; '.join(_describe(table) for table in largest[:_SHOWN])}."
         )
@@ -101,7 +101,7 @@ class Misfit:
                     scarce[memory] = room[pool]
         rooms = ", and ".join(
             f"{mib(caps[memory])}{' of host memory' if memory == 'host' else ''} each, of which "
-            f"{mib(free)} are free for it"
+            f"{mib(max(free, 0))} are free for it"
             for memory, free in scarce.items()
         )
         head = ("sharding type", "ranks", "bytes per rank", "over by", "memory")
