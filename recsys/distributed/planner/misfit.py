@@ -76,8 +76,8 @@ class Misfit:
         room = max(self.rooms, key=sum)
         return (
             f"The {len(self.tables)} tables {verdict} on {self._where()} of "
-            f"{mib(self.topology.memory_cap)} each, of which {mib(max(room.device, 0))} are free for "
-            f"tables: they need at least {over or 'room that no rank has left'}. The largest: "
+            f"{mib(self.topology.memory_cap)} each, of which {mib(max(room.device, 0))} are free "
+            f"for tables: they need at least {over or 'room that no rank has left'}. The largest: "
             f"{'; '.join(_describe(table) for table in largest[:_SHOWN])}."
         )
 
