@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_S = 5.0  # how long the other ranks get to report after one has failed
+_START_S = 240.0  # how long a process may take to start and to import what the function needs
 
 
 class RankError(AssertionError):
@@ -42,7 +43,17 @@ def _serve(conn: Connection) -> None:
             job = conn.recv_bytes()
         except EOFError:
             return
-        fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
+        try:
+            # imports the function's module
+            fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
+        except Exception:
+            conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            continue
+        conn.send_bytes(pickle.dumps((True, "ready")))
+        try:
+            conn.recv_bytes()  # all ranks are
+        except EOFError:
+            return
         with Path(_stacks_path(store_path, rank)).open("w") as stacks:
             faulthandler.dump_traceback_later(max(timeout - 2, 1), file=stacks)
             try:
@@ -94,20 +105,8 @@ class RankPool:
             return text
         return ""
 
-    def __call__(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
-    ) -> list[Any]:
-        """Calls ``fn(*args)`` on every rank, in a fresh process group; returns the results by rank.
-
-        ``fn`` must be a module-level function. Raises RankError if it fails or does not return in
-        time on any rank; the pool is then restarted, so that the next test finds it whole.
-        """
-        self._grow(world_size)
-        handle, path = tempfile.mkstemp(prefix="recsys-store-")
-        os.close(handle)
-        os.unlink(path)
-        for rank, (_, conn) in enumerate(self._workers[:world_size]):
-            conn.send_bytes(pickle.dumps((fn, args, rank, world_size, path, timeout)))
+    def _answers(self, world_size: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """What each rank says next, of those that say something in time."""
         answers: dict[int, tuple[bool, Any]] = {}
         rank_of = {conn: rank for rank, (_, conn) in enumerate(self._workers[:world_size])}
         deadline = time.monotonic() + timeout
@@ -121,6 +120,28 @@ class RankPool:
                     answers[rank_of[conn]] = (False, "the process died")
                 if not answers[rank_of[conn]][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return answers
+
+    def __call__(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Calls ``fn(*args)`` on every rank, in a fresh process group; returns the results by rank.
+
+        ``fn`` must be a module-level function. ``timeout`` counts the seconds from when every
+        process has imported it. Raises RankError if it fails or does not return in time on any
+        rank; the pool is then restarted, so that the next test finds it whole.
+        """
+        self._grow(world_size)
+        handle, path = tempfile.mkstemp(prefix="recsys-store-")
+        os.close(handle)
+        os.unlink(path)
+        for rank, (_, conn) in enumerate(self._workers[:world_size]):
+            conn.send_bytes(pickle.dumps((fn, args, rank, world_size, path, timeout)))
+        answers = self._answers(world_size, _START_S)  # the clock starts when all are ready
+        if len(answers) == world_size and all(ok for ok, _ in answers.values()):
+            for _, conn in self._workers[:world_size]:
+                conn.send_bytes(b"start")
+            answers = self._answers(world_size, timeout)
         stacks = {rank: self._taken(_stacks_path(path, rank)) for rank in range(world_size)}
         self._taken(path)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}

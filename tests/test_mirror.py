@@ -10,7 +10,7 @@ import recsys
 SOURCE = Path(recsys.__file__).parent
 TESTS = Path(__file__).parent
 
-# Test files about more than one source file.
+# Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "compat/test_signatures.py",
     "distributed/test_sharding.py",
@@ -21,6 +21,7 @@ BROAD = {
     "test_lean_import.py",
     "test_mirror.py",
     "test_public_surface.py",
+    "test_ranks.py",
 }
 
 # Source files with public names that are tested through what uses them.
