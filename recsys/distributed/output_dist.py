@@ -361,7 +361,7 @@ class _PooledExchange(Exchange[OutputDist]):
     def _outgoing(self, lookups: Sequence[Tensor]) -> Tensor:
         hop = self.stage.hop
         if hop is None:
-            return _join(lookups, self.stage).view(-1)
+            return _join(lookups, self.stage).reshape(-1)
         edges = [group.width - group.node_width for group in self.own_groups]
         flat_TC = _join([x[:, :e] for x, e in zip(lookups, edges, strict=True)], self.stage)
         parts_TC = _join([x[:, e:] for x, e in zip(lookups, edges, strict=True)], self.stage)

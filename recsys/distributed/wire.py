@@ -159,7 +159,9 @@ class WireFormat:
             rows = encoded.view(-1, self.block + _SCALE_BYTES)
             small = rows[:, : self.block]
             dtype = torch.int8 if self.precision is CommType.INT8 else self.fp8_dtype
-            scales = rows[:, self.block :].contiguous().view(torch.float32)
+            # a copy: within a single row the scale may start at an odd byte
+            scales = rows[:, self.block :].clone(memory_format=torch.contiguous_format)
+            scales = scales.view(torch.float32)
             values_N.copy_(self._cut((small.view(dtype).float() * scales).view(-1), sizes))
         return values_N if self.loss_scale is None else values_N.div_(self.loss_scale)
 
@@ -223,6 +225,7 @@ class QCommsConfig:
 
     Raises:
         ValueError: if a precision is no :class:`CommType`, or a number is not positive.
+        TypeError: if a number of values is no int.
 
     Example:
         >>> config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
@@ -260,6 +263,8 @@ class QCommsConfig:
                     f"QCommsConfig.{name} must be positive and finite; received {value}. "
                     "Leave it None for the default."
                 )
+            if name.startswith("fp8") and not isinstance(value, int | None):
+                raise TypeError(f"QCommsConfig.{name} must be an int; received {value!r}.")
 
 
 def get_qcomm_codecs_registry(

@@ -31,12 +31,25 @@ from recsys.distributed.types import (
 from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.optim import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    LarsSGD,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+)
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 
 FEATURES = ["f0", "f1", "f2", "f3"]
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+DIMS = (1, 2, 3, 4, 8, 16)
+OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, PartialRowWiseAdam, LAMB, LarsSGD)
+NEED_WHOLE_ROWS = (LAMB, LarsSGD)
+"""Optimizers of tables whose columns must not be split."""
 
 
 class Model(nn.Module):
@@ -98,12 +111,12 @@ class Case:
 
     def configs(self) -> list[Any]:
         rng = random.Random(self.seed)
-        dim = random.Random(self.seed + 2).choice([4, 8, 16])
+        dim = random.Random(self.seed + 2).choice(DIMS)
         return [
             self._config(
                 i,
                 num_embeddings=rng.randint(1, 30),
-                embedding_dim=rng.choice([4, 8, 16]) if self.pooled else dim,
+                embedding_dim=rng.choice(DIMS) if self.pooled else dim,
                 feature_names=rng.sample(FEATURES, rng.randint(1, 2)),
                 pooling=rng.choice([PoolingType.SUM, PoolingType.MEAN]),
             )
@@ -240,6 +253,26 @@ class EachType(Case):
             ranks = world[-1:] if kind is ShardingType.TABLE_WISE else world
             tables[kind.value] = parameter_sharding(kind, 12, 8, ranks)
         return ShardingPlan({"ebc": tables})
+
+
+@dataclass(frozen=True)
+class Narrow(Case):
+    """Three tables of ``width`` columns, or of 1, 2 and 3 for None, each read by two features."""
+
+    width: int | None = None
+
+    def configs(self) -> list[Any]:
+        dims = (1, 2, 3) if self.width is None else (self.width,) * 3
+        return [
+            self._config(
+                i,
+                num_embeddings=5 + 6 * i,
+                embedding_dim=dim,
+                feature_names=[FEATURES[i], FEATURES[i + 1]],
+                pooling=(PoolingType.SUM, PoolingType.MEAN)[i % 2],
+            )
+            for i, dim in enumerate(dims)
+        ]
 
 
 def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from recsys.distributed.types import ShardingType
-from recsys.optim import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.optim import RowWiseAdagrad
 from tests.distributed.cases import (
     CLOSE,
+    NEED_WHOLE_ROWS,
+    OPTIMIZERS,
     Case,
+    Narrow,
     assert_same,
     concat_batches,
     shard,
@@ -52,19 +55,28 @@ def test_trains_as_the_unsharded_model(ranks: RankPool, seed: int) -> None:
     ranks(case.world_size, _train_both, case)
 
 
+def _types_of(optimizer: type[torch.optim.Optimizer]) -> tuple[ShardingType, ...]:
+    """The strategies that a table with this optimizer may have."""
+    split = (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD)
+    return tuple(
+        kind for kind in ShardingType if optimizer not in NEED_WHOLE_ROWS or kind not in split
+    )
+
+
 def _sample(seed: int) -> Case:
     """A case of any strategy, pooled or not, of one or several nodes."""
     rng = random.Random(seed)
     world_size = rng.randint(1, 4)
+    optimizer = rng.choice(OPTIMIZERS)
     return Case(
         seed,
         world_size=world_size,
         node_size=rng.choice([size for size in (1, 2, 4) if world_size % size == 0]),
-        types=tuple(ShardingType),
+        types=_types_of(optimizer),
         pooled=rng.random() < 0.5,
         variable_batch=rng.random() < 0.3,
         use_index_dedup=rng.random() < 0.5,
-        optimizer=rng.choice([torch.optim.SGD, RowWiseAdagrad, Adagrad, Adam, PartialRowWiseAdam]),
+        optimizer=optimizer,
     )
 
 
@@ -72,3 +84,16 @@ def _sample(seed: int) -> Case:
 def test_every_strategy_trains_as_the_unsharded_model(ranks: RankPool, seed: int) -> None:
     case = _sample(seed)
     ranks(case.world_size, _train_both, case)
+
+
+def _train_narrow(optimizer: type[torch.optim.Optimizer], kind: ShardingType) -> None:
+    for width in (None, 1):
+        _train_both(Narrow(3, 2, types=(kind,), optimizer=optimizer, width=width))
+    for width in (1, 2, 3):
+        _train_both(Narrow(4, 2, types=(kind,), optimizer=optimizer, width=width, pooled=False))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
+def test_tables_of_1_to_3_columns(ranks: RankPool, optimizer: type[torch.optim.Optimizer]) -> None:
+    for kind in _types_of(optimizer):
+        ranks(2, _train_narrow, optimizer, kind)

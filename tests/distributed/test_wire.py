@@ -5,6 +5,8 @@ What becomes of models that train over each wire: tests/conformance/.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from recsys.distributed.wire import (
     codecs_for,
     get_qcomm_codecs_registry,
 )
-from tests.distributed.cases import Case, EachType, counted_collectives, shard
+from tests.distributed.cases import Case, EachType, Narrow, counted_collectives, shard, whole_state
 from tests.ranks import RankPool
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -78,6 +80,41 @@ def test_stretches_that_end_within_a_block(name: str) -> None:
     torch.testing.assert_close(FORMATS[name].decode(encoded, sizes), values, rtol=0.07, atol=0.3)
 
 
+@pytest.mark.parametrize("name", ["e4m3", "int8"])
+@pytest.mark.parametrize("block", [1, 5, 33, 35])
+def test_a_single_block_of_any_width(name: str, block: int) -> None:
+    wire = replace(FORMATS[name], block=block)
+    values = torch.linspace(-1, 1, block)
+    encoded, sizes = wire.encode(values, [block])
+    assert sizes == [block + 4]
+    torch.testing.assert_close(wire.decode(encoded, [block]), values, rtol=0.07, atol=0.01)
+
+
+def _outputs_and_gradients(case: Case) -> list[Tensor]:
+    model = shard(case)
+    before = whole_state(model)
+    outputs, _ = model(case.batches(1)[dist.get_rank()])
+    (outputs * outputs.detach().sin()).sum().backward()
+    after = whole_state(model)
+    return [outputs.detach(), *(after[name] - before[name] for name in after)]
+
+
+@pytest.mark.parametrize("wire", CommType)
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_tables_of_few_columns_travel_in_any_format(
+    ranks: RankPool, wire: CommType, pooled: bool
+) -> None:
+    for kind, width in itertools.product((ShardingType.TABLE_WISE, ShardingType.ROW_WISE), (1, 3)):
+        case = Narrow(3, 2, types=(kind,), width=width, pooled=pooled)
+        exact = ranks(2, _outputs_and_gradients, case)
+        for found, expected in zip(
+            ranks(2, _outputs_and_gradients, replace(case, wire=wire)), exact, strict=True
+        ):
+            for value, other in zip(found, expected, strict=True):
+                largest = float(other.abs().max()) if other.numel() else 0.0
+                torch.testing.assert_close(value, other, rtol=0, atol=0.25 * largest)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_a_number_does_not_become_one(name: str, bad: float) -> None:
@@ -104,6 +141,8 @@ def test_blocks_fit_the_columns() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="forward_precision must be a CommType, one of FP32, FP16"):
         QCommsConfig(forward_precision="fp16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"fp8_quantize_dim must be an int; received 7\.5"):
+        QCommsConfig(fp8_quantize_dim=7.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backward_loss_scale must be positive and finite"):
         QCommsConfig(backward_loss_scale=0.0)
     half = QuantizedCommCodecs(FORMATS["fp16"], FORMATS["fp16"])
