@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recsys.distributed.lookup import LocalShard
 from recsys.distributed.row_updates import DeferredUpdates
 from recsys.distributed.table_shards import TableShards
+from recsys.kernels.arguments import finite
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
@@ -189,7 +190,11 @@ class FusedTablesOptimizer(KeyedOptimizer):
 
 
 class _LiveGroup(dict[str, Any]):
-    """A parameter group whose ``lr`` is the kernels' own, so that schedulers reach them."""
+    """A parameter group whose ``lr`` is the kernels' own, so that schedulers reach them.
+
+    Setting a rate that is negative, infinite or NaN raises ValueError, one that is no number
+    TypeError.
+    """
 
     def __init__(
         self, optimizer: TableOptimizer, params: list[Tensor], shards: Sequence[LocalShard]
@@ -215,7 +220,8 @@ class _LiveGroup(dict[str, Any]):
             self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
         if key == "lr":
+            rate = finite("The learning rate of tables", value, least=0)
             for kernel, tables in self._places:
-                kernel.set_learning_rate(float(value), tables)
+                kernel.set_learning_rate(rate, tables)
+        super().__setitem__(key, value)

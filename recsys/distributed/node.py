@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-import os
+import torch
 
 from recsys.distributed.types import ShardingEnv
+from recsys.kernels.arguments import setting
 
 
 def get_local_size(world_size: int | None = None) -> int:
     """Returns the number of ranks on a node.
 
-    That is ``LOCAL_WORLD_SIZE``, which torchrun sets; all ranks where it is not set or does not
-    divide them, as when the ranks are a part of a job.
+    That is ``LOCAL_WORLD_SIZE``, which torchrun sets; all ranks where it is not set. For fewer or
+    more ranks than the job has it is taken where it divides them, else all are on one node.
 
     Args:
         world_size: the number of ranks; those of the default process group if None.
+
+    Raises:
+        ValueError: if ``LOCAL_WORLD_SIZE`` is no positive number, or does not divide the ranks of
+            the job.
 
     Example:
         >>> get_local_size(world_size=4)
         4
     """
     world_size = ShardingEnv.default().world_size if world_size is None else world_size
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return local_size if local_size > 0 and world_size % local_size == 0 else world_size
+    local_size = setting("LOCAL_WORLD_SIZE")
+    if local_size is None:
+        return world_size
+    if world_size % local_size == 0:
+        return local_size
+    if world_size == _job_size():
+        raise ValueError(
+            "The environment variable LOCAL_WORLD_SIZE must divide the number of ranks: nodes have "
+            f"equally many; received {local_size} for {world_size} ranks. Start as many on each "
+            "node."
+        )
+    return world_size
+
+
+def _job_size() -> int | None:
+    """Returns the number of ranks of this job, if it is known to have several processes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return setting("WORLD_SIZE")
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
@@ -35,12 +57,15 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
         world_size: the number of ranks; those of the default process group if None.
         rank: of this process; its rank in the default process group if None.
 
+    Raises:
+        ValueError: if ``LOCAL_RANK`` is no number from 0 on.
+
     Example:
         >>> get_local_rank(world_size=4, rank=3)
         3
     """
-    local_rank = os.environ.get("LOCAL_RANK")
+    local_rank = setting("LOCAL_RANK", least=0)
     if local_rank is not None:
-        return int(local_rank)
+        return local_rank
     rank = ShardingEnv.default().rank if rank is None else rank
     return rank % get_local_size(world_size)

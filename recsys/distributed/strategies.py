@@ -21,6 +21,7 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recsys.kernels.arguments import whole_list
 from recsys.kernels.types import PoolingMode
 
 MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
@@ -212,25 +213,18 @@ def rects_of(
         world_size: the number of ranks there are.
 
     Raises:
-        ValueError: if a rank does not exist, or the plan has neither shards nor ranks. (Gaps and
-            overlaps are found when the layout is built.)
+        ValueError: if a rank does not exist, a shard has not two offsets and two sizes, or the plan
+            has neither shards nor ranks. (Gaps and overlaps are found when the layout is built.)
+        TypeError: if an offset, a size or a rank is no whole number.
     """
     sharding_type = ShardingType(sharding.sharding_type)
     if sharding_type is ShardingType.DATA_PARALLEL:
         return ()
     if sharding.sharding_spec is not None:
-        rects = [
-            Rect(
-                row_start=shard.shard_offsets[0],
-                row_end=shard.shard_offsets[0] + shard.shard_sizes[0],
-                col_start=shard.shard_offsets[1],
-                col_end=shard.shard_offsets[1] + shard.shard_sizes[1],
-                rank=shard.rank,
-            )
-            for shard in sharding.sharding_spec.shards
-        ]
+        rects = [_rect_of(name, shard) for shard in sharding.sharding_spec.shards]
     else:
-        ranks = sharding.ranks
+        where = f"The ranks of table {name!r}"
+        ranks = None if sharding.ranks is None else whole_list(where, sharding.ranks)
         if not ranks:
             if sharding_type is not ShardingType.ROW_WISE:
                 raise ValueError(
@@ -249,6 +243,14 @@ def rects_of(
             )
     kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
     return tuple(_merge_neighbours(kept))
+
+
+def _rect_of(table: str, shard: ShardMetadata) -> Rect:
+    row, col = whole_list(f"shard_offsets of table {table!r}", shard.shard_offsets, length=2)
+    rows, cols = whole_list(f"shard_sizes of table {table!r}", shard.shard_sizes, length=2)
+    return Rect(
+        row_start=row, row_end=row + rows, col_start=col, col_end=col + cols, rank=shard.rank
+    )
 
 
 def pooling_of_parts(pooling: PoolingMode, rects: Sequence[Rect]) -> PoolingMode:

@@ -23,6 +23,7 @@ from torch import nn
 
 from recsys.distributed.file_checks import read_source
 from recsys.distributed.module_tree import outermost, walk
+from recsys.kernels.arguments import choice, setting, whole_list
 from recsys.kernels.types import BoundsCheckMode
 
 T = TypeVar("T")
@@ -75,11 +76,20 @@ class ShardMetadata:
         shard_sizes: ``[rows, columns]``.
         placement: ``"rank:<rank>/<device>"``, such as ``"rank:0/cuda:0"`` or ``"rank:1/cpu"``. An
             object with a ``rank()`` method (torch's ``_remote_device``) is accepted as well.
+
+    Raises:
+        TypeError: if offsets or sizes are no lists of whole numbers.
+        ValueError: if there are not two of each, or one is negative.
     """
 
     shard_offsets: list[int]
     shard_sizes: list[int]
     placement: object = None
+
+    def __post_init__(self) -> None:
+        for name in ("shard_offsets", "shard_sizes"):
+            subject = f"{type(self).__name__}.{name}"
+            setattr(self, name, whole_list(subject, getattr(self, name), length=2))
 
     @property
     def rank(self) -> int:
@@ -178,6 +188,10 @@ class ParameterSharding:
         cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
         bounds_check_mode: what to do with an id outside the table.
         output_dtype: dtype of the looked-up embeddings; None or float32.
+
+    Raises:
+        TypeError: if ranks are no list of whole numbers.
+        ValueError: if there is no such type or kernel, or a rank is negative.
     """
 
     sharding_type: str
@@ -190,20 +204,12 @@ class ParameterSharding:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.sharding_type, ShardingType):
-            self.sharding_type = self.sharding_type.value
-        if isinstance(self.compute_kernel, EmbeddingComputeKernel):
-            self.compute_kernel = self.compute_kernel.value
-        _check_choice("sharding_type", self.sharding_type, ShardingType)
-        _check_choice("compute_kernel", self.compute_kernel, EmbeddingComputeKernel)
-
-
-def _check_choice(field_name: str, value: str, choices: type[Enum]) -> None:
-    names = [choice.value for choice in choices]
-    if value not in names:
-        raise ValueError(
-            f"ParameterSharding.{field_name} must be one of {', '.join(names)}; received {value!r}."
-        )
+        where = type(self).__name__
+        kind = choice(f"{where}.sharding_type", self.sharding_type, ShardingType)
+        kernel = choice(f"{where}.compute_kernel", self.compute_kernel, EmbeddingComputeKernel)
+        self.sharding_type, self.compute_kernel = kind.value, kernel.value
+        if self.ranks is not None:
+            self.ranks = whole_list(f"{where}.ranks", self.ranks)
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
@@ -388,10 +394,23 @@ class ShardingEnv:
 
     @classmethod
     def default(cls) -> ShardingEnv:
-        """Makes the environment of the default process group, or of one process without one."""
+        """Makes the environment of the default process group, or of one process without one.
+
+        Raises:
+            ValueError: if this is one process of several, as ``WORLD_SIZE`` of torchrun tells, and
+                there is no process group yet: each would train a model of its own.
+        """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             assert torch.distributed.group.WORLD is not None
             return cls.from_process_group(torch.distributed.group.WORLD)
+        started = setting("WORLD_SIZE") or 1
+        if started > 1:
+            raise ValueError(
+                f"This is one of {started} processes (WORLD_SIZE={started}), but they have no "
+                "process group, so each would train a model of its own. First call "
+                'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs; or pass '
+                "env=ShardingEnv.from_local() if that is what you want."
+            )
         return cls.from_local()
 
 

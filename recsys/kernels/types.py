@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, fields
 from typing import final
+
+from recsys.kernels.arguments import finite
 
 __all__ = [
     "BoundsCheckMode",
@@ -168,14 +169,9 @@ class OptimizerSpec:
                 f"{self.algorithm!r}. Choose one of {[e.name for e in EmbOptimType]}."
             )
         for name in ("learning_rate", "eps", "weight_decay", "eta", "beta1", "beta2", "momentum"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"OptimizerSpec.{name} must be finite and >= 0; received {value}.")
-        for name in ("beta1", "beta2", "momentum"):
-            if getattr(self, name) >= 1:
-                raise ValueError(
-                    f"OptimizerSpec.{name} must be < 1; received {getattr(self, name)}."
-                )
+            below = 1 if name in ("beta1", "beta2", "momentum") else None
+            number = finite(f"OptimizerSpec.{name}", getattr(self, name), least=0, below=below)
+            object.__setattr__(self, name, number)
         default = (
             WeightDecayMode.DECOUPLE if self.algorithm in _DECAYS_DECOUPLED else WeightDecayMode.L2
         )

@@ -5,7 +5,7 @@ Legend: `F` features, `B` batch size, `D` columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
+    check_tables,
     pooling_type_to_pooling_mode,
 )
 from recsys.modules.embedding_inputs import check_features, expand_bags
@@ -47,6 +48,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     Raises:
         ValueError: No tables, repeated names, a table without features, pooling NONE, or a dtype
             that cannot be trained.
+        TypeError: A table is no EmbeddingBagConfig.
 
     Example:
         >>> ebc = EmbeddingBagCollection(
@@ -67,12 +69,13 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
 
     def __init__(
         self,
-        tables: list[EmbeddingBagConfig],
+        tables: Iterable[EmbeddingBagConfig],
         is_weighted: bool = False,
         device: torch.device | None = None,
         *,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
+        tables = check_tables(type(self).__name__, tables, EmbeddingBagConfig)
         for config in tables:
             if config.pooling is PoolingType.NONE:
                 raise ValueError(

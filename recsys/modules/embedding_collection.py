@@ -5,11 +5,13 @@ Legend: `N` ids of one feature, `D` columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from recsys.kernels.types import BoundsCheckMode, PoolingMode
 from recsys.modules.eager import eager_under_compile
-from recsys.modules.embedding_configs import EmbeddingConfig
+from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import check_features
 from recsys.modules.embedding_interfaces import (
     EmbeddingCollectionInterface,
@@ -39,6 +41,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
     Raises:
         ValueError: No tables, repeated names, a table without features, different dims, or a dtype
             that cannot be trained.
+        TypeError: A table is no EmbeddingConfig.
 
     Example:
         >>> ec = EmbeddingCollection(
@@ -54,12 +57,13 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
 
     def __init__(
         self,
-        tables: list[EmbeddingConfig],
+        tables: Iterable[EmbeddingConfig],
         device: torch.device | None = None,
         need_indices: bool = False,
         *,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
+        tables = check_tables(type(self).__name__, tables, EmbeddingConfig)
         dims = {config.name: config.embedding_dim for config in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
+from recsys.kernels.arguments import choice, finite, names, repeated, whole, wrong_type
 from recsys.kernels.types import PoolingMode
 
 __all__ = [
@@ -132,9 +133,10 @@ class BaseEmbeddingConfig:
     """A table and the features that read it.
 
     Raises:
-        ValueError: Sizes that are not positive, a feature listed twice, an empty range of initial
-            values, or an option that is not supported.
-        TypeError: `data_type` is not a DataType.
+        ValueError: Sizes that are not positive, a feature listed twice, initial values from an
+            empty range or one with an end that is not finite, an unknown pooling, or an option that
+            is not supported.
+        TypeError: Something is not of its type, such as `feature_names` that are one text.
     """
 
     num_embeddings: int
@@ -172,26 +174,31 @@ class BaseEmbeddingConfig:
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__} '{self.name}'"
-        if self.num_embeddings <= 0 or self.embedding_dim <= 0:
-            raise ValueError(
-                f"{where} needs num_embeddings > 0 and embedding_dim > 0; received "
-                f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}."
-            )
+        if not isinstance(self.name, str):
+            wrong_type(f"{type(self).__name__}.name", "text", self.name)
+        self.num_embeddings = whole(f"{where}.num_embeddings", self.num_embeddings)
+        self.embedding_dim = whole(f"{where}.embedding_dim", self.embedding_dim)
         if not isinstance(self.data_type, DataType):
             raise TypeError(
                 f"{where}.data_type must be a DataType; received {self.data_type!r}. Use "
                 "dtype_to_data_type for a torch dtype."
             )
-        repeated = sorted({f for f in self.feature_names if self.feature_names.count(f) > 1})
-        if repeated:
+        self.feature_names = names(f"{where}.feature_names", self.feature_names)
+        twice = repeated(self.feature_names)
+        if twice:
             raise ValueError(
-                f"{where}.feature_names must be unique; received {repeated} more than once."
+                f"{where}.feature_names must be unique; received {twice} more than once."
             )
+        for end in ("weight_init_min", "weight_init_max"):
+            if getattr(self, end) is not None:
+                setattr(self, end, finite(f"{where}.{end}", getattr(self, end)))
         if self.get_weight_init_min() > self.get_weight_init_max():
             raise ValueError(
                 f"{where} needs weight_init_min <= weight_init_max; received "
                 f"{self.get_weight_init_min()} > {self.get_weight_init_max()}."
             )
+        if self.init_fn is not None and not callable(self.init_fn):
+            wrong_type(f"{where}.init_fn", "a function of a tensor, or None", self.init_fn)
         for option in (
             "use_virtual_table",
             "virtual_table_eviction_policy",
@@ -231,7 +238,12 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
     """
 
     pooling: PoolingType = PoolingType.SUM
-    """SUM or MEAN."""
+    """SUM or MEAN; also taken by name, such as "mean"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = f"{type(self).__name__} '{self.name}'"
+        self.pooling = choice(f"{where}.pooling", self.pooling, PoolingType)
 
 
 @dataclass
@@ -261,27 +273,39 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
 _TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
-def check_tables(owner: str, configs: Sequence[BaseEmbeddingConfig]) -> None:
+_Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
+
+
+def check_tables(owner: str, configs: Iterable[_Config], kind: type[_Config]) -> list[_Config]:
     """Raise if tables cannot be one trainable collection.
 
     Args:
         owner: The collection's class, for messages.
-        configs: Its tables.
+        configs: Its tables, in any iterable.
+        kind: The class of their configs.
+
+    Returns:
+        The tables. Each was checked once more, as configs can be changed after they were made.
 
     Raises:
         ValueError: No tables, tables of the same name, without features, or of a dtype that
             cannot be trained.
+        TypeError: Something is not a config of that class.
     """
-    if not configs:
+    found: list[_Config] = list(configs) if isinstance(configs, Iterable) else [configs]
+    for config in found:
+        if not isinstance(config, kind):
+            wrong_type(f"{owner}.tables", f"a list of {kind.__name__}", config)
+        config.__post_init__()
+    if not found:
         raise ValueError(f"{owner} needs at least one table; received none.")
-    names = [config.name for config in configs]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
+    twice = repeated(config.name for config in found)
+    if twice:
         raise ValueError(
-            f"{owner} needs tables with different names; received {repeated} more than once. "
+            f"{owner} needs tables with different names; received {twice} more than once. "
             "Rename all but one; features that share a table go into its feature_names."
         )
-    for config in configs:
+    for config in found:
         if not config.name or "." in config.name:
             raise ValueError(
                 f"{owner} names parameters by table, so a table needs a name without dots; "
@@ -298,3 +322,4 @@ def check_tables(owner: str, configs: Sequence[BaseEmbeddingConfig]) -> None:
                 f"{[str(d) for d in _TRAINABLE]}; received {config.data_type}. Quantize a trained "
                 "collection instead."
             )
+    return found

@@ -28,7 +28,7 @@ from recsys.kernels.types import (
     TableSpec,
     UpdateMode,
 )
-from recsys.modules.embedding_configs import BaseEmbeddingConfig, check_tables, data_type_to_dtype
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from recsys.modules.embedding_init import draw_seed, init_rows
 from recsys.modules.embedding_inputs import FeatureSelector
 from recsys.optim.apply_optimizer_in_backward import (
@@ -148,18 +148,13 @@ class TableCollection(nn.Module):
     """Tables as parameters, and fused lookups over them.
 
     Args:
-        configs: The tables.
+        configs: The tables, which `check_tables` returned.
         poolings: Pooling of each.
         device: Where the tables live; None: torch's default device.
         bounds_check_mode: What to do with ids outside their table.
 
     Attributes:
         init_seed: The seed of the initial values.
-
-    Raises:
-        ValueError: No tables, tables of the same name, without features, or of a dtype that
-        cannot be
-            trained.
     """
 
     def __init__(
@@ -170,7 +165,6 @@ class TableCollection(nn.Module):
         bounds_check_mode: BoundsCheckMode,
     ) -> None:
         super().__init__()
-        check_tables(type(self).__name__, configs)
         self._configs = list(configs)
         self._poolings = tuple(poolings)
         self._bounds_check_mode = BoundsCheckMode[bounds_check_mode.name]

@@ -178,8 +178,8 @@ def optimizer_spec(
     values.update(optimizer_kwargs)
     algorithm = meaning.algorithm
     fields: dict[str, Any] = {
-        "learning_rate": float(values.pop("lr")),
-        "weight_decay": float(values.pop("weight_decay", 0.0)),
+        "learning_rate": values.pop("lr"),
+        "weight_decay": values.pop("weight_decay", 0.0),
         "weight_decay_mode": meaning.decay,
     }
     if values.pop("decoupled_weight_decay", False):
@@ -187,9 +187,9 @@ def optimizer_spec(
     for name in meaning.fields:
         value = values.pop(name)
         if name == "betas":
-            fields["beta1"], fields["beta2"] = (float(beta) for beta in value)
+            fields["beta1"], fields["beta2"] = value
         else:
-            fields[name] = float(value)
+            fields[name] = value
     ignored = {n: v for n, v in values.items() if n not in _ANY_VALUE and v not in (0, None)}
     if ignored:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from recsys.kernels.arguments import choice, finite, whole
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
@@ -47,7 +48,7 @@ class WarmupStage:
     """One stage of a schedule.
 
     Args:
-        policy: how the factor follows the step.
+        policy: how the factor follows the step; also taken by name, such as "linear".
         max_iters: the last step of the stage, counted from the start of training.
         value: see the policy.
         lr_scale: a further factor.
@@ -57,7 +58,9 @@ class WarmupStage:
         end_value: see the policy.
 
     Raises:
-        ValueError: if the policy needs a setting that is missing or not positive.
+        ValueError: if there is no such policy, if it needs a setting that is missing or not
+            positive, or if a number is infinite or NaN.
+        TypeError: if a setting is no number, or no whole one.
 
     Example:
         >>> WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.5).factor(2)
@@ -74,6 +77,18 @@ class WarmupStage:
     end_value: float | None = None
 
     def __post_init__(self) -> None:
+        self.policy = choice("WarmupStage.policy", self.policy, WarmupPolicy)
+        self.max_iters = whole("WarmupStage.max_iters", self.max_iters)
+        self.sgdr_period = whole("WarmupStage.sgdr_period", self.sgdr_period)
+        self.decay_iters = whole("WarmupStage.decay_iters", self.decay_iters, least=-1)
+        self.value = finite("WarmupStage.value", self.value)
+        self.lr_scale = finite("WarmupStage.lr_scale", self.lr_scale)
+        if self.start_interpolating_iters is not None:
+            self.start_interpolating_iters = whole(
+                "WarmupStage.start_interpolating_iters", self.start_interpolating_iters, least=0
+            )
+        if self.end_value is not None:
+            self.end_value = finite("WarmupStage.end_value", self.end_value)
         if self.policy is WarmupPolicy.INTERPOLATE:
             if self.start_interpolating_iters is None or self.end_value is None:
                 raise ValueError(
@@ -85,11 +100,8 @@ class WarmupStage:
                     "start_interpolating_iters must be smaller than max_iters; received "
                     f"{self.start_interpolating_iters} and {self.max_iters}."
                 )
-        if self.sgdr_period < 1 or self.decay_iters == 0 or self.decay_iters < -1:
-            raise ValueError(
-                "sgdr_period must be positive, and decay_iters positive or -1; received "
-                f"{self.sgdr_period} and {self.decay_iters}."
-            )
+        if self.decay_iters == 0:
+            raise ValueError("WarmupStage.decay_iters must be positive, or -1; received 0.")
 
     def factor(self, step: int) -> float:
         """What the learning rate is multiplied by.
@@ -165,6 +177,7 @@ class WarmupOptimizer(OptimizerWrapper):
         lr_param: str = "lr",
         param_name: str = "__warmup",
     ) -> None:
+        lr = finite("WarmupOptimizer.lr", lr, least=0)
         reached = 0
         for stage in stages:
             if stage.max_iters <= reached:

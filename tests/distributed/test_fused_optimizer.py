@@ -620,6 +620,24 @@ def test_replicas_do_not_round_stochastically(ranks: RankPool) -> None:
 # -- settings --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("rate", "kind"),
+    [(float("nan"), ValueError), (-1, ValueError), (float("inf"), ValueError), ("1", TypeError)],
+)
+def test_a_rate_that_is_none_is_refused_where_it_is_set(rate: Any, kind: type[Exception]) -> None:
+    case = EachType(0, 1)
+    model = DistributedModelParallel(case.model(), device=CPU)
+    group = model.fused_optimizer.param_groups[0]
+    with pytest.raises(kind, match=r"The learning rate of tables must be .*; received"):
+        group["lr"] = rate
+    assert group["lr"] == 0.1
+    unsharded = case.model()
+    table = next(iter(unsharded.ebc.parameters()))
+    table._in_backward_optimizers[0].param_groups[0]["lr"] = rate  # type: ignore[attr-defined]
+    with pytest.raises(kind, match=r"OptimizerSpec\.learning_rate must be .*; received"):
+        unsharded(case.batches(0)[0])
+
+
 def test_fused_params_name_the_modes() -> None:
     owned = optimizer_from_fused_params(
         {"optimizer": "ADAM", "update_mode": "deferred", "row_state": RowState.PER_SHARD}

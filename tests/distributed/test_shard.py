@@ -61,6 +61,21 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_one_of_several_processes_is_not_alone_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it; no process group
+    case = EachType(0, 1)
+    builds = (
+        lambda model, **env: DistributedModelParallel(model, device=CPU, **env),
+        lambda model, **env: shard_modules(model, device=CPU, **env),
+        lambda model, **env: shard(model.ebc, row_wise(), device=CPU, **env),
+    )
+    for build in builds:
+        with pytest.raises(ValueError, match=r'init_process_group\("gloo"\).*from_local\(\)'):
+            build(case.model())
+        build(case.model(), env=ShardingEnv.from_local())
+        build(case.model(), env=ShardingEnv(world_size=1, rank=0))
+
+
 # -- one module, and all modules of a model --------------------------------------------------------
 
 

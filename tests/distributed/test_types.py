@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.strategies import parameter_sharding, rects_of
 from recsys.distributed.types import (
     CacheParams,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
     LazyAwaitable,
     LazyNoWait,
     ParameterSharding,
@@ -243,6 +246,48 @@ class TestPlan:
         sharding = ParameterSharding(ShardingType.TABLE_WISE, EmbeddingComputeKernel.FUSED, [0])
         assert sharding == ParameterSharding("table_wise", "fused", [0])
 
+    @pytest.mark.parametrize(
+        ("ranks", "kind", "message"),
+        [
+            ("0", TypeError, "ranks must be a list of whole numbers; received '0'"),
+            (0, TypeError, "ranks must be a list of whole numbers; received 0"),
+            ([0.0], TypeError, r"ranks\[0\] must be a whole number; received 0\.0"),
+            ([0, True], TypeError, r"ranks\[1\] must be a whole number; received True"),
+            ([-1], ValueError, r"ranks\[0\] must not be negative; received -1"),
+        ],
+    )
+    def test_refuses_what_is_no_rank(self, ranks: Any, kind: type[Exception], message: str) -> None:
+        with pytest.raises(kind, match=f"ParameterSharding.{message}"):
+            ParameterSharding("table_wise", "fused", ranks=ranks)
+
+    @pytest.mark.parametrize(
+        ("offsets", "sizes", "kind", "message"),
+        [
+            ([0], [4, 4], ValueError, r"shard_offsets must have 2 numbers; received \[0\]"),
+            ([0, 0], [4], ValueError, r"shard_sizes must have 2 numbers; received \[4\]"),
+            ([0, 0], [-4, 4], ValueError, r"shard_sizes\[0\] must not be negative; received -4"),
+            ([0, 0], [4.0, 4], TypeError, r"shard_sizes\[0\] must be a whole number; .* 4\.0"),
+            (["0", 0], [4, 4], TypeError, r"shard_offsets\[0\] must be a whole number; .*'0'"),
+            ("00", [4, 4], TypeError, "shard_offsets must be a list of whole numbers; .*'00'"),
+        ],
+    )
+    def test_refuses_what_is_no_shard(
+        self, offsets: Any, sizes: Any, kind: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(kind, match=f"ShardMetadata.{message}"):
+            ShardMetadata(offsets, sizes, "rank:0/cpu")
+        shard = ShardMetadata([0, 0], [4, 4], "rank:0/cpu")
+        shard.shard_offsets, shard.shard_sizes = offsets, sizes
+        placed = ParameterSharding("row_wise", "fused", None, EnumerableShardingSpec([shard]))
+        at_use = message.replace("shard_offsets", "shard_offsets of table 't'")
+        at_use = at_use.replace("shard_sizes", "shard_sizes of table 't'")
+        with pytest.raises(kind, match=at_use):
+            rects_of("t", 4, 4, placed, world_size=1)
+
+    def test_takes_numpys_numbers(self) -> None:
+        placed = ParameterSharding("table_wise", "fused", ranks=np.arange(1))  # type: ignore[arg-type]
+        assert placed == ParameterSharding("table_wise", "fused", ranks=[0])
+
     def test_refuses_unknown_words(self) -> None:
         known = ", ".join(kind.value for kind in ShardingType)
         with pytest.raises(
@@ -288,6 +333,16 @@ class TestEnv:
     def test_without_a_process_group(self) -> None:
         for env in (ShardingEnv.default(), ShardingEnv.from_local()):
             assert (env.rank, env.world_size, env.process_group) == (0, 1, None)
+
+    def test_one_of_several_processes_needs_a_process_group(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*init_process_group.*from_local\(\)"):
+            ShardingEnv.default()
+        assert ShardingEnv.from_local().world_size == 1
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert ShardingEnv.default().world_size == 1
 
     def test_of_the_default_process_group(self, ranks: RankPool) -> None:
         assert ranks(2, _default_env) == [(0, 2), (1, 2)]

@@ -7,6 +7,8 @@ import doctest
 import io
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +76,31 @@ def test_tutorial_runs_as_a_job_of_several_processes(
 ) -> None:
     page = ROOT / "docs" / "tutorials" / "intro.md"
     ranks(world_size, run_page, page, tmp_path, world_size == 1)
+
+
+@pytest.mark.parametrize("num_processes", [None, 2])
+def test_the_readme_runs_by_python_and_by_torchrun(
+    tmp_path: Path, num_processes: int | None
+) -> None:
+    script = tmp_path / "train.py"
+    (block,) = blocks_of(ROOT / "README.md")
+    script.write_text(block.code)
+    launcher = [] if num_processes is None else ["-m", "torch.distributed.run", "--standalone"]
+    launcher += [] if num_processes is None else [f"--nproc-per-node={num_processes}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = range(num_processes or 1)
+    losses = dict(re.findall(r"rank (\d): loss (0\.\d{4})", done.stdout))
+    assert sorted(losses) == [str(rank) for rank in ranks]
+    owners = set(re.findall(r"rank:(\d)/", done.stdout))
+    assert owners == set(losses), done.stdout  # one model, on all of them
 
 
 def test_differences_are_found(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_optimizer_specs_are_grouping_keys() -> None:
     [
         (EmbOptimType.SGD, {"eps": 0.1}, r"SGD does not read \['eps'\]; received \[0.1\]"),
         (EmbOptimType.ADAM, {"momentum": 0.5}, r"ADAM does not read \['momentum'\]"),
-        (EmbOptimType.ADAM, {"beta1": 1.0}, "beta1 must be < 1; received 1.0"),
+        (EmbOptimType.ADAM, {"beta1": 1.0}, "beta1 must be finite and >= 0 and < 1; received 1.0"),
         (EmbOptimType.ADAM, {"learning_rate": -1.0}, "learning_rate must be finite and >= 0"),
         (EmbOptimType.LAMB, {"weight_decay_mode": WeightDecayMode.L2}, "received L2"),
         (EmbOptimType.SGD, {"weight_decay": float("nan")}, "weight_decay must be finite"),

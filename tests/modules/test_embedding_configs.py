@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from recsys.modules.embedding_configs import (
     dtype_to_data_type,
     pooling_type_to_pooling_mode,
 )
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 
 def test_fields_may_be_positional() -> None:
@@ -51,8 +55,12 @@ def test_every_pooling_has_a_mode() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_embeddings": 0}, r"needs num_embeddings > 0 .* received num_embeddings=0"),
-        ({"embedding_dim": -1}, "embedding_dim=-1"),
+        ({"num_embeddings": 0}, r"'t'\.num_embeddings must be positive; received 0"),
+        ({"embedding_dim": -1}, r"'t'\.embedding_dim must be positive; received -1"),
+        ({"num_embeddings": 10**9, "embedding_dim": -(10**99)}, r"received -10{58}\.\.\."),
+        ({"weight_init_min": float("nan")}, r"weight_init_min must be finite; received nan"),
+        ({"weight_init_max": float("inf")}, r"weight_init_max must be finite; received inf"),
+        ({"pooling": "max"}, r"'t'\.pooling must be one of SUM, MEAN, NONE; received 'max'"),
         ({"feature_names": ["f", "g", "f"]}, r"must be unique; received \['f'\]"),
         ({"weight_init_min": 2.0, "weight_init_max": 1.0}, r"received 2\.0 > 1\.0"),
         ({"use_virtual_table": True}, "use_virtual_table is not supported"),
@@ -62,6 +70,85 @@ def test_bad_values_raise(fields: dict[str, object], message: str) -> None:
     defaults: dict[str, object] = {"num_embeddings": 10, "embedding_dim": 4, "name": "t"}
     with pytest.raises(ValueError, match=message):
         EmbeddingBagConfig(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_embeddings": 10.5}, r"'t'\.num_embeddings must be a whole number; received 10\.5"),
+        ({"num_embeddings": "10"}, r"num_embeddings must be a whole number; received '10'"),
+        ({"num_embeddings": True}, r"num_embeddings must be a whole number; received True"),
+        ({"embedding_dim": None}, r"embedding_dim must be a whole number; received None"),
+        ({"feature_names": "film"}, r"must be a list of text; received 'film'\. Write \['film'\]"),
+        ({"feature_names": None}, r"feature_names must be a list of text; received None"),
+        ({"feature_names": [1, 2]}, r"feature_names must be a list of text; received \[1, 2\]"),
+        ({"name": 3}, r"EmbeddingBagConfig\.name must be text; received 3"),
+        ({"weight_init_min": "low"}, r"weight_init_min must be a number; received 'low'"),
+        ({"init_fn": 3}, r"init_fn must be a function of a tensor, or None; received 3"),
+        ({"pooling": None}, r"pooling must be one of SUM, MEAN, NONE; received None"),
+    ],
+)
+def test_values_of_another_type_raise(fields: dict[str, object], message: str) -> None:
+    defaults: dict[str, object] = {"num_embeddings": 10, "embedding_dim": 4, "name": "t"}
+    with pytest.raises(TypeError, match=message):
+        EmbeddingBagConfig(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def test_values_are_kept_as_what_they_mean() -> None:
+    config = EmbeddingBagConfig(
+        np.int64(10),  # type: ignore[arg-type]
+        4,
+        "t",
+        feature_names=(f"f{i}" for i in range(2)),  # type: ignore[arg-type]
+        weight_init_min=-1,
+        pooling="mean",  # type: ignore[arg-type]
+    )
+    assert type(config.num_embeddings) is int
+    assert config.feature_names == ["f0", "f1"]
+    assert config.pooling is PoolingType.MEAN
+    assert config.get_weight_init_min() == -1.0
+
+
+class TestCheckTables:
+    @staticmethod
+    def config(name: str = "t") -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(10, 4, name, feature_names=["f"])
+
+    def test_takes_any_iterable(self) -> None:
+        ebc = EmbeddingBagCollection(tables=(self.config(name) for name in ("a", "b")))
+        assert list(ebc.state_dict()) == ["embedding_bags.a.weight", "embedding_bags.b.weight"]
+        sequences = (EmbeddingConfig(10, 4, name, feature_names=["f"]) for name in ("a", "b"))
+        assert list(EmbeddingCollection(tables=sequences).state_dict()) == [
+            "embeddings.a.weight",
+            "embeddings.b.weight",
+        ]
+
+    @pytest.mark.parametrize(
+        ("tables", "message"),
+        [
+            ("films", "tables must be a list of EmbeddingBagConfig; received 'f'"),
+            ([EmbeddingConfig(10, 4, "t", feature_names=["f"])], "received EmbeddingConfig"),
+            ({"t": 1}, "must be a list of EmbeddingBagConfig; received 't'"),
+            (None, "must be a list of EmbeddingBagConfig; received None"),
+        ],
+    )
+    def test_other_things_are_no_tables(self, tables: Any, message: str) -> None:
+        with pytest.raises(TypeError, match=message):
+            EmbeddingBagCollection(tables=tables)
+
+    def test_no_tables_at_all(self) -> None:
+        with pytest.raises(ValueError, match="at least one table; received none"):
+            EmbeddingBagCollection(tables=iter([]))
+
+    def test_names_that_repeat_are_listed(self) -> None:
+        with pytest.raises(ValueError, match=r"different names; received \['b'\] more than once"):
+            EmbeddingBagCollection(tables=[self.config(name) for name in "abcb"])
+
+    def test_a_config_that_was_changed_is_checked_again(self) -> None:
+        config = self.config()
+        config.num_embeddings = 10.5  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"'t'\.num_embeddings must be a whole number"):
+            EmbeddingBagCollection(tables=[config])
 
 
 def test_a_dtype_is_no_data_type() -> None:

@@ -169,8 +169,12 @@ def test_another_setting_can_be_warmed_up() -> None:
             },
             "must be smaller than max_iters; received 3 and 3",
         ),
-        ({"sgdr_period": 0}, "sgdr_period must be positive"),
-        ({"decay_iters": 0}, "decay_iters positive or -1; received 1 and 0"),
+        ({"sgdr_period": 0}, r"WarmupStage\.sgdr_period must be positive; received 0"),
+        ({"max_iters": 0}, r"WarmupStage\.max_iters must be positive; received 0"),
+        ({"decay_iters": 0}, r"decay_iters must be positive, or -1; received 0"),
+        ({"decay_iters": -2}, r"decay_iters must be at least -1; received -2"),
+        ({"policy": "linaer"}, r"policy must be one of none, linear, .*; received 'linaer'"),
+        ({"value": float("nan")}, r"WarmupStage\.value must be finite; received nan"),
     ],
 )
 def test_bad_stages_raise(settings: dict[str, object], message: str) -> None:
@@ -178,7 +182,31 @@ def test_bad_stages_raise(settings: dict[str, object], message: str) -> None:
         WarmupStage(**settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("iters", [[0], [3, 3], [4, 2]])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": 1}, r"policy must be one of none, linear, .*; received 1"),
+        ({"max_iters": 2.5}, r"max_iters must be a whole number; received 2\.5"),
+        ({"lr_scale": "2"}, r"lr_scale must be a number; received '2'"),
+    ],
+)
+def test_settings_of_another_type_raise(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        WarmupStage(**settings)  # type: ignore[arg-type]
+
+
+def test_a_policy_may_be_named() -> None:
+    assert WarmupStage("linear", 4, 0.5) == WarmupStage(P.LINEAR, 4, 0.5)  # type: ignore[arg-type]
+    assert WarmupStage("INVSQRT").policy is P.INVSQRT  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [float("nan"), -1.0])
+def test_the_rate_is_a_rate(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"WarmupOptimizer\.lr must be finite and >= 0; received"):
+        WarmupOptimizer(wrapped(), [], lr=rate)
+
+
+@pytest.mark.parametrize("iters", [[3, 3], [4, 2]])
 def test_stages_must_ascend(iters: list[int]) -> None:
     stages = [WarmupStage(P.CONSTANT, max_iters=i) for i in iters]
     with pytest.raises(ValueError, match="must ascend from 1 on"):

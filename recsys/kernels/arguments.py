@@ -1,0 +1,204 @@
+"""Checks of what users pass: each returns the value as the code needs it, or says what is wrong."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from operator import index
+from typing import NoReturn, TypeVar
+
+__all__ = [
+    "choice",
+    "finite",
+    "names",
+    "repeated",
+    "setting",
+    "shown",
+    "whole",
+    "whole_list",
+    "wrong_type",
+]
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def whole(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """A whole number, such as an int or one of NumPy's integers.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+        least: The smallest allowed.
+        most: The largest allowed; None: any.
+
+    Raises:
+        TypeError: It is none; True and 10.0 are none.
+        ValueError: It is too small or too large.
+
+    Example:
+        >>> whole("rows", 10)
+        10
+    """
+    if isinstance(value, bool):
+        wrong_type(subject, "a whole number", value)
+    try:
+        number = index(value)  # type: ignore[arg-type]  # raises for what is none
+    except TypeError:
+        wrong_type(subject, "a whole number", value)
+    if number < least:
+        rule = {0: "not be negative", 1: "be positive"}.get(least, f"be at least {least}")
+        raise ValueError(f"{subject} must {rule}; received {shown(number)}.")
+    if most is not None and number > most:
+        raise ValueError(f"{subject} must be at most {most}; received {shown(number)}.")
+    return number
+
+
+def finite(
+    subject: str, value: object, least: float | None = None, below: float | None = None
+) -> float:
+    """A number that is neither infinite nor NaN, such as a float, an int or a tensor of one value.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+        least: The smallest allowed; None: any.
+        below: All allowed are smaller; None: any.
+
+    Raises:
+        TypeError: It is no number; True and "0.1" are none.
+        ValueError: It is infinite, NaN, or out of the range.
+
+    Example:
+        >>> finite("rate", 1)
+        1.0
+    """
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        wrong_type(subject, "a number", value)
+    number = float(value)
+    rules = ["finite"]
+    rules += [] if least is None else [f">= {least:g}"]
+    rules += [] if below is None else [f"< {below:g}"]
+    low, high = least is not None and number < least, below is not None and number >= below
+    if low or high or not math.isfinite(number):
+        raise ValueError(f"{subject} must be {' and '.join(rules)}; received {value}.")
+    return number
+
+
+def choice(subject: str, value: object, choices: type[_Choice]) -> _Choice:
+    """A member of an enum, given as one, by its value, or by its name in any case.
+
+    A member of another library's enum counts by its name.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+        choices: The enum.
+
+    Raises:
+        TypeError: It is neither a member nor text.
+        ValueError: There is no such member.
+
+    Example:
+        >>> from recsys.kernels.types import PoolingMode
+        >>> choice("pooling", "mean", PoolingMode).name
+        'MEAN'
+    """
+    if isinstance(value, choices):
+        return value
+    text = value.name if isinstance(value, enum.Enum) else value
+    if isinstance(text, str):
+        for member in choices:
+            if text == member.value or text.upper() == member.name:
+                return member
+    listed = f"one of {', '.join(str(member.value) for member in choices)}"
+    if not isinstance(text, str):
+        wrong_type(subject, listed, value)
+    raise ValueError(f"{subject} must be {listed}; received {shown(value)}.")
+
+
+def names(subject: str, value: object) -> list[str]:
+    """A list of texts, from any iterable of them.
+
+    Args:
+        subject: How errors call the value.
+        value: Such as a list, a tuple or a generator; not one text, which would be its letters.
+
+    Raises:
+        TypeError: It is no such iterable.
+
+    Example:
+        >>> names("features", ("user", "film"))
+        ['user', 'film']
+    """
+    if isinstance(value, str):
+        raise TypeError(f"{subject} must be a list of text; received {value!r}. Write [{value!r}].")
+    listed = list(value) if isinstance(value, Iterable) else None
+    if listed is None or not all(isinstance(name, str) for name in listed):
+        wrong_type(subject, "a list of text", value if listed is None else listed)
+    return listed
+
+
+def whole_list(subject: str, value: object, length: int | None = None) -> list[int]:
+    """A list of whole numbers from 0 on.
+
+    Args:
+        subject: How errors call the value.
+        value: Such as a list, a tuple or a range.
+        length: How many they must be; None: any number.
+
+    Raises:
+        TypeError: It is no iterable of whole numbers; text is none.
+        ValueError: A number is negative, or there are too many or too few.
+
+    Example:
+        >>> whole_list("ranks", range(3))
+        [0, 1, 2]
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        wrong_type(subject, "a list of whole numbers", value)
+    numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(value)]
+    if length is not None and len(numbers) != length:
+        raise ValueError(f"{subject} must have {length} numbers; received {shown(numbers)}.")
+    return numbers
+
+
+def setting(variable: str, least: int = 1) -> int | None:
+    """The whole number that an environment variable holds; None if it is not set.
+
+    Raises:
+        ValueError: It holds something else, or too small a number.
+    """
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {variable} must be a whole number; received {text!r}."
+        ) from None
+    return whole(f"The environment variable {variable}", number, least)
+
+
+def repeated(values: Iterable[str]) -> list[str]:
+    """What comes up more than once, in order.
+
+    Example:
+        >>> repeated(["b", "a", "b"])
+        ['b']
+    """
+    return sorted(value for value, times in Counter(values).items() if times > 1)
+
+
+def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
+    """Raise TypeError: a value is not what it must be."""
+    raise TypeError(f"{subject} must be {rule}; received {shown(value)}.")
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
