@@ -100,7 +100,7 @@ def _dense_size(_: Path) -> None:
 def _corrupt_checkpoint(folder: Path) -> None:
     model = _sharded()
     save_checkpoint(folder / "c", model)
-    (data,) = (folder / "c").glob("*.distcp")
+    (data,) = (folder / "c" / "step-1").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
     load_checkpoint(folder / "c", model)
 
@@ -219,8 +219,9 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "corrupt checkpoint file": (
         _corrupt_checkpoint,
         CheckpointError,
-        "The checkpoint /.../c cannot be loaded. Load an earlier one, or copy this one anew. rank "
-        "0: RuntimeError: ...corrupted...",
+        "The checkpoint /.../c/step-1 cannot be loaded. Load an earlier one, or copy this one "
+        "anew. rank 0: /.../c/step-1/...-rank-0.distcp is damaged: the block at byte 0 has 100 "
+        "bytes with CRC ...; the manifest says ...",
     ),
     "truncated dataset file": (
         _truncated_dataset,

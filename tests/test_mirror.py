@@ -29,6 +29,8 @@ TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
     "datasets/utils.py": "datasets/test_random.py",
     "distributed/batch_segments.py": "distributed/test_input_dist.py",
+    "distributed/checkpoint/errors.py": "distributed/checkpoint/test_load.py",
+    "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",
     "distributed/comm.py": "distributed/test_sharding.py",
     "distributed/exchange.py": "distributed/test_sharding.py",
     "distributed/file_checks.py": "distributed/test_plan_json.py",

@@ -174,6 +174,15 @@ class FusedTablesOptimizer(KeyedOptimizer):
             table.flush()
         return super().state_dict()
 
+    def optimizer_kinds(self) -> dict[str, str]:
+        """Returns each table's algorithm."""
+        names = {id(param): name for name, param in self.params.items()}
+        return {
+            names[id(param)]: group["algorithm"]
+            for group in self.param_groups
+            for param in group["params"]
+        }
+
     def post_load_state_dict(self) -> None:
         """Drops what device caches hold of the state before the load."""
         for table in self._tables:
@@ -193,7 +202,8 @@ class _LiveGroup(dict[str, Any]):
     """A parameter group whose ``lr`` is the kernels' own, so that schedulers reach them.
 
     Setting a rate that is negative, infinite or NaN raises ValueError, one that is no number
-    TypeError.
+    TypeError. The other settings are ``fixed``, a part of the kernels: another value raises
+    ValueError.
     """
 
     def __init__(
@@ -206,10 +216,11 @@ class _LiveGroup(dict[str, Any]):
         super().__init__(
             params=params,
             algorithm=optimizer.spec.algorithm.value,
-            weight_decay=optimizer.spec.weight_decay,
             update_mode=optimizer.update_mode.value,
             row_state=optimizer.row_state.value,
+            **optimizer.spec.settings(),
         )
+        self.fixed = frozenset(self) - {"params"}
         self["lr"] = optimizer.spec.learning_rate
 
     def __reduce__(self) -> Any:
@@ -220,6 +231,11 @@ class _LiveGroup(dict[str, Any]):
             self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if key in self.fixed and value is not self[key] and value != self[key]:
+            raise ValueError(
+                f"{key!r} of tables with an optimizer of their own is fixed when it is attached: "
+                f"here {self[key]!r}; received {value!r}. Only 'lr' can be set."
+            )
         if key == "lr":
             rate = finite("The learning rate of tables", value, least=0)
             for kernel, tables in self._places:

@@ -198,6 +198,19 @@ class OptimizerSpec:
                 f"{[getattr(self, name) for name in unread]}. Leave them at their defaults."
             )
 
+    def settings(self) -> dict[str, float | str | tuple[float, float]]:
+        """What the algorithm reads besides its rate, under the names of torch.optim."""
+        read = {
+            name: getattr(self, name)
+            for name, algorithms in _READ_BY.items()
+            if self.algorithm in algorithms
+        }
+        if "beta1" in read:
+            read["betas"] = (read.pop("beta1"), read.pop("beta2"))
+        if self.weight_decay and self.weight_decay_mode is not None:
+            read["weight_decay_mode"] = self.weight_decay_mode.value
+        return {"weight_decay": self.weight_decay, **read}
+
 
 _ADAGRADS = (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 _READ_BY: dict[str, tuple[EmbOptimType, ...]] = {

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recsys.optim.specs import optimizer_kind
+
 
 class TableGradients(Protocol):
     """Gradients of embedding tables, which no ``.grad`` holds: see ``UpdateMode.DEFERRED``."""
@@ -197,6 +199,13 @@ class KeyedOptimizer(Optimizer):
     def post_load_state_dict(self) -> None:
         """Called after a state was loaded; for subclasses."""
 
+    def optimizer_kinds(self) -> dict[str, str]:
+        """Returns for each parameter what its state is that of, such as ``adam``; for subclasses.
+
+        State of one kind means something else to another, though it has the same names.
+        """
+        return dict.fromkeys(self.params, type(self).__qualname__)
+
     def table_gradients(self) -> list[TableGradients]:
         """Returns the gradients that no ``.grad`` holds, for clipping.
 
@@ -366,6 +375,14 @@ class CombinedOptimizer(KeyedOptimizer):
         for _, optim in self._optims:
             optim.post_load_state_dict()
 
+    def optimizer_kinds(self) -> dict[str, str]:
+        """Returns the kinds that all say, under their prefixes."""
+        return {
+            self.prepend_opt_key(name, prefix): kind
+            for prefix, optim in self._optims
+            for name, kind in optim.optimizer_kinds().items()
+        }
+
     def save_param_groups(self, save: bool) -> None:
         """Sets whether state dicts hold the parameter groups too."""
         super().save_param_groups(save)
@@ -433,6 +450,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """Steps the wrapped optimizer."""
         return self._optimizer.step(closure)
 
+    def optimizer_kinds(self) -> dict[str, str]:
+        """Returns the kind of the wrapped optimizer for each parameter."""
+        return dict.fromkeys(self.params, optimizer_kind(type(self._optimizer)))
+
 
 class OptimizerWrapper(KeyedOptimizer):
     """Base of optimizers that change what another keyed optimizer does (warm-up, clipping).
@@ -464,6 +485,10 @@ class OptimizerWrapper(KeyedOptimizer):
     def post_load_state_dict(self) -> None:
         """Tells the wrapped optimizer that its state was loaded."""
         self._optimizer.post_load_state_dict()
+
+    def optimizer_kinds(self) -> dict[str, str]:
+        """Returns those of the wrapped optimizer."""
+        return self._optimizer.optimizer_kinds()
 
     def table_gradients(self) -> list[TableGradients]:
         """Returns those of the wrapped optimizer."""

@@ -23,6 +23,7 @@ from recsys.optim import optimizers as ours
 
 __all__ = [
     "TableOptimizer",
+    "optimizer_kind",
     "optimizer_spec",
     "supported_optimizer_classes",
     "to_row_state",
@@ -136,6 +137,19 @@ _ANY_VALUE = frozenset({"params", "foreach", "fused", "capturable", "differentia
 def supported_optimizer_classes() -> tuple[type[Optimizer], ...]:
     """The optimizer classes a table can own."""
     return tuple(_CLASSES)
+
+
+def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
+    """What the state of an optimizer is called in a checkpoint.
+
+    It is the same for a table that owns the optimizer and for parameters that torch steps.
+
+    Example:
+        >>> optimizer_kind(torch.optim.AdamW), optimizer_kind(ours.LAMB)
+        ('adam', 'lamb')
+    """
+    meaning = _CLASSES.get(optimizer_class)
+    return optimizer_class.__qualname__ if meaning is None else meaning.algorithm.value
 
 
 def optimizer_spec(

@@ -130,9 +130,11 @@ def test_damaged_and_absent_checkpoints_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
         load_checkpoint(tmp_path / "nothing", model)
     save_checkpoint(tmp_path / "c", model)
-    (data,) = (tmp_path / "c").glob("*.distcp")
+    (data,) = (tmp_path / "c" / "step-1").glob("*.distcp")
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"The checkpoint .*/c cannot be loaded.* rank 0: "):
+    with pytest.raises(
+        CheckpointError, match=r"The checkpoint .*/c/step-1 cannot be loaded.* rank 0: "
+    ):
         load_checkpoint(tmp_path / "c", model)
 
 

@@ -1,0 +1,89 @@
+"""Errors of checkpoints: ordinary exceptions, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from recsys.distributed.types import ShardingEnv
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or read, or lacks something that was to be loaded."""
+
+
+def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]:
+    """Calls a function on every rank; an error on one of them is raised on all.
+
+    Every rank must call it. The results are exchanged in one collective: keep them small.
+
+    Args:
+        env: the ranks.
+        what: leads errors that do not say where they come from, such as "Saving /runs/1".
+        work: must not exchange anything itself.
+
+    Returns:
+        What it returned on each rank.
+
+    Raises:
+        CheckpointError: the error of the lowest failing rank, led by its number. A TypeError or
+            ValueError stays one.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:  # whatever it is: the other ranks wait
+        error = raised
+    mine = (result, None if error is None else (type(error).__name__, _text_of(what, error)))
+    outcomes = [mine]
+    if env.world_size > 1:
+        outcomes = [mine] * env.world_size
+        dist.all_gather_object(outcomes, mine, group=env.process_group)
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            name, text = failure
+            kind = {"TypeError": TypeError, "ValueError": ValueError}.get(name, CheckpointError)
+            raise kind(f"On rank {rank}: {text}" if env.world_size > 1 else text) from error
+    return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure: all are results
+
+
+def _text_of(what: str, error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, KeyError) and error.args:  # str() would quote it
+        return f"{what}: {error.args[0]}"
+    named = "" if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: "
+    return f"{what}: {named}{error}"
+
+
+@contextlib.contextmanager
+def failures_named(message: str) -> Iterator[None]:
+    """Raises what fails inside ``torch.distributed.checkpoint`` as a CheckpointError.
+
+    Its own exception, raised alike on every rank, is no ``Exception``: it would pass the
+    ``except Exception`` of a training loop.
+
+    Args:
+        message: leads the reasons; names the path.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = "; ".join(
+            f"rank {rank}: {_reason(failure[0])}"
+            for rank, failure in sorted(error.failures.items())
+        )
+        raise CheckpointError(f"{message} {reasons}") from error
+    except Exception as error:  # such as a process group whose other end is gone
+        raise CheckpointError(f"{message} {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    named = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+    return f"{named}{error}"

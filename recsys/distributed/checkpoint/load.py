@@ -1,0 +1,198 @@
+"""Loads a version of a checkpoint into a model and its optimizer, under any plan."""
+
+from __future__ import annotations
+
+import io
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
+from recsys.distributed.checkpoint.plain import decode, decode_pickle
+from recsys.distributed.checkpoint.save import without_expected_warnings
+from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
+from recsys.distributed.checkpoint.state import (
+    env_of,
+    flat,
+    load_optimizer,
+    state_of,
+    whole_names,
+)
+from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
+from recsys.distributed.sharded_table import ShardedTable
+from recsys.optim.keyed import KeyedOptimizer
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None = None,
+    *,
+    allow_partial: bool = False,
+    keep_settings: bool = False,
+) -> dict[str, Any]:
+    """Loads what :func:`save_checkpoint` saved, in place, under any plan and on any ranks.
+
+    Every rank that the model is sharded over must call it, as for :func:`save_checkpoint`. Nothing
+    that the files name is run; what is read is checked against the CRCs taken as it was saved.
+
+    Args:
+        path: the folder given to :func:`save_checkpoint`, of which the newest complete version is
+            loaded; or one of its versions, ``path/step-N``.
+        model: receives the weights.
+        optimizer: receives its state, learning rates and other settings.
+        allow_partial: leave what the checkpoint lacks as it is, instead of raising.
+        keep_settings: leave the optimizer its own learning rates and other settings, to train on
+            with others than were saved.
+
+    Returns:
+        The ``extra`` that was saved; its tensors are on the CPU.
+
+    Raises:
+        CheckpointError: on every rank, naming path and cause, and the rank where it failed: if the
+            folder is no checkpoint, is damaged, or lacks a part of the model or of the optimizer's
+            state, or if that state is of an optimizer of another kind.
+    """
+    env = env_of(model)
+    group = env.process_group
+    what = f"Loading {path}"
+
+    def choose() -> tuple[Path, dict[str, Any] | None] | None:
+        if env.rank != 0:  # all load what rank 0 finds, whoever saves meanwhile
+            return None
+        folder = find_version(Path(path))
+        return folder, read_manifest(folder) if (folder / MANIFEST).exists() else None
+
+    chosen = on_every_rank(env, what, choose)[0]
+    assert chosen is not None
+    folder, manifest = chosen
+    reader = BlockReader(folder, None if manifest is None else manifest["files"])
+    settings: Settings | None = None if manifest is None else manifest["optimizer"]
+    state: dict[str, Any] = {}
+
+    def prepare() -> None:
+        state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
+        if optimizer is not None and settings is not None:
+            check_settings(
+                f"The checkpoint {folder}",
+                optimizer,
+                whole_names(model, optimizer),
+                settings,
+                allow_partial=allow_partial,
+                keep=keep_settings,
+            )
+
+    on_every_rank(env, what, prepare)
+    planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
+    failed = (
+        f"The checkpoint {folder} cannot be loaded. Load an earlier one, or copy this one anew."
+    )
+    with failures_named(failed), without_expected_warnings():
+        load(
+            state,
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+
+    def take_over() -> None:
+        model.load_state_dict(state["model"])
+        if optimizer is not None:
+            if settings is not None and not keep_settings:  # first: a warm-up then sets its rate
+                names = whole_names(model, optimizer)
+                load_settings(f"The checkpoint {folder}", optimizer, names, settings)
+            load_optimizer(model, optimizer, state["optimizer"])
+
+    on_every_rank(env, what, take_over)
+    if not state["extra"]:  # of a folder that torch.distributed.checkpoint wrote
+        return {}
+    read = decode if manifest is not None else decode_pickle
+    extra: dict[str, Any] = read(f"The extra values of {folder}", state["extra"])
+    return extra
+
+
+def _state_to_fill(
+    reader: BlockReader,
+    folder: Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    allow_partial: bool,
+    settings: Settings | None,
+) -> dict[str, Any]:
+    """Returns the live state to fill, names checked."""
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
+
+    def live() -> dict[str, Any]:
+        state = state_of(model, optimizer)
+        if optimizer is not None and settings is not None:
+            state["optimizer"].pop("param_groups", None)
+        return state
+
+    state = live()
+    if optimizer is not None and any(name.startswith("optimizer.") for name in saved):
+        # a fresh optimizer has no state yet that a load could fill
+        if saved.keys() - flat(state).keys() - {"extra"}:
+            optimizer.init_state()
+        state = live()
+    state["extra"] = b""
+    names = flat(state).keys()
+    missing = sorted(names - saved.keys())
+    if missing and not allow_partial:
+        raise CheckpointError(
+            f"The checkpoint {folder} lacks {len(missing)} of the values to load: {missing[:10]}. "
+            "Pass allow_partial=True to keep what the model has for them."
+        )
+    elsewhere = [  # tables of which this rank holds nothing, and so keeps no torch optimizer state
+        f".{name}."
+        for name, value in state["model"].items()
+        if isinstance(value, ShardedTable) and not value.local_shards()
+    ]
+    unread = sorted(
+        name
+        for name in saved.keys() - names
+        if not name.startswith("optimizer.")
+        or (optimizer is not None and not any(table in name for table in elsewhere))
+    )
+    if unread and not allow_partial:
+        raise CheckpointError(
+            f"The checkpoint {folder} holds {len(unread)} values that the model or the optimizer "
+            f"has no place for: {unread[:10]}. Pass allow_partial=True to leave them out."
+        )
+    return state
+
+
+class _CompleteLoadPlanner(DefaultLoadPlanner):
+    """Refuses a checkpoint whose parts do not cover what this rank loads; unpickles nothing."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan: LoadPlan = super().create_local_plan()
+        covered: dict[tuple[str, tuple[int, ...]], int] = {}
+        for item in plan.items:
+            key = (item.dest_index.fqn, tuple(item.dest_index.offset or ()))
+            covered[key] = covered.get(key, 0) + int(prod(item.lengths))
+        for name, value in self.state_dict.items():
+            if not hasattr(value, "local_shards"):
+                continue
+            for offsets, tensor in dict(value.local_shards()).items():
+                found = covered.get((name, offsets), 0)
+                if found < tensor.numel() and not self.allow_partial_load:
+                    raise CheckpointError(
+                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of "
+                        f"the part at {offsets}"
+                    )
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], decode(name, value))

@@ -1,0 +1,122 @@
+"""Plain data: what a checkpoint may hold besides the state's own tensors.
+
+Nothing but numbers, texts, containers and tensors, so that reading it back runs no code that a
+file names.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recsys.distributed.checkpoint.errors import CheckpointError
+
+_LEAVES = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
+
+
+def check_plain(name: str, value: object) -> None:
+    """Raises unless a value can be saved and read back without running code.
+
+    Args:
+        name: how errors call the value, such as ``extra``.
+        value: None, numbers, text, bytes, dense tensors, and lists, tuples and dicts of those; keys
+            are text or whole numbers.
+
+    Raises:
+        CheckpointError: naming the path to what cannot be saved, and its type.
+
+    Example:
+        >>> check_plain("extra", {"epoch": 3, "best": [0.5, torch.ones(2)]})
+        >>> check_plain("extra", {"best": {1, 2}})
+        Traceback (most recent call last):
+        recsys.distributed.checkpoint.errors.CheckpointError: extra['best'] must be plain data ...
+    """
+    _check(name, value, set())
+
+
+def _check(name: str, value: object, around: set[int]) -> None:
+    kind = type(value)
+    if kind in _LEAVES or (
+        kind in (Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_meta  # type: ignore[attr-defined]
+    ):
+        return
+    if kind not in (list, tuple, dict, collections.OrderedDict):
+        raise CheckpointError(
+            f"{name} must be plain data to be saved: None, numbers, text, dense tensors, and "
+            f"lists, tuples and dicts of those; received {kind.__module__}.{kind.__qualname__}. "
+            "Convert it, such as by .item(), .tolist() or .state_dict()."
+        )
+    if id(value) in around:
+        raise CheckpointError(f"{name} contains itself, and so cannot be saved. Leave it out.")
+    around = around | {id(value)}
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if type(key) not in (str, int):
+                raise CheckpointError(
+                    f"The keys of {name} must be text or whole numbers to be saved; received "
+                    f"{key!r} of type {type(key).__qualname__}."
+                )
+            _check(f"{name}[{key!r}]", member, around)
+    elif isinstance(value, list | tuple):
+        for index, member in enumerate(value):
+            _check(f"{name}[{index}]", member, around)
+
+
+def encode(values: Mapping[str, Any]) -> bytes:
+    """Returns plain data as bytes."""
+    buffer = io.BytesIO()
+    torch.save(dict(values), buffer)
+    return buffer.getvalue()
+
+
+def decode(name: str, data: bytes | io.BytesIO) -> Any:
+    """Returns the plain data that bytes hold; tensors come to the CPU.
+
+    Raises:
+        CheckpointError: if they hold something else.
+    """
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} cannot be read as plain data, and other data may run anything: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def decode_pickle(name: str, data: bytes) -> Any:
+    """Returns the ``extra`` of a checkpoint without versions, which was pickled.
+
+    Raises:
+        CheckpointError: if it is more than plain data.
+    """
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        raise CheckpointError(f"{name} are not read: {type(error).__name__}: {error}") from error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows tensors and plain containers, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+        known = {
+            ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+            ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("torch", "Size"): torch.Size,
+        }
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
+        return known[module, name]

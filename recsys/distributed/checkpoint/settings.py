@@ -1,0 +1,186 @@
+"""What an optimizer's parameter groups say: learning rates, decay and the like, by parameter.
+
+The parameters of a group differ from rank to rank and from plan to plan; what holds for a parameter
+does not. So a checkpoint says for each parameter which optimizer it has, and with what settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.optim.keyed import KeyedOptimizer
+
+# How the optimizer computes, not what: these stay as they are where a checkpoint is loaded.
+_OWN = {"foreach", "fused", "capturable", "differentiable", "update_mode", "row_state"}
+
+Settings = list[dict[str, Any]]
+"""``{"params": [...], "optimizer": kind, "settings": {...}}``, for parameters that are alike."""
+
+
+def settings_of(optimizer: KeyedOptimizer, wholes: Mapping[str, str]) -> Settings:
+    """Returns the settings of this rank's parameters.
+
+    Args:
+        optimizer: all optimizers of the model.
+        wholes: for each of its parameters the name in the checkpoint.
+
+    Raises:
+        CheckpointError: if a setting is no plain value.
+    """
+    kinds = optimizer.optimizer_kinds()
+    found: Settings = []
+    for group, names in _groups(optimizer):
+        settings = {
+            key: _plain(names, key, value)
+            for key, value in group.items()
+            if key not in _OWN and key != "params"
+        }
+        for kind in sorted({kinds[name] for name in names}):
+            own = sorted({wholes[name] for name in names if kinds[name] == kind})
+            found.append({"params": own, "optimizer": kind, "settings": settings})
+    return found
+
+
+def _groups(optimizer: KeyedOptimizer) -> list[tuple[dict[str, Any], list[str]]]:
+    names = {id(param): name for name, param in optimizer.params.items()}
+    return [
+        (group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups
+    ]
+
+
+def _plain(names: Sequence[str], key: str, value: object) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"Setting {key!r} of the optimizer of {names[:3]} must be a number, text, or a list of "
+            f"such to be saved; received a {type(value).__qualname__}. Remove it from param_groups."
+        ) from error
+
+
+def merge(of_ranks: Iterable[Settings]) -> Settings:
+    """Returns the settings of all ranks.
+
+    Raises:
+        CheckpointError: if ranks have different ones for a parameter.
+    """
+    alike: dict[str, set[str]] = {}
+    first: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(of_ranks):
+        for entry in found:
+            said = json.dumps({**entry, "params": None}, sort_keys=True)
+            for name in entry["params"]:
+                other, before = first.setdefault(name, (rank, said))
+                if before != said:
+                    raise CheckpointError(
+                        f"The optimizer settings of {name!r} must be the same on all ranks; "
+                        f"received {before} on rank {other} and {said} on rank {rank}."
+                    )
+            alike.setdefault(said, set()).update(entry["params"])
+    return [{**json.loads(said), "params": sorted(names)} for said, names in sorted(alike.items())]
+
+
+def check_settings(
+    source: str,
+    optimizer: KeyedOptimizer,
+    wholes: Mapping[str, str],
+    saved: Settings,
+    *,
+    allow_partial: bool,
+    keep: bool,
+) -> None:
+    """Raises unless :func:`load_settings` can set what was saved.
+
+    Args:
+        source: the checkpoint, for errors.
+        optimizer: that is to be loaded.
+        wholes: for each of its parameters the name in the checkpoint.
+        saved: what the checkpoint says.
+        allow_partial: whether it may lack parameters.
+        keep: whether the optimizer keeps its own settings.
+
+    Raises:
+        CheckpointError: if the checkpoint lacks a parameter, or was saved by an optimizer of
+            another kind or with a setting that cannot be changed, or one group has parameters that
+            were saved with different settings.
+    """
+    kinds = optimizer.optimizer_kinds()
+    entries = {name: entry for entry in saved for name in entry["params"]}
+    missing = sorted({whole for whole in wholes.values() if whole not in entries})
+    if missing and not allow_partial:
+        raise CheckpointError(
+            f"{source} lacks the optimizer of {len(missing)} parameters: {missing[:10]}. Pass "
+            "allow_partial=True to keep what theirs has."
+        )
+    for name, kind in kinds.items():
+        entry = entries.get(wholes[name])
+        if entry is not None and entry["optimizer"] != kind:
+            raise CheckpointError(
+                f"{source} holds the state of {entry['optimizer']} for {wholes[name]!r}; this "
+                f"optimizer is {kind}, to which that state means something else. Load without the "
+                "optimizer, or attach the one that was saved."
+            )
+    if keep:
+        return
+    for group, names in _groups(optimizer):
+        found = _saved_for(source, names, wholes, entries)
+        for key in getattr(group, "fixed", ()):
+            own = _plain(names, key, group[key])
+            if key not in _OWN and key in found and found[key] != own:
+                raise CheckpointError(
+                    f"{source} has {key}={found[key]} for {names[:3]}; here it is {own}, and is a "
+                    "part of the tables' update, which cannot be changed. Attach the optimizer "
+                    "with the saved one, or pass keep_settings=True to train on with this one."
+                )
+
+
+def _saved_for(
+    source: str,
+    names: Sequence[str],
+    wholes: Mapping[str, str],
+    entries: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the settings that were saved for all parameters of a group; none if none were."""
+    found: dict[str, Any] | None = None
+    first = ""
+    for name in names:
+        entry = entries.get(wholes[name])
+        if entry is None:
+            continue
+        if found is None:
+            found, first = entry["settings"], wholes[name]
+        elif json.dumps(found, sort_keys=True) != json.dumps(entry["settings"], sort_keys=True):
+            raise CheckpointError(
+                f"{source} has {entry['settings']} for {wholes[name]!r} and {found} for "
+                f"{first!r}, which are in one parameter group here. Give them groups of their own, "
+                "or pass keep_settings=True."
+            )
+    return found or {}
+
+
+def load_settings(
+    source: str, optimizer: KeyedOptimizer, wholes: Mapping[str, str], saved: Settings
+) -> None:
+    """Sets what was saved in the groups of an optimizer, as far as they have it."""
+    entries = {name: entry for entry in saved for name in entry["params"]}
+    for group, names in _groups(optimizer):
+        found = _saved_for(source, names, wholes, entries)
+        for key in found.keys() - _OWN - set(getattr(group, "fixed", ())):
+            # schedulers add it to a group when they start, and look for it when they go on
+            if key in group or key == "initial_lr":
+                group[key] = _like(group.get(key), found[key])
+
+
+def _like(own: object, value: Any) -> Any:
+    """Returns a value as the kind of the one it takes the place of."""
+    if isinstance(own, Tensor):
+        return torch.full_like(own, value)
+    return tuple(value) if isinstance(own, tuple) else value

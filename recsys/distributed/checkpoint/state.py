@@ -1,0 +1,127 @@
+"""The state of a model and its optimizer, by names that do not depend on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.lookup import LocalShard
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.sharded_table import ShardedTable
+from recsys.distributed.table_shards import TableShards
+from recsys.distributed.types import ShardingEnv
+from recsys.optim.keyed import KeyedOptimizer
+
+
+def env_of(model: nn.Module) -> ShardingEnv:
+    """Returns the ranks that share the model: those it is sharded over, else all there are."""
+    for module in model.modules():
+        if isinstance(module, DistributedModelParallel | TableShards):
+            return module.env
+    return ShardingEnv.default()
+
+
+def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
+    """Returns the live values to save, or to load into.
+
+    Raises:
+        CheckpointError: if a torch optimizer keeps for a part of a table what cannot be placed in
+            the whole.
+    """
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = {
+            **optimizer.state_dict(),
+            "state": _join_parts(model, optimizer),
+        }
+    return state
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of nested state by the names that a checkpoint has for them."""
+    values: dict[str, Any] = flatten_state_dict(dict(state))[0]
+    return values
+
+
+def whole_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
+    """Returns the optimizer's parameter names; for parts of a table that of the whole."""
+    parts = _parts_of(model, optimizer)
+    return {name: parts[name].whole if name in parts else name for name in optimizer.params}
+
+
+# -- torch optimizers of sharded tables ------------------------------------------------------------
+
+
+@final
+class _Part(NamedTuple):
+    """A parameter that is a part of a table."""
+
+    whole: str
+    """The name that the optimizer would have for the whole table."""
+    table: TableShards
+    shard: LocalShard
+
+
+def _parts_of(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, _Part]:
+    """Returns which of the optimizer's parameters are parts of tables, by their names."""
+    places = {
+        id(shard.parameter): (f"_{i}" if i else "", table, shard)
+        for table in model.modules()
+        if isinstance(table, TableShards) and table.table.rects
+        for i, shard in enumerate(table.shards)
+    }
+    return {
+        name: _Part(name.removesuffix(places[id(param)][0]), *places[id(param)][1:])
+        for name, param in optimizer.params.items()
+        if id(param) in places
+    }
+
+
+def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
+    """Returns the optimizer's state, that of the parts of a table as the whole table's; live."""
+    state = optimizer.state_dict()["state"]
+    parts = _parts_of(model, optimizer)
+    joined = {name: values for name, values in state.items() if name not in parts}
+    held: dict[tuple[str, str], list[tuple[tuple[int, ...], Tensor]]] = {}
+    sizes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for name, (whole, table, shard) in parts.items():
+        for key, value in state.get(name, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                joined.setdefault(whole, {})[key] = value
+                continue
+            is_of_rows = value.dim() == 1 and shard.rect.num_cols == table.table.dim
+            dims = 1 if is_of_rows else 2
+            if value.shape != shard.parameter.shape[:dims]:
+                raise CheckpointError(
+                    f"State {key!r} of {name!r} must have one value per element, or per row of "
+                    f"whole width, to be saved for the whole table; received shape "
+                    f"{tuple(value.shape)} for a part of shape {tuple(shard.parameter.shape)}. "
+                    "Save without the optimizer, or attach one by apply_optimizer_in_backward."
+                )
+            offsets = (shard.rect.row_start, shard.rect.col_start)[:dims]
+            held.setdefault((whole, key), []).append((offsets, value))
+            sizes[whole, key] = (table.table.num_rows, table.table.dim)[:dims]
+    for (whole, key), shards in held.items():
+        joined.setdefault(whole, {})[key] = ShardedTable(
+            sizes[whole, key], shards, dtype=shards[0][1].dtype, device=shards[0][1].device
+        )
+    return joined
+
+
+def load_optimizer(model: nn.Module, optimizer: KeyedOptimizer, loaded: dict[str, Any]) -> None:
+    """Takes over what was loaded; tensors that were joined have been filled in place."""
+    state = optimizer.state_dict()["state"]
+    parts = _parts_of(model, optimizer)
+    wholes = {part.whole for part in parts.values()}
+    filled = {n: values for n, values in loaded["state"].items() if n not in wholes}
+    for name in parts.keys() & state.keys():
+        values = loaded["state"][parts[name].whole]
+        filled[name] = {
+            key: state[name][key] if isinstance(value, ShardedTable) else value
+            for key, value in values.items()
+        }
+    optimizer.load_state_dict({**loaded, "state": filled})

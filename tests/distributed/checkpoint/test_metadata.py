@@ -1,0 +1,101 @@
+"""Metadata is read, and nothing in it is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint.metadata import decode_metadata
+
+
+class _Runs:
+    """What an attacker puts in: unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def _old_checkpoint(path: Path, model: nn.Module, extra: object = None) -> None:
+    """Writes what was written before there were versions."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = {"model": model.state_dict(), "extra": pickle.dumps(extra)}
+    writer = FileSystemWriter(str(path))
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        save(state, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_reads_what_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_checkpoint(tmp_path, nn.Linear(3, 2, dtype=dtype), extra={"a": 1})
+    file = tmp_path / "step-1" / ".metadata"
+    expected = FileSystemReader(file.parent).read_metadata()
+    found = decode_metadata("it", file.read_bytes())
+    assert isinstance(found, Metadata)
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+    assert found.planner_data == expected.planner_data
+
+
+@pytest.mark.parametrize("where", ["alone", "inside"])
+def test_a_hostile_pickle_is_not_run(tmp_path: Path, where: str) -> None:
+    hostile: object = _Runs(tmp_path / "ran")
+    if where == "inside":
+        hostile = Metadata(state_dict_metadata={}, planner_data=hostile)
+    with pytest.raises(CheckpointError, match=r"it is not the metadata .*posix.mkdir, which no"):
+        decode_metadata("it", pickle.dumps(hostile))
+    with pytest.raises(CheckpointError, match="it holds a dict"):
+        decode_metadata("it", pickle.dumps({}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_hostile_old_checkpoint_is_not_run(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    _old_checkpoint(tmp_path / "c", model, {"epoch": 3, "best": torch.ones(2)})
+    extra = load_checkpoint(tmp_path / "c", model)
+    assert extra["epoch"] == 3
+    assert torch.equal(extra["best"], torch.ones(2))
+    _old_checkpoint(tmp_path / "h", model, {"epoch": _Runs(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match=r"posix.mkdir is not plain data"):
+        load_checkpoint(tmp_path / "h", model)
+    (tmp_path / "h" / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"/h/.metadata is not the metadata of a checkpoint"):
+        load_checkpoint(tmp_path / "h", model)
+    assert not (tmp_path / "ran").exists()
+
+
+class _KeepsAnObject(nn.Linear):
+    kept: object = 7
+
+    def get_extra_state(self) -> object:
+        return self.kept
+
+    def set_extra_state(self, state: object) -> None:
+        self.kept = state
+
+
+def test_a_hostile_value_is_not_run(tmp_path: Path) -> None:
+    model = _KeepsAnObject(2, 1)
+    save_checkpoint(tmp_path / "c", model)
+    model.kept = None
+    load_checkpoint(tmp_path / "c", model)
+    assert model.kept == 7
+    model.kept = _Runs(tmp_path / "ran")
+    with pytest.raises(CheckpointError, match=r"model\._extra_state must be plain data"):
+        save_checkpoint(tmp_path / "c", model)
+    _old_checkpoint(tmp_path / "h", model)
+    with pytest.raises(CheckpointError, match=r"model\._extra_state cannot be read as plain"):
+        load_checkpoint(tmp_path / "h", model)
+    assert not (tmp_path / "ran").exists()

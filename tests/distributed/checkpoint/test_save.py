@@ -1,0 +1,171 @@
+"""A save that fails says why, alike on every rank, and leaves the version before.
+
+Processes that are killed while they save are in `kills.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from recsys.distributed.model_parallel import DistributedModelParallel
+from tests.distributed.cases import EachType, shard
+from tests.ranks import RankPool
+
+
+def _save(path: str, extra: dict[str, Any] | None = None, **arguments: Any) -> str:
+    """Returns the error's text; an error that is no Exception ends the test."""
+    model = _filled(2.0)
+    try:
+        save_checkpoint(path, model, model.fused_optimizer, extra, **arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _filled(value: float) -> DistributedModelParallel:
+    model = shard(EachType(1, dist.get_world_size()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def _save_with_bad_extra(path: str) -> str:
+    save_checkpoint(path, _filled(1.0), extra={"epoch": 1})
+    kept = {1, 2} if dist.get_rank() == 1 else [1, 2]
+    before = sorted(os.listdir(path))
+    error = _save(path, {"seen": {"ids": kept}})
+    dist.barrier()
+    assert sorted(os.listdir(path)) == before  # nothing was begun
+    return error
+
+
+def test_extra_that_one_rank_cannot_save_is_refused_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks(2, _save_with_bad_extra, str(tmp_path / "c"), timeout=20.0)
+    assert one == other
+    assert one.startswith(
+        "CheckpointError: On rank 1: extra['seen']['ids'] must be plain data to be saved: "
+    )
+
+
+@contextlib.contextmanager
+def _no_more_than(num_bytes: int) -> Iterator[None]:
+    """Has the system refuse to make files larger, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _save_on_a_full_disk(path: str, full_on: int, num_bytes: int) -> tuple[str, list[str]]:
+    model = _filled(1.0)
+    save_checkpoint(path, model, model.fused_optimizer, {"epoch": 1})
+    full = _no_more_than(num_bytes) if dist.get_rank() == full_on else contextlib.nullcontext()
+    with full:
+        error = _save(path)
+    dist.barrier()
+    left = sorted(os.listdir(path))
+    dist.barrier()
+    other = _filled(3.0)
+    assert load_checkpoint(path, other, other.fused_optimizer) == {"epoch": 1}
+    assert all(bool((parameter == 1.0).all()) for parameter in other.parameters())
+    assert _save(path) == ""
+    return error, left
+
+
+@pytest.mark.parametrize(("full_on", "num_bytes"), [(0, 0), (0, 900), (1, 0), (1, 900)])
+def test_a_full_disk_leaves_the_version_before(
+    ranks: RankPool, tmp_path: Path, full_on: int, num_bytes: int
+) -> None:
+    path = tmp_path / "c"
+    found = ranks(2, _save_on_a_full_disk, str(path), full_on, num_bytes, timeout=20.0)
+    assert found[0] == found[1]
+    error, left = found[0]
+    assert left == ["step-1"]
+    assert error.startswith(f"CheckpointError: {path}/step-2 cannot be saved. rank {full_on}: ")
+    assert "File too large" in error
+
+
+def _save_where_a_file_is(path: str) -> str:
+    return _save(path)
+
+
+def test_a_path_that_is_a_file_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.write_text("notes")
+    one, other = ranks(2, _save_where_a_file_is, str(path), timeout=20.0)
+    assert one == other
+    assert one.startswith(f"CheckpointError: On rank 0: Saving {path}: FileExistsError: ")
+
+
+def _save_elsewhere(path: str) -> str:
+    """Rank 1 does not see the files of rank 0."""
+    rank = dist.get_rank()
+    from unittest import mock
+
+    from recsys.distributed.checkpoint.blocks import BlockWriter
+
+    write, folder = BlockWriter.write_data, Path(path) / "not mounted"
+
+    def write_data(writer: BlockWriter, *args: Any) -> Any:
+        if rank == 1:
+            writer._folder = folder
+        return write(writer, *args)
+
+    with mock.patch.object(BlockWriter, "write_data", write_data):
+        return _save(path)
+
+
+def test_a_rank_that_does_not_see_the_folder_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks(2, _save_elsewhere, str(tmp_path), timeout=20.0)
+    assert one == other
+    assert "step-1 cannot be saved. rank 1: FileNotFoundError: " in one
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="step must not be negative; received -1"):
+        save_checkpoint(tmp_path, model, step=-1)
+    with pytest.raises(ValueError, match="keep must be positive, or None for all; received 0"):
+        save_checkpoint(tmp_path, model, keep=0)
+    with pytest.raises(TypeError, match="extra must be a dict; received a list"):
+        save_checkpoint(tmp_path, model, extra=[1])  # type: ignore[arg-type]
+
+
+def test_versions_are_numbered_and_kept(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    for epoch in range(4):
+        save_checkpoint(tmp_path, model, extra={"epoch": epoch})
+    assert sorted(os.listdir(tmp_path)) == ["step-3", "step-4"]
+    save_checkpoint(tmp_path, model, extra={"epoch": 9}, step=10, keep=None)
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-3", "step-4"]
+    assert load_checkpoint(tmp_path, model) == {"epoch": 9}
+    assert load_checkpoint(tmp_path / "step-3", model) == {"epoch": 2}
+    with pytest.raises(CheckpointError, match="step must be after the newest version"):
+        save_checkpoint(tmp_path, model, step=10)
+
+
+def _save_extra_by_rank(path: str) -> dict[str, Any]:
+    model = _filled(1.0)
+    save_checkpoint(path, model, extra={"rank": dist.get_rank(), "t": torch.ones(2)})
+    extra = load_checkpoint(path, model)
+    assert torch.equal(extra.pop("t"), torch.ones(2))
+    return extra
+
+
+def test_the_extra_of_rank_0_is_kept(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, _save_extra_by_rank, str(tmp_path), timeout=20.0) == [{"rank": 0}] * 2
