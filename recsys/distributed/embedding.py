@@ -92,6 +92,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             self._device,
             self._finisher.schedule,
             codecs_for(self._qcomm_codecs_registry, *SEQUENCE_OPS),
+            self._finisher.table_updates,
         )
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[dict[str, JaggedTensor]]:

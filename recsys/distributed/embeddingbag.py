@@ -63,6 +63,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._device,
             self._finisher.schedule,
             codecs_for(self._qcomm_codecs_registry, *POOLED_OPS),
+            self._finisher.table_updates,
         )
 
     def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from recsys.distributed import comm
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 
 
 class OutputStage(Protocol):
@@ -29,6 +30,7 @@ class OutputStage(Protocol):
         on_backward: called in every backward pass, on every rank in the same order.
         codecs: what embeddings and gradients look like while they travel.
         has_exchange: whether any rank sends anything.
+        updates: the tables that take gradients, on any rank.
     """
 
     env: ShardingEnv
@@ -36,6 +38,7 @@ class OutputStage(Protocol):
     on_backward: Callable[[], None]
     codecs: QuantizedCommCodecs
     has_exchange: bool
+    updates: TableUpdates
 
 
 S = TypeVar("S", bound=OutputStage)
@@ -183,6 +186,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
         ctx.exchange = exchange
+        ctx.metadata[TABLE_UPDATES] = exchange.stage.updates
         return exchange.place(buffer)
 
     @staticmethod

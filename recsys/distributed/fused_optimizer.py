@@ -161,8 +161,9 @@ class FusedTablesOptimizer(KeyedOptimizer):
         """
         if self._fused:
             raise ValueError(
-                f"Gradients can be clipped only of deferred tables; received {len(self._fused)} "
-                f"whose optimizer updates them in backward: {self._fused[:5]}. Attach it by "
+                "Gradients can be clipped or unscaled only of deferred tables; received "
+                f"{len(self._fused)} whose optimizer updates them in backward: "
+                f"{self._fused[:5]}. Attach it by "
                 "apply_optimizer_in_backward(..., update_mode='deferred'), or set "
                 "fused_params['update_mode'] = 'deferred'."
             )

@@ -32,6 +32,7 @@ from recsys.distributed.input_dist import Receipt
 from recsys.distributed.layout import Layout, Stream, merge_ranges
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.kernels.scaled_loss import TableUpdates
 
 _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
 
@@ -253,6 +254,7 @@ class OutputDist:
         device: where the embeddings are.
         on_backward: called in every backward pass, on every rank in the same order.
         codecs: what embeddings and gradients look like while they travel.
+        updates: the tables that take gradients, on any rank.
     """
 
     def __init__(
@@ -263,6 +265,7 @@ class OutputDist:
         device: torch.device,
         on_backward: Callable[[], None],
         codecs: QuantizedCommCodecs,
+        updates: TableUpdates,
     ) -> None:
         self.layout = layout
         self.env = env
@@ -270,6 +273,7 @@ class OutputDist:
         self.mean_slots = mean_slots
         self.mean_index = torch.tensor(mean_slots, dtype=torch.int64, device=device)
         self.on_backward = on_backward
+        self.updates = updates
         self.has_exchange = any(layout.rank_widths)
         self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None
         # the columns of the received buffer, block by block: what each rank sends, then the

@@ -30,6 +30,7 @@ from recsys.distributed import comm
 from recsys.distributed.layout import Layout, LookupGroup
 from recsys.distributed.lookup import GroupSettings, Lookups
 from recsys.distributed.types import ShardingEnv
+from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.optim.clipping import power_sum
 
@@ -47,6 +48,7 @@ class BackwardFinisher:
 
     Attributes:
         deferred: the gradients of deferred tables.
+        table_updates: the tables that take gradients, on any rank.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class BackwardFinisher:
             *(replica.kernel for replica in self._replicas),
             *self._columns.kernels,
         ]
+        self.table_updates = _table_updates(layout, env)
+        watch_grad_scaler()
         self.needed = bool(self._replicas) or self._columns.exist or self.deferred.exist
 
     def schedule(self) -> None:
@@ -112,6 +116,17 @@ class BackwardFinisher:
         summed = iter(buffer.split([part.numel() for part in flat]))
         for replicas, parts in zip(self._replicas, given, strict=True):
             replicas.receive([next(summed) for _ in parts])
+
+
+def _table_updates(layout: Layout, env: ShardingEnv) -> TableUpdates:
+    in_backward, kept = [], []
+    for table in layout.tables:
+        settings: GroupSettings = table.group  # type: ignore[assignment]
+        if settings.requires_grad and settings.optimizer is not None and not settings.deferred:
+            in_backward.append(table.name)
+        elif settings.requires_grad and (settings.deferred or env.world_size > 1):
+            kept.append(table.name)
+    return TableUpdates(tuple(in_backward), tuple(kept))
 
 
 @final

@@ -24,6 +24,7 @@ from recsys.distributed.layout import Layout, Stream
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
 from recsys.kernels import ops
+from recsys.kernels.scaled_loss import TableUpdates
 
 
 @final
@@ -36,6 +37,7 @@ class SequenceDist:
         device: where the embeddings are.
         on_backward: called in every backward pass, on every rank in the same order.
         codecs: what embeddings and gradients look like while they travel.
+        updates: the tables that take gradients, on any rank.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class SequenceDist:
         device: torch.device,
         on_backward: Callable[[], None],
         codecs: QuantizedCommCodecs,
+        updates: TableUpdates,
     ) -> None:
         self.layout = layout
         self.env = env
         self.device = device
         self.on_backward = on_backward
+        self.updates = updates
         self.dim = layout.slots[0].dim
         own = layout.streams[env.rank]
         self.num_streams = len(own)

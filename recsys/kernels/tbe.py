@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from recsys.kernels.bounds import check_ids
 from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient, row_statistic
+from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
 from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmModule
@@ -178,6 +179,13 @@ class TableBatchedEmbedding:
         self._held: _Batch | None = None
         self._pending: list[RowGradients] | None = None
         self._statistics: list[RowStatistics] = []
+        # what a GradScaler must know: see `scaled_loss`
+        names = tuple(table.name for table in tables)
+        self._updates: TableUpdates | None = None
+        if update_mode is not UpdateMode.GRADIENT:
+            fused = update_mode is UpdateMode.FUSED
+            self._updates = TableUpdates(in_backward=names) if fused else TableUpdates(kept=names)
+            watch_grad_scaler()
 
     def _check(self, settings: LookupSettings, weights: Tensor | None) -> None:
         if settings.update_mode is not UpdateMode.GRADIENT and settings.optimizer is None:
@@ -324,7 +332,10 @@ class TableBatchedEmbedding:
             if isinstance(self._rates, float) and (
                 parameters is None or all(p.requires_grad for p in parameters)
             ):
-                return self._module.forward(indices, offsets, per_sample_weights)
+                pooled = self._module.forward(indices, offsets, per_sample_weights)
+                if pooled.grad_fn is not None:
+                    pooled.grad_fn.metadata[TABLE_UPDATES] = self._updates  # type: ignore[index]
+                return pooled
             if self.location is EmbeddingLocation.MANAGED_CACHING:
                 raise ValueError(
                     "Tables in MANAGED_CACHING that share a lookup must all train, at one learning "
@@ -583,6 +594,8 @@ class _Lookup(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         ctx.tbe = tbe
+        if tbe._updates is not None:
+            ctx.metadata[TABLE_UPDATES] = tbe._updates
         ctx.save_for_backward(indices, offsets, weights)
         return tbe._kernel.lookup(indices, offsets, weights)
 

@@ -7,6 +7,7 @@ wraps optimizers so that their state is saved by parameter name.
 
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.clipping import GradientClipping, GradientClippingOptimizer
+from recsys.optim.grad_scaler import GradScaler
 from recsys.optim.keyed import (
     CombinedOptimizer,
     KeyedOptimizer,
@@ -31,6 +32,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "CombinedOptimizer",
+    "GradScaler",
     "GradientClipping",
     "GradientClippingOptimizer",
     "KeyedOptimizer",

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from recsys.kernels.scaled_loss import watch_grad_scaler
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
 from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_update_mode
 
@@ -154,6 +155,7 @@ def apply_optimizer_in_backward(
         setattr(parameter, _ATTRIBUTE, [attached])
         _hook(parameter, attached)
     _attachments += 1
+    watch_grad_scaler()
 
 
 def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:

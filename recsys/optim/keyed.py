@@ -33,6 +33,9 @@ class TableGradients(Protocol):
     def clamp_(self, limit: float) -> None:
         """Limits each value to ``[-limit, limit]``, in place."""
 
+    def zero_grad(self) -> None:
+        """Drops them."""
+
 
 class KeyedOptimizer(Optimizer):
     """An optimizer that knows its parameters by name.
