@@ -35,8 +35,8 @@ SURFACE = {
     "recsys.modules": "",
     "recsys.optim": """
         Adagrad Adam CombinedOptimizer GradScaler GradientClipping GradientClippingOptimizer
-        KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam RowWiseAdagrad SGD
-        WarmupOptimizer WarmupPolicy WarmupStage apply_optimizer_in_backward
+        KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam
+        RowWiseAdagrad SGD WarmupOptimizer WarmupPolicy WarmupStage apply_optimizer_in_backward
         in_backward_optimizer_filter
     """,
     "recsys.sparse": """

@@ -36,6 +36,7 @@ def watch_grad_scaler() -> None:
     """Let every `GradScaler` check the losses that it scales; more calls change nothing.
 
     Example:
+        >>> import torch
         >>> watch_grad_scaler()
         >>> weight = torch.ones(1, requires_grad=True)
         >>> GradScaler("cpu", init_scale=4.0).scale(weight * 2)
