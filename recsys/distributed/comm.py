@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NoReturn, TypeAlias, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -116,15 +115,6 @@ def all_reduce(env: ShardingEnv, tensor: Tensor) -> Pending:
     return Pending(tensor, dist.all_reduce(tensor, group=env.process_group, async_op=True))
 
 
-def broadcast_int(env: ShardingEnv, value: int, device: torch.device) -> int:
-    """Returns rank 0's value on every rank (blocks the host)."""
-    if env.world_size == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.broadcast(tensor, group=env.process_group, group_src=0)
-    return int(tensor.item())
-
-
 def raise_together(env: ShardingEnv, error: Exception | None) -> None:
     """Raises the same error on every rank if any rank has one.
 
@@ -135,16 +125,50 @@ def raise_together(env: ShardingEnv, error: Exception | None) -> None:
         env: the ranks that take part.
         error: this rank's error, or None.
     """
-    mine = None if error is None else (type(error).__name__, _text_of(error))
-    errors: list[tuple[str, str] | None] = [mine]
+    mine = failure_of(error)
+    failures = [mine]
     if env.world_size > 1:
-        errors = [None] * env.world_size
-        dist.all_gather_object(errors, mine, group=env.process_group)
-    for rank, failure in enumerate(errors):
+        failures = [None] * env.world_size
+        dist.all_gather_object(failures, mine, group=env.process_group)
+    for rank, failure in enumerate(failures):
         if failure is not None:
-            name, text = failure
-            kind = getattr(builtins, name, RuntimeError)
-            raise kind(f"On rank {rank}: {text}") from error
+            raise_failure(rank, failure, error)
+
+
+Failure: TypeAlias = tuple[str, str]
+"""An error as it travels: the name of its type, and its text."""
+
+
+def failure_of(error: Exception | None) -> Failure | None:
+    """Returns what other ranks are told of an error."""
+    if error is None:
+        return None
+    known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
+    return next(known).__name__, _text_of(error)
+
+
+def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
+    """Raises a rank's error, led by its number.
+
+    Args:
+        rank: which failed.
+        failure: its error.
+        cause: this rank's own error, if it has one.
+    """
+    name, text = failure
+    text = f"On rank {rank}: {text}"
+    try:
+        error = _kind_of(name)(text)
+    except TypeError:  # a type that takes more than a text
+        error = RuntimeError(text)
+    raise error from cause
+
+
+def _kind_of(name: str) -> type[Exception]:
+    """Returns the error of this name, of Python or made from its ValueError."""
+    ours = {kind.__name__: kind for kind in ValueError.__subclasses__()}
+    kind = getattr(builtins, name, ours.get(name))
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
 
 
 def _text_of(error: Exception) -> str:

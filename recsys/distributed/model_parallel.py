@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from recsys.distributed.ahead import InputsAhead
+from recsys.distributed.construction import constructing
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.shard import (
@@ -20,7 +21,7 @@ from recsys.distributed.shard import (
     materialize_dense,
     move_dense,
     replace_modules,
-    resolve_place,
+    resolve_device,
     sharded_modules,
     sharded_names,
     sharders_by_type,
@@ -34,7 +35,9 @@ from recsys.distributed.types import (
     ShardingEnv,
     ShardingPlan,
     copy_around_sharded,
+    refuse_to_pickle,
 )
+from recsys.kernels.arguments import wrong_type
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -141,6 +144,17 @@ def _has_running_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
+def _check_not_wrapped(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        wrong_type("DistributedModelParallel.module", "an nn.Module", module)
+    for path, child in module.named_modules():
+        if isinstance(child, DistributedModelParallel):
+            raise ValueError(
+                "DistributedModelParallel takes a model that is not placed on ranks yet; received "
+                f"one whose part {path!r} is a DistributedModelParallel. Pass the unsharded model."
+            )
+
+
 class DistributedModelParallel(nn.Module):
     """Places a model on many ranks: sharded tables, replicated dense parts.
 
@@ -191,14 +205,19 @@ class DistributedModelParallel(nn.Module):
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
-        self.env, self.device = resolve_place(env, device)
+        self.env = env or ShardingEnv.default()
         self._obstacle = ""
-        by_type = sharders_by_type(sharders)
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        self._plan = plan or make_plan(module, by_type, self.env, self.device, planner)
-        self._dmp_wrapped: nn.Module = replace_modules(
-            module, self._plan, by_type, self.env, self.device
-        )
+        with constructing(self.env):
+            _check_not_wrapped(module)
+            self.device = resolve_device(self.env, device)
+            by_type = sharders_by_type(sharders)
+            if plan is None:
+                plan = make_plan(module, by_type, self.env, self.device, planner)
+            self._plan = plan
+            self._dmp_wrapped: nn.Module = replace_modules(
+                module, self._plan, by_type, self.env, self.device
+            )
         if init_parameters:
             materialize_dense(self._dmp_wrapped, self.device)
         move_dense(self._dmp_wrapped, self.device)
@@ -296,6 +315,9 @@ class DistributedModelParallel(nn.Module):
             wrapped += "module."
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[prefix + wrapped + name.removeprefix(prefix)] = state_dict.pop(name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_pickle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
         """Returns a copy on the same device, wrapped if this is; then every rank must make one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
@@ -46,3 +46,29 @@ def outermost(
         ['0']
     """
     return (found for found in walk(module, is_leaf) if is_leaf(found[1]))
+
+
+def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
+    """Checks that no weight is used under a second name.
+
+    Args:
+        model: all modules that may use one.
+        weights: of tables that are to be placed on ranks.
+
+    Raises:
+        ValueError: naming both uses of a weight. Placing it would end the sharing without a word,
+            and training would depart from that of the given model.
+    """
+    placed = {id(weight) for weight in weights}
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, weight in module._parameters.items():
+            if id(weight) not in placed:
+                continue
+            use = f"{path}.{name}" if path else name
+            if first.setdefault(id(weight), use) != use:
+                raise ValueError(
+                    f"The weight of a sharded table cannot be shared with another parameter; "
+                    f"received {first[id(weight)]!r} and {use!r}, which are one. Give each a "
+                    "parameter of its own: nn.Parameter(weight.detach().clone())."
+                )

@@ -145,7 +145,8 @@ class NodeHop:
         self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
     ) -> None:
         size = layout.node_size
-        self._env = env.of_node(size)
+        self._whole_env, self._size = env, size
+        self._env: ShardingEnv | None = None  # of the node
         node, self._place = divmod(env.rank, size)
         self._num_nodes = env.world_size // size
         members = range(node * size, (node + 1) * size)
@@ -170,6 +171,8 @@ class NodeHop:
         """
         if not self.width:
             return parts_TC.new_empty(0, 0)
+        if self._env is None:  # all ranks are here; while they are built, one may have failed
+            self._env = self._whole_env.of_node(self._size)
         by_rank = parts_TC.split(list(batch_sizes))
         sent = torch.cat([by_rank[rank].reshape(-1) for rank in self._by_place()])
         samples = self._samples(batch_sizes)
@@ -188,6 +191,7 @@ class NodeHop:
         own = self._widths[self._place]
         if not self.width:
             return grad.new_empty(sum(batch_sizes), own)
+        assert self._env is not None
         samples = self._samples(batch_sizes)
         sent = self._gather.spread(grad) if grad.shape[0] else grad.reshape(-1)
         received = comm.all_to_all(
@@ -204,12 +208,11 @@ class NodeHop:
 
     def _by_place(self) -> list[int]:
         """All ranks, by their place in their node."""
-        size = self._env.world_size
+        size = self._size
         return [node * size + place for place in range(size) for node in range(self._num_nodes)]
 
     def _samples(self, batch_sizes: Sequence[int]) -> list[int]:
-        size = self._env.world_size
-        return [sum(batch_sizes[place::size]) for place in range(size)]
+        return [sum(batch_sizes[place :: self._size]) for place in range(self._size)]
 
 
 def node_columns(layout: Layout, node: int) -> tuple[tuple[int, int], ...]:

@@ -8,15 +8,16 @@ replicates the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.distributed.construction import constructing
 from recsys.distributed.default_sharders import get_default_sharders, sharder_of
-from recsys.distributed.module_tree import outermost, walk
+from recsys.distributed.module_tree import check_untied, outermost, walk
 from recsys.distributed.node import get_local_size
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.sharded_collection import canonical_device, default_device
@@ -35,6 +36,7 @@ from recsys.distributed.types import (
     ShardingPlan,
     move_parts,
 )
+from recsys.kernels.arguments import shown, wrong_type
 
 
 def shard(
@@ -76,12 +78,33 @@ def shard(
         >>> type(ebc).__name__, list(ebc.state_dict())
         ('ShardedEmbeddingBagCollection', ['embedding_bags.t.weight'])
     """
-    env, device = resolve_place(env, device)
-    sharder = sharder or sharder_of(module)
+    env = env or ShardingEnv.default()
+    with constructing(env):
+        device = resolve_device(env, device)
+        sharder = sharder or sharder_of(module)
+        placed = _placements(module, plan, env, device, sharder)
+        return sharder.shard(module, placed, env, device)
+
+
+def _placements(
+    module: nn.Module,
+    plan: Mapping[str, ParameterSharding]
+    | Mapping[str, ParameterShardingGenerator]
+    | ParameterShardingGenerator,
+    env: ShardingEnv,
+    device: torch.device,
+    sharder: ModuleSharder[Any],
+) -> EmbeddingModuleShardingPlan:
     if not isinstance(plan, Mapping):
         plan = apply_to_all(module, plan, sharder)
     generators = {name: entry for name, entry in plan.items() if callable(entry)}
     placed = {n: entry for n, entry in plan.items() if isinstance(entry, ParameterSharding)}
+    others = sorted(plan.keys() - generators.keys() - placed.keys())
+    if others:
+        raise TypeError(
+            f"A plan holds a ParameterSharding for each table, or a generator such as row_wise(); "
+            f"received {shown(plan[others[0]])} for table {others[0]!r}."
+        )
     if generators and placed:
         raise ValueError(
             "A plan holds placements or generators; received placements for "
@@ -89,7 +112,7 @@ def shard(
             "placements by construct_module_sharding_plan."
         )
     if generators:
-        placed = construct_module_sharding_plan(
+        return construct_module_sharding_plan(
             module,
             generators,
             sharder,
@@ -97,7 +120,7 @@ def shard(
             env.world_size,
             device.type,
         )
-    return sharder.shard(module, EmbeddingModuleShardingPlan(placed), env, device)
+    return EmbeddingModuleShardingPlan(placed)
 
 
 def shard_modules(
@@ -140,10 +163,13 @@ def shard_modules(
         >>> type(model["ebc"]).__name__
         'ShardedEmbeddingBagCollection'
     """
-    env, device = resolve_place(env, device)
-    by_type = sharders_by_type(sharders)
-    plan = plan or make_plan(module, by_type, env, device)
-    module = replace_modules(module, plan, by_type, env, device)
+    env = env or ShardingEnv.default()
+    with constructing(env):
+        device = resolve_device(env, device)
+        by_type = sharders_by_type(sharders)
+        if plan is None:
+            plan = make_plan(module, by_type, env, device)
+        module = replace_modules(module, plan, by_type, env, device)
     if init_params:
         materialize_dense(module, device)
         move_dense(module, device)
@@ -154,20 +180,21 @@ def shard_modules(
 # -- the steps, which DistributedModelParallel takes as well ---------------------------------------
 
 
-def resolve_place(
-    env: ShardingEnv | None, device: torch.device | None
-) -> tuple[ShardingEnv, torch.device]:
-    """Returns the ranks and this rank's device, with defaults filled in.
+def resolve_device(env: ShardingEnv, device: torch.device | None) -> torch.device:
+    """Returns this rank's device, the default one if None.
+
+    Of several ranks' GPUs it becomes the current one, which torch's exchange of objects uses.
 
     Raises:
         ValueError: if the ranks cannot exchange tensors of that device.
     """
-    env = env or ShardingEnv.default()
     device = canonical_device(device or default_device(env))
     obstacle = why_no_exchange(env, device)
     if obstacle:
         raise ValueError(obstacle)
-    return env, device
+    if device.type == "cuda" and env.world_size > 1:
+        torch.cuda.set_device(device)
+    return device
 
 
 def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
@@ -216,10 +243,19 @@ def replace_modules(
 ) -> nn.Module:
     """Replaces, in place, every module that the plan names; one used twice stays one.
 
+    The model changes when all ranks have built their parts: at the end of the outermost
+    :func:`~recsys.distributed.construction.constructing`.
+
+    Returns:
+        The given model, or the sharded module if the model is itself one to shard.
+
     Raises:
         ValueError: if the plan is for another number of ranks or does not name each shardable
-            module once, or a module is of a subclass that no sharder is made for.
+            module once, a module is of a subclass that no sharder is made for, the model is in a
+            DistributedModelParallel already, or another parameter shares a table's weight.
     """
+    if not isinstance(plan, ShardingPlan):
+        wrong_type("The plan of a model", "a ShardingPlan", plan)
     if plan.made_for is not None and plan.made_for.world_size != env.world_size:
         raise ValueError(
             f"A plan must be for the ranks there are; received one made for "
@@ -227,34 +263,47 @@ def replace_modules(
             f"{env.world_size} ranks."
         )
     _check_plan_paths(module, plan, sharders)
-    return _replace(module, "", plan, sharders, env, device, {})
+
+    def is_leaf(child: nn.Module) -> bool:
+        return type(child) in sharders or isinstance(child, ShardedModule)
+
+    given = {p: m for p, m in outermost(module, is_leaf) if not isinstance(m, ShardedModule)}
+    tables = [
+        weight
+        for child in given.values()
+        for weight in sharders[type(child)].shardable_parameters(child).values()
+    ]
+    check_untied(module, tables)
+    made: dict[int, nn.Module] = {}
+    with constructing(env) as construction:
+        for path, child in given.items():
+            construction.path = path
+            made[id(child)] = sharders[type(child)].shard(child, plan.plan[path], env, device)
+        construction.path = ""
+        construction.add("the model", {"the rest": _rest(module, is_leaf)})
+        construction.at_the_end(lambda: _put_in(module, made, is_leaf))
+    return made.get(id(module), module)
 
 
-def _replace(
-    module: nn.Module,
-    path: str,
-    plan: ShardingPlan,
-    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
-    env: ShardingEnv,
-    device: torch.device,
-    done: dict[int, nn.Module],
-) -> nn.Module:
-    if id(module) in done:
-        return done[id(module)]
-    module_plan = plan.get_plan_for_module(path)
-    sharder = sharders.get(type(module))
-    result = module
-    if sharder is not None and module_plan is not None:
-        result = sharder.shard(module, module_plan, env, device)
-    elif not isinstance(module, ShardedModule):
-        for name, child in list(module._modules.items()):
-            if child is not None:
-                child_path = f"{path}.{name}" if path else name
-                module._modules[name] = _replace(
-                    child, child_path, plan, sharders, env, device, done
-                )
-    done[id(module)] = result
-    return result
+def _rest(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> str:
+    """Returns, in words, the parameters and buffers that are not placed by the plan."""
+    return "; ".join(
+        f"{path}.{name} {list(tensor.shape)} {tensor.dtype}"
+        f"{' trained' if tensor.requires_grad else ''}"
+        for path, child in walk(module, is_leaf)
+        if not is_leaf(child)
+        for name, tensor in (*child._parameters.items(), *child._buffers.items())
+        if tensor is not None
+    )
+
+
+def _put_in(
+    module: nn.Module, made: Mapping[int, nn.Module], is_leaf: Callable[[nn.Module], bool]
+) -> None:
+    for _, parent in list(walk(module, is_leaf)):
+        if not is_leaf(parent):
+            for name, child in parent._modules.items():
+                parent._modules[name] = made.get(id(child), child)
 
 
 def _check_plan_paths(

@@ -7,17 +7,20 @@ must remember of a batch, and in the output stage; the rest is here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, Self, final
 
 import torch
 from torch import nn
 
+from recsys.distributed.agreement import in_words, stable
 from recsys.distributed.batch_segments import BatchCutter
+from recsys.distributed.construction import constructing
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
 from recsys.distributed.layout import Layout, Rect
 from recsys.distributed.lookup import GroupSettings, Lookups
+from recsys.distributed.module_tree import check_untied
 from recsys.distributed.node import get_local_size
 from recsys.distributed.plan_layout import place_tables
 from recsys.distributed.row_updates import BackwardFinisher
@@ -29,8 +32,10 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardedModule,
     ShardingEnv,
+    refuse_to_pickle,
 )
 from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.kernels.arguments import setting
 from recsys.kernels.row_update import is_row_reducing
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
@@ -85,18 +90,65 @@ class ShardedCollection(ShardedModule):
         super().__init__()
         self.sent_ahead = None
         self._qcomm_codecs_registry = qcomm_codecs_registry
-        weights = module.table_weights()
-        plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
-        check_plan_covers(type(module).__name__, plan, list(weights))
-        self._configs: list[Any] = module.configs()
-        self._poolings = module.poolings()
-        self._plan = plan
-        self._env = env
-        self._device = canonical_device(device or default_device(env))
-        self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
-        self._adopt(module)
-        self._build([_TableOptions(weight, fused_params or {}) for weight in weights.values()])
-        load_tables(self._tables(), module, env)
+        with constructing(env) as construction:
+            weights = module.table_weights()
+            plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
+            check_plan_covers(construction.path or type(module).__name__, plan, weights)
+            check_untied(module, weights.values())
+            self._configs: list[Any] = module.configs()
+            self._poolings = module.poolings()
+            self._plan = plan
+            self._env = env
+            self._device = canonical_device(device or default_device(env))
+            self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
+            self._adopt(module)
+            self._build([_TableOptions(weight, fused_params or {}) for weight in weights.values()])
+            construction.works_on(self._device)
+            construction.add(construction.path or type(module).__name__, self._facts())
+            construction.load(
+                module.init_seed,
+                lambda seed: load_tables(self._tables(), module, env, seed),
+                may_fail_alone=any(config.init_fn is not None for config in self._configs),
+            )
+
+    def _facts(self) -> dict[str, str]:
+        """Returns what has to be the same on all ranks, by its name."""
+        switches = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
+        facts = {
+            "the module": "; ".join(
+                (
+                    type(self).__name__,
+                    f"{self._layout.world_size} ranks in nodes of {self._layout.node_size}",
+                    f"device {self._device.type}",
+                    f"ids out of range {self._bounds_check_mode.name}",
+                    f"on the wire {stable(self._qcomm_codecs_registry)}",
+                    stable(switches),
+                )
+            )
+        }
+        spoken: dict[Hashable, str] = {}  # of what many tables share
+        for placed, config, option in zip(
+            self._layout.tables, self._configs, self._options, strict=True
+        ):
+            shared = (placed.group, option.optimizer)
+            if shared not in spoken:
+                spoken[shared] = "; ".join(map(in_words, shared))
+            shards = [
+                f"rows {r.row_start}-{r.row_end} and columns {r.col_start}-{r.col_end} on {r.rank}"
+                for r in placed.rects
+            ]
+            facts[f"table {config.name!r}"] = "; ".join(
+                (
+                    f"{config.num_embeddings} x {config.embedding_dim} {config.data_type}",
+                    f"features {config.feature_names}",
+                    f"initial values from {config.weight_init_min} to {config.weight_init_max}",
+                    "an init_fn" if config.init_fn is not None else "no init_fn",
+                    "on the meta device" if option.is_meta else "with values",
+                    spoken[shared],
+                    f"shards {', '.join(shards) or 'on every rank'}",
+                )
+            )
+        return facts
 
     def _adopt(self, module: Any) -> None:
         """Takes over the settings of the given module, or of a sharded one that is copied."""
@@ -239,6 +291,9 @@ class ShardedCollection(ShardedModule):
             )
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_pickle(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy(self._device)
 
@@ -279,6 +334,7 @@ class _TableOptions:
         if attached_optimizer(weight) is not None:
             mark_in_backward(self.source, weight)
         self.dtype = weight.dtype
+        self.is_meta = weight.is_meta
         self.requires_grad = weight.requires_grad
         self.optimizer = optimizer_of_table(weight, fused_params)
 
@@ -302,11 +358,21 @@ def canonical_device(device: torch.device | str) -> torch.device:
 
 
 def default_device(env: ShardingEnv) -> torch.device:
-    """Returns the device a rank works on: its current GPU under NCCL, else the CPU."""
+    """Returns the device a rank works on: a GPU under NCCL, else the CPU.
+
+    That is the GPU the process group is bound to, or the current one. A process that has not chosen
+    one, so that it is still GPU 0, takes the one of its ``LOCAL_RANK``.
+    """
     group = env.process_group
     # a group made with no backend named serves both kinds of device
     if group is not None and torch.distributed.get_backend(group) in ("gloo", "mpi"):
         return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    bound = getattr(group, "bound_device_id", None)
+    if bound is not None:
+        return torch.device(bound)
+    current = torch.cuda.current_device()
+    local_rank = setting("LOCAL_RANK", least=0) or 0
+    chosen = current == 0 and local_rank < torch.cuda.device_count()
+    return torch.device("cuda", local_rank if chosen else current)

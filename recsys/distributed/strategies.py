@@ -299,15 +299,16 @@ def check_plan_paths(plan: ShardingPlan, module_paths: Collection[str]) -> None:
 
 
 def check_plan_covers(
-    module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Sequence[str]
+    module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Collection[str]
 ) -> None:
     """Checks that a plan names exactly the tables of a module.
 
     Raises:
         ValueError: listing the tables that are missing from the plan, or not in the module.
     """
+    known = set(table_names)
     missing = [name for name in table_names if name not in plan]
-    unknown = [name for name in plan if name not in table_names]
+    unknown = [name for name in plan if name not in known]
     if missing or unknown:
         raise ValueError(
             f"The plan of module {module_path!r} must name each of its tables once; missing: "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.distributed import comm
 from recsys.distributed.layout import PlacedTable
 from recsys.distributed.lookup import GroupSettings, LocalShard
 from recsys.distributed.sharded_table import ShardedTable
@@ -163,36 +162,75 @@ def _copy(own: Tensor, given: Tensor) -> None:
 
 
 def load_tables(
-    tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv
+    tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv, seed: int
 ) -> None:
     """Gives the shards the values of the unsharded module, rank 0's where ranks differ.
 
     Tables on the ``meta`` device are initialised block by block, so that no rank ever holds a
-    whole table; the values depend on the seed and the row, not on the plan.
+    whole table; the values depend on the seed and the row, not on the plan. They come last, after
+    all exchanges, as a user's ``init_fn`` may fail on one rank only.
+
+    Args:
+        tables: the parts of this rank, in the module's order.
+        module: the unsharded collection.
+        env: the ranks.
+        seed: of the initial values, rank 0's.
     """
-    module.init_seed = comm.broadcast_int(env, module.init_seed, _device_of(tables))
-    weights = module.table_weights()
-    for index, (name, table) in enumerate(tables.items()):
-        weight = weights[name].detach()
-        for rows in _row_blocks(table, weight):
-            if weight.is_meta:
-                wanted = [
-                    s
+    module.init_seed = seed
+    weights = [weight.detach() for weight in module.table_weights().values()]
+    parts = list(tables.values())
+    for blocks in _batches(
+        (table, weight, rows)
+        for table, weight in zip(parts, weights, strict=True)
+        if not weight.is_meta
+        for rows in _row_blocks(table, weight)
+    ):
+        _load(blocks, env)
+    for index, (table, weight) in enumerate(zip(parts, weights, strict=True)):
+        if weight.is_meta and table.shards:
+            for rows in _row_blocks(table, weight):
+                if any(
+                    s.rect.row_start < rows.stop and rows.start < s.rect.row_end
                     for s in table.shards
-                    if s.rect.row_start < rows.stop and rows.start < s.rect.row_end
-                ]
-                if wanted:
+                ):
                     table.fill(rows, module.initial_rows(index, rows.start, rows.stop))
-            else:
-                values = weight[rows]
-                if env.world_size > 1:
-                    values = values.to(table.device, copy=True).contiguous()
-                    dist.broadcast(values, group=env.process_group, group_src=0)
-                table.fill(rows, values)
 
 
-def _device_of(tables: Mapping[str, TableShards]) -> torch.device:
-    return next(iter(tables.values())).device
+_Block = tuple[TableShards, Tensor, slice]
+"""The parts of a table, its unsharded weight, and a stretch of its rows."""
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Yields blocks of one dtype that are broadcast together, for the sake of many small tables."""
+    batch: list[_Block] = []
+    num_bytes = 0
+    for block in blocks:
+        _, weight, rows = block
+        size = (rows.stop - rows.start) * weight.shape[1] * weight.element_size()
+        if batch and (num_bytes + size > _BLOCK_BYTES or weight.dtype is not batch[0][1].dtype):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(block)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def _load(blocks: Sequence[_Block], env: ShardingEnv) -> None:
+    values = [weight[rows] for _, weight, rows in blocks]
+    if env.world_size > 1:
+        sizes = [value.numel() for value in values]
+        device = blocks[0][0].device
+        if env.rank == 0:
+            flat = torch.cat([value.reshape(-1) for value in values]).to(device)
+        else:
+            flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=device)
+        dist.broadcast(flat, group=env.process_group, group_src=0)
+        values = [
+            part.view(value.shape) for part, value in zip(flat.split(sizes), values, strict=True)
+        ]
+    for (table, _, rows), value in zip(blocks, values, strict=True):
+        table.fill(rows, value)
 
 
 def _row_blocks(table: TableShards, weight: Tensor) -> Iterator[slice]:

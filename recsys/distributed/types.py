@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, unique
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Self, TypeVar, cast, final
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -572,6 +572,15 @@ class ShardedModule(nn.Module, abc.ABC):
     def copy(self, device: torch.device) -> Self:
         """Returns a copy on another device; sharded modules inside are copied by themselves."""
         return copy_around_sharded(self, device)
+
+
+def refuse_to_pickle(module: nn.Module) -> NoReturn:
+    """Raises TypeError: a module holds a part of a model, and the way to the other parts."""
+    raise TypeError(
+        f"A {type(module).__name__} cannot be pickled: it holds this rank's part of the tables "
+        "and the process group. Save it by recsys.distributed.checkpoint.save_checkpoint, or its "
+        "state_dict() by torch.distributed.checkpoint; copy it by copy.deepcopy."
+    )
 
 
 M = TypeVar("M", bound=nn.Module)

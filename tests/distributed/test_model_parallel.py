@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -638,3 +640,37 @@ def _train_dlrm() -> list[float]:
 def test_dlrm_learns_on_two_ranks(ranks: RankPool) -> None:
     for losses in ranks(2, _train_dlrm):
         assert sum(losses[-4:]) < 0.3 * sum(losses[:4]), losses
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_a_sharded_model_is_not_pickled_but_copied(save: Callable[[nn.Module], object]) -> None:
+    case = EachType(0, 1)
+    model = DistributedModelParallel(case.model(), env=ShardingEnv.from_local(), device=CPU)
+    for part in (model, model.module, model.module.ebc):  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match=r"cannot be pickled: .*save_checkpoint.*deepcopy"):
+            save(part)
+    save(model.module.over)  # type: ignore[attr-defined]
+    copied = copy.deepcopy(model.module)
+    for (name, weight), (_, own) in zip(
+        copied.named_parameters(), model.module.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight, own), name
+        assert weight.data_ptr() != own.data_ptr(), name
+
+
+def test_a_model_is_wrapped_once() -> None:
+    model = DistributedModelParallel(EachType(0, 1).model(), device=CPU)
+    with pytest.raises(ValueError, match="whose part '' is a DistributedModelPar"):
+        DistributedModelParallel(model, device=CPU)
+    with pytest.raises(ValueError, match=r"whose part '1\.inner' is a DistributedModelParallel"):
+        DistributedModelParallel(
+            nn.Sequential(nn.ReLU(), nn.ModuleDict({"inner": model})), device=CPU
+        )
+    with pytest.raises(TypeError, match=r"module must be an nn\.Module; received 3"):
+        DistributedModelParallel(3, device=CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", [{}, {"ebc": 1}, "plan.json"])
+def test_a_plan_is_a_sharding_plan(plan: Any) -> None:
+    with pytest.raises(TypeError, match=r"The plan of a model must be a ShardingPlan; received"):
+        DistributedModelParallel(EachType(0, 1).model(), device=CPU, plan=plan)

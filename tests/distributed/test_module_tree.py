@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
-from recsys.distributed.module_tree import outermost, walk
+from recsys.distributed.module_tree import check_untied, outermost, walk
 
 
 def is_list(module: nn.Module) -> bool:
@@ -18,3 +19,15 @@ def test_leaves_are_seen_and_not_entered() -> None:
     assert list(outermost(model, is_list)) == [("a.0", inner)]
     assert list(outermost(inner, is_list)) == [("", inner)]
     assert list(outermost(nn.ReLU(), is_list)) == []
+
+
+def test_a_weight_with_two_names_is_found() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    one, other = model["one"], model["other"]
+    check_untied(model, one.parameters())
+    model["again"] = one  # one module at two places has one weight
+    check_untied(model, one.parameters())
+    other.weight = one.weight
+    with pytest.raises(ValueError, match=r"'one\.weight' and 'other\.weight', which are one"):
+        check_untied(model, one.parameters())
+    check_untied(model, [one.bias])  # the tied one stays as it is

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from recsys.distributed.agreement import Facts, agree, differs, stable
 from recsys.distributed.planner.hardware import NUMBERS
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -15,10 +14,7 @@ from recsys.distributed.planner.types import PlannerError
 
 _CAPS = ("hbm_cap", "ddr_cap", "ssd_cap")
 _ALIKE = 0.05  # share by which hosts that are alike differ in the memory that they report
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-Facts = Mapping[str, str]
-"""What a rank was asked for: the value of each input, by its name."""
+_STAGE = "plan the model"
 
 
 def facts_of(
@@ -34,7 +30,7 @@ def facts_of(
         tables: to place.
         others: further inputs by name.
     """
-    facts = {name: _stable(value) for name, value in others.items()}
+    facts = {name: stable(value) for name, value in others.items()}
     for name in ("world_size", "local_world_size", "compute_device", "lookup", "collectives"):
         facts[f"topology.{name}"] = repr(getattr(topology, name))
     for name in NUMBERS:
@@ -44,7 +40,7 @@ def facts_of(
     facts["tables"] = repr([table.name for table in tables])
     for table in tables:
         own = f"table {table.name!r} of module {table.path!r}"
-        facts[f"constraints of {own}"] = _stable(table.constraints)
+        facts[f"constraints of {own}"] = stable(table.constraints)
         facts[own] = "; ".join(
             (
                 f"{table.rows} x {table.dim}",
@@ -55,7 +51,7 @@ def facts_of(
                 "pooled" if table.is_pooled else "sequences",
                 "weighted" if table.is_weighted else "unweighted",
                 f"{table.wire_bytes} bytes per value on the wire",
-                f"kernels {_stable([*table.kernels.items()])}",
+                f"kernels {stable([*table.kernels.items()])}",
             )
         )
     return facts
@@ -73,56 +69,13 @@ def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology
 
     Raises:
         PlannerError: naming a rank that differs from rank 0, and in what.
+        Exception: why a rank cannot say what it was asked for.
     """
-    failure = str(facts) if isinstance(facts, Exception) else None
-    lines = {} if isinstance(facts, Exception) else dict(facts)
-    digest = hashlib.sha256(repr(list(lines.items())).encode()).hexdigest()
     caps = tuple(getattr(topology, cap) for cap in _CAPS)
-    seen: list[tuple[str | None, str, tuple[int, ...]]] = [("", "", ())] * group.size()
-    dist.all_gather_object(seen, (failure, digest, caps), group=group)
-    failed = [rank for rank, (why, _, _) in enumerate(seen) if why is not None]
-    if failed:
-        if isinstance(facts, Exception) and len({why for why, _, _ in seen}) == 1:
-            raise facts
-        raise PlannerError(f"On rank {failed[0]} no plan can be made: {seen[failed[0]][0]}")
-    if len({digest for _, digest, _ in seen}) > 1:
-        raise PlannerError(_find_difference(group, lines))
+    seen = agree(group, _STAGE, facts, caps, PlannerError)
     for number, cap in enumerate(_CAPS):
-        sizes = [caps[number] for _, _, caps in seen]
+        sizes = [caps[number] for caps in seen]
         for rank, size in enumerate(sizes):
             if abs(size - sizes[0]) > _ALIKE * sizes[0]:
-                raise PlannerError(_differs(rank, f"topology.{cap}", str(sizes[0]), str(size)))
-
-
-def _find_difference(group: dist.ProcessGroup, lines: Facts) -> str:
-    box: list[Facts] = [lines]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    first, rank = box[0], dist.get_rank(group)
-    differing = [name for name in {**first, **lines} if first.get(name) != lines.get(name)]
-    own = None
-    if differing:
-        name = differing[0]
-        own = _differs(rank, name, first.get(name, "nothing"), lines.get(name, "nothing"))
-    found: list[str | None] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return next((text for text in found if text is not None), "Ranks ask for different plans.")
-
-
-def _differs(rank: int, name: str, first: str, own: str) -> str:
-    ours, theirs = first.split("; "), own.split("; ")
-    if len(ours) == len(theirs):
-        pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
-        first, own = ("; ".join(side) for side in zip(*pairs, strict=True))
-    return (
-        f"All ranks must ask for the same plan; {name} differs: rank 0 has {_cut(first)}, rank "
-        f"{rank} has {_cut(own)}. Build model and planner from the same arguments on every rank."
-    )
-
-
-def _stable(value: object) -> str:
-    """Returns what prints the same in every process."""
-    return _ADDRESS.sub("", repr(value))
-
-
-def _cut(text: str, most: int = 400) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+                text = differs(_STAGE, rank, f"topology.{cap}", str(sizes[0]), str(size))
+                raise PlannerError(text)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys.distributed.planner.agreement import Facts, check_agreement, facts_of
+from recsys.distributed.agreement import Facts
+from recsys.distributed.planner.agreement import check_agreement, facts_of
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.misfit import Misfit, check_fits
 from recsys.distributed.planner.model_tables import check_kernels, tables_of
