@@ -1,4 +1,4 @@
-"""Embedding collections with rows of 8 or 4 bits, made from trained ones."""
+"""Embedding collections with rows of 8 or 4 bits or of fp16, made from trained ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from recsys.modules.embedding_modules import (
 )
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
-_BITS = {torch.int8: 8, torch.uint8: 8, torch.qint8: 8, torch.quint8: 8, torch.quint4x2: 4}
+_BITS = {
+    torch.int8: 8,
+    torch.uint8: 8,
+    torch.qint8: 8,
+    torch.quint8: 8,
+    torch.quint4x2: 4,
+    torch.float16: 16,
+}
 
 
 @final
@@ -32,7 +39,7 @@ class QuantizedBags(nn.Module):
     Args:
         configs: the tables.
         rows: per table its quantized rows, on the device that looks them up.
-        bits: per table 8 or 4.
+        bits: per table 16, 8 or 4.
         features: the collection's distinct features.
         shards: per table the number of the shard that owns it; each shard is looked up by itself.
     """
@@ -215,7 +222,7 @@ class QuantEmbeddingBagCollection(nn.Module):
         is_weighted: whether features carry weights.
         rows: per table its quantized rows, as
             :func:`~recsys.kernels.quantized.quantize_rows` returns them.
-        bits: per table 8 or 4.
+        bits: per table 16, 8 or 4.
         devices: per table the shard that owns it and its device; all in one shard where the rows
             are, if None.
     """
@@ -244,20 +251,26 @@ class QuantEmbeddingBagCollection(nn.Module):
     def from_float(
         cls,
         module: EmbeddingBagCollection,
-        dtype: torch.dtype = torch.int8,
+        dtype: torch.dtype | None = None,
         per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
     ) -> QuantEmbeddingBagCollection:
         """Quantizes the tables of a trained collection.
 
+        ``torch.quantization.quantize_dynamic`` calls it too, on collections with a ``qconfig``.
+
         Args:
             module: the collection, unsharded.
-            dtype: ``torch.int8`` or ``torch.quint4x2``.
+            dtype: ``torch.int8``, ``torch.quint4x2`` or ``torch.float16``; None: that of the
+                weights in the collection's ``qconfig``, ``torch.int8`` if it has none.
             per_table_weight_dtype: other dtypes by table name.
 
         Raises:
-            ValueError: if a dtype is neither, a name is not a table's, or a table cannot be
+            ValueError: if a dtype is none of these, a name is not a table's, or a table cannot be
                 quantized.
         """
+        qconfig = getattr(module, "qconfig", None)
+        if dtype is None:
+            dtype = torch.int8 if qconfig is None else qconfig.weight().dtype
         configs = module.embedding_bag_configs()
         chosen = dict(per_table_weight_dtype or {})
         unknown = sorted(chosen.keys() - {config.name for config in configs})
@@ -336,7 +349,8 @@ class QuantEmbeddingBagCollection(nn.Module):
 def _bits_of(dtype: torch.dtype) -> int:
     if not isinstance(dtype, torch.dtype) or dtype not in _BITS:
         raise ValueError(
-            f"Tables are quantized to torch.int8 or torch.quint4x2; received {dtype!r}."
+            "Tables are quantized to torch.int8, torch.quint4x2 or torch.float16; received "
+            f"{dtype!r}."
         )
     return _BITS[dtype]
 
@@ -354,7 +368,8 @@ def quantize_embeddings(
 
     Args:
         module: a trained model, unsharded.
-        dtype: ``torch.int8`` (one byte per value) or ``torch.quint4x2`` (half a byte).
+        dtype: ``torch.int8`` (one byte per value), ``torch.quint4x2`` (half a byte) or
+            ``torch.float16`` (two).
         inplace: change the given model instead of a copy.
         per_table_weight_dtype: other dtypes by table name.
 

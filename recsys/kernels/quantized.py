@@ -1,7 +1,8 @@
-"""Rows of 8 or 4 bits with a scale and a bias each, and lookups into them, for inference.
+"""Rows of 8 or 4 bits with a scale and a bias each, or of fp16; lookups into them, for inference.
 
-A row is stored as FBGEMM's inference kernels read it: two fp16 numbers, scale and bias, then the
-values, one per byte or two per byte (the first in the low bits). A value is ``q * scale + bias``
+A row is stored as FBGEMM's inference kernels read it. One of fp16 is its values. The others are two
+fp16 numbers, scale and bias, then the values, one per byte or two per byte (the first in the low
+bits). A value is ``q * scale + bias``
 with ``q`` spread evenly from the row's least value to its greatest (asymmetric uniform
 quantization; Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019).
 
@@ -21,8 +22,8 @@ from torch.nn import functional
 from recsys.kernels import ops
 from recsys.kernels.types import PoolingMode
 
-_HEADER_BYTES = 4  # scale and bias
-_SPARSE_TYPES = {8: 2, 4: 3}  # FBGEMM's numbers for INT8 and INT4
+_HEADER_BYTES = {16: 0, 8: 4, 4: 4}  # scale and bias
+_SPARSE_TYPES = {16: 1, 8: 2, 4: 3}  # FBGEMM's numbers for FP16, INT8 and INT4
 _ROW_ALIGNMENT = {"cuda": 16}  # FBGEMM's CUDA kernels load that many bytes at a time
 _ALIGNMENT = 128  # of a table's first byte, for vector loads on a GPU
 
@@ -32,10 +33,10 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
 
     Args:
         weight_RD: ``[R, D]`` floating point; ``D`` even for 4 bits.
-        bits: 8 or 4.
+        bits: 8 or 4; 16 rounds to fp16.
 
     Returns:
-        ``[R, 4 + D * bits / 8]`` uint8.
+        ``[R, 4 + D * bits / 8]`` uint8; ``[R, 2 * D]`` for fp16.
 
     Raises:
         ValueError: if ``bits`` is neither, ``D`` does not fill whole bytes, or a weight has no
@@ -47,7 +48,7 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
         tensor([[0.0000, 1.0000, 2.0000, 3.0000]])
     """
     if bits not in _SPARSE_TYPES:
-        raise ValueError(f"Rows are quantized to 8 or 4 bits; received bits={bits}.")
+        raise ValueError(f"Rows are quantized to 16, 8 or 4 bits; received bits={bits}.")
     if weight_RD.shape[1] * bits % 8:
         raise ValueError(
             f"Rows of {bits} bits need an even number of columns; received {weight_RD.shape[1]}."
@@ -60,6 +61,14 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
     weight = weight_RD.detach().float()
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("quantize_rows needs finite weights; received NaN or infinity.")
+    if bits == 16:
+        half = weight.half()
+        if not bool(torch.isfinite(half).all()):
+            raise ValueError(
+                f"fp16 ends at 65504; received values from {float(weight.min()):.6g} to "
+                f"{float(weight.max()):.6g}."
+            )
+        return half.contiguous().view(torch.uint8)
     levels = 2**bits - 1
     low, high = torch.aminmax(weight, dim=1, keepdim=True)
     bias = low.half()
@@ -80,8 +89,12 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
 
 def dequantize_rows(rows: Tensor, bits: int) -> Tensor:
     """Returns the fp32 values of quantized rows: ``[R, D]``."""
-    header = rows[:, :_HEADER_BYTES].contiguous().view(torch.float16).float()
-    values = rows[:, _HEADER_BYTES:]
+    # copies: within a single row fp16 may start at an odd byte
+    if bits == 16:
+        return rows.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
+    size = _HEADER_BYTES[bits]
+    header = rows[:, :size].clone(memory_format=torch.contiguous_format)
+    header, values = header.view(torch.float16).float(), rows[:, size:]
     if bits == 4:
         values = torch.stack([values & 15, values >> 4], dim=2).flatten(1)
     return values.float() * header[:, 0:1] + header[:, 1:2]
@@ -92,7 +105,7 @@ class QuantizedLookup(nn.Module):
 
     Args:
         tables: per table its rows, as :func:`quantize_rows` returns them.
-        bits: per table 8 or 4.
+        bits: per table 16, 8 or 4.
         feature_table_map: per feature the table it reads.
         pooling: ``SUM`` or ``MEAN``.
 
@@ -120,15 +133,19 @@ class QuantizedLookup(nn.Module):
                 f"{len(tables)} tables."
             )
         dims = [
-            (rows.shape[1] - _HEADER_BYTES) * 8 // b for rows, b in zip(tables, bits, strict=True)
+            (rows.shape[1] - _HEADER_BYTES[b]) * 8 // b
+            for rows, b in zip(tables, bits, strict=True)
         ]
         self._dims = dims
         self._bits = list(bits)
         self._feature_table_map = list(feature_table_map)
         self.pools_mean = pooling is PoolingMode.MEAN
         self.total_dim = sum(dims[t] for t in feature_table_map)
-        self.max_int8_dim = max([d for d, b in zip(dims, bits, strict=True) if b == 8], default=0)
-        self.max_int4_dim = max([d for d, b in zip(dims, bits, strict=True) if b == 4], default=0)
+        widest = {
+            b: max(d for d, other in zip(dims, bits, strict=True) if other == b) for b in bits
+        }
+        self.max_int4_dim, self.max_int8_dim = widest.get(4, 0), widest.get(8, 0)
+        self.max_fp16_dim = widest.get(16, 0)
         self.use_fbgemm = ops.HAS_FBGEMM
         self._lay_out(tables)
 
@@ -159,7 +176,12 @@ class QuantizedLookup(nn.Module):
         register("dim_offsets", list(edges), torch.int32)
         placement = 0 if device.type == "cuda" else 3  # FBGEMM's DEVICE and HOST
         register("placements", [placement] * len(features), torch.int32)
-        register("empty", [], torch.uint8)
+        # There is neither host memory nor a cache, which FBGEMM's CUDA kernel wants to be told in
+        # tensors of these dtypes and dims.
+        register("no_host_weights", [], torch.uint8)
+        register("no_cache_locations", [], torch.int32)
+        no_cache = torch.zeros(0, 0, dtype=torch.uint8, device=device)
+        self.register_buffer("no_cache_weights", no_cache, False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLookup:
         """Serves `to`, `cuda`, `to_empty`: another kind of device means another layout."""
@@ -188,7 +210,7 @@ class QuantizedLookup(nn.Module):
             )
         pooled: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             self.weights,
-            self.empty,
+            self.no_host_weights,
             self.placements,
             self.table_starts,
             self.table_types,
@@ -197,15 +219,15 @@ class QuantizedLookup(nn.Module):
             0,
             self.max_int4_dim,
             self.max_int8_dim,
-            0,
+            self.max_fp16_dim,
             0,
             indices.int(),
             offsets.int(),
             1 if self.pools_mean else 0,
             weights,
             0,  # fp32 output
-            self.empty,
-            self.empty,
+            self.no_cache_weights,
+            self.no_cache_locations,
             self.row_alignment,
         )
         return pooled
@@ -216,7 +238,8 @@ class QuantizedLookup(nn.Module):
         size, start = self._row_bytes[table], self._starts[table]
         storage = cast(Tensor, self.weights)
         rows = storage[start : start + size * self._num_rows[table]].view(-1, size)
-        return rows[:, : _HEADER_BYTES + self._dims[table] * self._bits[table] // 8]
+        bits = self._bits[table]
+        return rows[:, : _HEADER_BYTES[bits] + self._dims[table] * bits // 8]
 
     @torch.jit.unused
     def _look_up_in_torch(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

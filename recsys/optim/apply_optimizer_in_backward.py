@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -25,6 +26,11 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_in_backward_optimizers"
+_CLASSES, _KWARGS = "_optimizer_classes", "_optimizer_kwargs"
+"""Where torch's own function notes what it was given; public code reads them."""
+_TORCH_HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"
+_NO_SETTINGS = ("params", "initial_lr")
+"""What groups of torch's optimizers hold besides: the latter is set by schedulers."""
 _attachments = 0
 _hooks: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
 
@@ -68,7 +74,8 @@ class AttachedOptimizer:
         Raises:
             ValueError: Tables do not know the optimizer, or one of its settings.
         """
-        spec = optimizer_spec(self.optimizer_class, self.param_groups[0])
+        kwargs = {k: v for k, v in self.param_groups[0].items() if k not in _NO_SETTINGS}
+        spec = optimizer_spec(self.optimizer_class, kwargs)
         return replace(spec, stochastic_rounding=self.stochastic_rounding)
 
     def table_optimizer(self) -> TableOptimizer:
@@ -106,10 +113,10 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Let parameters be updated during backward, each as soon as its gradient is there.
 
-    Gradients are then never kept: memory falls by the size of the parameters. Embedding tables
-    of an (sharded or unsharded) collection do it inside their kernel; other parameters by a
-    hook. Leave them
-    out of the optimizer you step yourself: see `in_backward_optimizer_filter`.
+    Gradients are then never kept: memory falls by the size of the parameters. Embedding tables of a
+    (sharded or unsharded) collection do it inside their kernel; other parameters by a hook. Leave
+    them out of the optimizer you step yourself: see `in_backward_optimizer_filter`. Tables take
+    what torch's own `torch.distributed.optim._apply_optimizer_in_backward` gave them for this.
 
     Args:
         optimizer_class: A class of torch.optim or recsys.optim.
@@ -153,6 +160,8 @@ def apply_optimizer_in_backward(
             )
     for parameter in params:
         setattr(parameter, _ATTRIBUTE, [attached])
+        setattr(parameter, _CLASSES, [optimizer_class])
+        setattr(parameter, _KWARGS, [optimizer_kwargs])
         _hook(parameter, attached)
     _attachments += 1
     watch_grad_scaler()
@@ -189,9 +198,42 @@ def drop_hook(parameter: Tensor) -> None:
 
 
 def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
-    """The optimizer that `apply_optimizer_in_backward` gave to a parameter, if any."""
-    attached: list[AttachedOptimizer] = getattr(parameter, _ATTRIBUTE, [])
+    """The optimizer that `apply_optimizer_in_backward` gave to a parameter, if any.
+
+    What torch's own `torch.distributed.optim._apply_optimizer_in_backward` gave counts too; from
+    then on it is a kernel's to apply, and torch's hook is gone.
+
+    Raises:
+        ValueError: torch's gave several, or one that has stepped.
+    """
+    attached: list[Any] = getattr(parameter, _ATTRIBUTE, [])
+    if attached and isinstance(attached[0], Optimizer):
+        attached = [_adopt(parameter, attached)]
+        setattr(parameter, _ATTRIBUTE, attached)
     return attached[0] if attached else None
+
+
+def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
+    """What torch's own function gave to a parameter, as ours would have given it."""
+    names = [type(optimizer).__name__ for optimizer in given]
+    if len(given) > 1:
+        raise ValueError(
+            f"A table can own one optimizer; received {names}, by torch.distributed.optim."
+            f"_apply_optimizer_in_backward, for one of shape {list(parameter.shape)}. Apply one."
+        )
+    # Adagrad has state from the start
+    if any(float(state.get("step", 1)) > 0 for state in given[0].state.values()):
+        raise ValueError(
+            f"{names[0]} has updated a table of shape {list(parameter.shape)} already, and its "
+            "state would be lost. Apply optimizers before the first forward pass, by "
+            "recsys.optim.apply_optimizer_in_backward."
+        )
+    group = given[0].param_groups[0]
+    attached = AttachedOptimizer(type(given[0]), group | {"params": []})
+    given[0].param_groups = attached.param_groups  # a scheduler of it reaches the table
+    for handle in sys.modules[_TORCH_HOOKS].param_to_optim_hook_handle_map.pop(parameter, ()):
+        handle.remove()
+    return attached
 
 
 def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> None:
@@ -201,7 +243,8 @@ def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> N
         parameter: The parameter; gets no hook.
         source: Where to copy the attached optimizer from, if anything was attached there.
     """
-    setattr(parameter, _ATTRIBUTE, list(getattr(source, _ATTRIBUTE, [])))
+    for name in (_ATTRIBUTE, _CLASSES, _KWARGS):
+        setattr(parameter, name, list(getattr(source, name, [])))
 
 
 def attachment_count() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -636,6 +637,42 @@ def test_a_rate_that_is_none_is_refused_where_it_is_set(rate: Any, kind: type[Ex
     table._in_backward_optimizers[0].param_groups[0]["lr"] = rate  # type: ignore[attr-defined]
     with pytest.raises(kind, match=r"OptimizerSpec\.learning_rate must be .*; received"):
         unsharded(case.batches(0)[0])
+
+
+def _without_optimizer(case: Case) -> Case:
+    settings = {field.name: getattr(case, field.name) for field in fields(case)}
+    return Case(**{**settings, "optimizer": None})
+
+
+class _TorchsCase(Case):
+    """Attaches the optimizer by torch's own function."""
+
+    def model(self) -> Model:
+        assert self.optimizer is not None
+        model = _without_optimizer(self).model()
+        _apply_optimizer_in_backward(
+            self.optimizer, model.ebc.parameters(), dict(self.hyperparameters)
+        )
+        return model
+
+
+def _train_as_attached_by_ours(case: Case) -> None:
+    own = Case(**{field.name: getattr(case, field.name) for field in fields(case)})
+    found, expected = shard(case), shard(own)
+    for model in (found, expected):
+        train(case, model, range(2), rank=dist.get_rank())
+    assert_same(whole_state(found), whole_state(expected), **EXACT)
+    for parameter in found.module.ebc.parameters():
+        assert parameter.grad is None
+        assert parameter._optimizer_classes == [case.optimizer]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_torchs_own_attachment_trains_sharded_tables(
+    ranks: RankPool, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    case = _TorchsCase(3, 2, types=tuple(ShardingType), optimizer=optimizer)
+    ranks(2, _train_as_attached_by_ours, case)
 
 
 def test_fused_params_name_the_modes() -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def _batch(is_weighted: bool = False, keys: str = "xyz") -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(("dtype", "levels"), [(torch.int8, 255), (torch.quint4x2, 15)])
+@pytest.mark.parametrize(
+    ("dtype", "levels"), [(torch.int8, 255), (torch.quint4x2, 15), (torch.float16, 2**10)]
+)
 def test_output_is_close_to_the_float_collection(
     dtype: torch.dtype, levels: int, is_weighted: bool
 ) -> None:
@@ -93,14 +97,52 @@ def test_missing_feature_is_named() -> None:
 
 
 def test_unknown_dtype_and_table_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"torch.int8 or torch.quint4x2; received torch.float16"):
-        quantize_embeddings(_collection(), torch.float16)
+    with pytest.raises(ValueError, match=r"torch.quint4x2 or torch.float16; received torch.int32"):
+        quantize_embeddings(_collection(), torch.int32)
     with pytest.raises(ValueError, match=r"names \['d'\], which are not tables"):
         QuantEmbeddingBagCollection.from_float(_collection(), torch.int8, {"d": torch.int8})
-    with pytest.raises(ValueError, match=r"torch\.quint4x2; received 'int8'"):
+    with pytest.raises(ValueError, match=r"torch\.float16; received 'int8'"):
         quantize_embeddings(_collection(), "int8")
     with pytest.raises(ValueError, match="has no EmbeddingBagCollection to quantize"):
         quantize_embeddings(nn.Linear(1, 1))
+
+
+def _by_torch(spec: Any, dtype: torch.dtype = torch.qint8) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao.quantization is deprecated
+        model: nn.Module = torch.quantization.quantize_dynamic(
+            nn.ModuleDict({"ebc": _collection()}),
+            spec,
+            dtype=dtype,
+            mapping={EmbeddingBagCollection: QuantEmbeddingBagCollection},
+        )
+    return model["ebc"]
+
+
+def _qconfig(dtype: torch.dtype) -> Any:
+    observer = torch.quantization.PlaceholderObserver
+    return torch.quantization.QConfig(
+        activation=observer.with_args(dtype=torch.qint8), weight=observer.with_args(dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.qint8, torch.quint4x2, torch.float16])
+def test_quantize_dynamic_honours_the_qconfig(dtype: torch.dtype) -> None:
+    found = _by_torch({EmbeddingBagCollection: _qconfig(dtype)})
+    expected = quantize_embeddings(_collection(), dtype)
+    assert found.table_bytes() == expected.table_bytes()
+    torch.testing.assert_close(found(_batch()).values(), expected(_batch()).values())
+
+
+def test_quantize_dynamic_honours_its_dtype() -> None:
+    for dtype, size in ((torch.qint8, 12), (torch.quint4x2, 8), (torch.float16, 16)):
+        assert _by_torch({EmbeddingBagCollection}, dtype).table_bytes()[0] == 50 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16])
+def test_quantize_dynamic_refuses_other_qconfigs_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"or torch.float16; received {dtype}"):
+        _by_torch({EmbeddingBagCollection: _qconfig(dtype)})
 
 
 def _saved_and_loaded(module: nn.Module) -> nn.Module:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.kernels import quantized
 from recsys.kernels.quantized import QuantizedLookup, dequantize_rows, quantize_rows
@@ -25,17 +28,33 @@ def test_equal_values_are_kept(bits: int) -> None:
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:
-    with pytest.raises(ValueError, match="to 8 or 4 bits; received bits=2"):
+    with pytest.raises(ValueError, match="to 16, 8 or 4 bits; received bits=2"):
         quantize_rows(torch.zeros(1, 2), 2)
     with pytest.raises(ValueError, match="even number of columns; received 3"):
         quantize_rows(torch.zeros(1, 3), 4)
     with pytest.raises(ValueError, match="received NaN or infinity"):
         quantize_rows(torch.tensor([[float("nan"), 0.0]]), 8)
+    with pytest.raises(ValueError, match=r"fp16 ends at 65504; received values from 0 to 70000\."):
+        quantize_rows(torch.tensor([[7e4, 0.0]]), 16)
+
+
+def test_16_bits_are_fp16() -> None:
+    weight = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+    rows = quantize_rows(weight, 16)
+    assert rows.shape == (20, 10)
+    assert torch.equal(dequantize_rows(rows, 16), weight.half().float())
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_single_row_of_an_odd_width_is_read(bits: int) -> None:
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    rows = quantize_rows(weight, bits)
+    assert torch.equal(dequantize_rows(rows[1:2], bits), dequantize_rows(rows, bits)[1:2])
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
-@pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4]])
+@pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4], [16, 16], [16, 4]])
 def test_fbgemm_and_torch_agree(
     monkeypatch: pytest.MonkeyPatch, bits: list[int], pooling: PoolingMode, is_weighted: bool
 ) -> None:
@@ -80,6 +99,38 @@ def test_a_move_to_another_kind_of_device_lays_the_rows_out_anew(
     torch.testing.assert_close(lookup(*batch), expected, rtol=0, atol=0)
     for table in range(2):
         assert torch.equal(lookup.table_rows(table), rows[table])
+
+
+class _Calls(TorchDispatchMode):
+    """Keeps the arguments of FBGEMM's lookup by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if "int_nbit_split_embedding_codegen_lookup" in func._schema.name:
+            names = [argument.name for argument in func._schema.arguments]
+            self.arguments.append(dict(zip(names, args, strict=False)) | (kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not quantized.ops.HAS_FBGEMM, reason="FBGEMM is missing")
+@pytest.mark.parametrize("scripted", [False, True])
+def test_says_that_there_is_no_cache_as_fbgemms_cuda_kernel_wants_it(scripted: bool) -> None:
+    # the shapes and dtypes of FBGEMM's own module; its CPU kernel does not look at them
+    lookup = torch.jit.script(_lookup()) if scripted else _lookup()
+    with _Calls() as calls:
+        lookup(torch.tensor([1, 9]), torch.tensor([0, 1, 2]), None)
+    (arguments,) = calls.arguments
+    expected = {
+        "uvm_weights": (torch.uint8, (0,)),
+        "lxu_cache_weights": (torch.uint8, (0, 0)),
+        "lxu_cache_locations": (torch.int32, (0,)),
+    }
+    assert {n: (arguments[n].dtype, tuple(arguments[n].shape)) for n in expected} == expected
 
 
 def test_only_the_rows_are_in_the_state_dict() -> None:

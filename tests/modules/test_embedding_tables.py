@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.kernels.types import UpdateMode
@@ -227,6 +229,63 @@ def test_attaching_after_a_first_forward_is_noticed() -> None:
     assert ebc.embedding_bags["b"].weight.grad is None
     assert torch.equal(before["embedding_bags.a.weight"], ebc.embedding_bags["a"].weight)
     assert not torch.equal(before["embedding_bags.b.weight"], ebc.embedding_bags["b"].weight)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        (torch.optim.SGD, {"lr": 0.5}),
+        (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-4}),
+        (torch.optim.Adam, {"lr": 0.5}),
+        (optimizers.RowWiseAdagrad, {"lr": 0.5}),
+    ],
+)
+def test_torchs_own_attachment_means_the_same(
+    optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    own, torchs = build("user"), build("user")
+    apply_optimizer_in_backward(optimizer, own.parameters(), settings)
+    _apply_optimizer_in_backward(optimizer, torchs.parameters(), settings)
+    (of_a,) = torchs.embedding_bags["a"].weight._in_backward_optimizers
+    scheduler = torch.optim.lr_scheduler.StepLR(of_a, 1, gamma=0.0)
+    for _ in range(3):
+        for collection in (own, torchs):
+            collection(batch()).values().square().sum().backward()
+    for (name, a), b in zip(own.named_parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert b.grad is None
+        for parameter in (a, b):
+            assert parameter._optimizer_classes == [optimizer]
+            assert parameter._optimizer_kwargs == [settings]
+    of_a.step()  # of a parameter without a gradient
+    scheduler.step()  # its rate is 0 from now on
+    before = [parameter.detach().clone() for parameter in torchs.parameters()]
+    torchs(batch()).values().square().sum().backward()
+    unmoved = [torch.equal(a, b) for a, b in zip(before, torchs.parameters(), strict=True)]
+    assert unmoved == [True] + [False] * (len(before) - 1)
+
+
+def test_torchs_own_attachment_that_tables_do_not_know_is_refused_by_name() -> None:
+    collection = build("user")
+    _apply_optimizer_in_backward(torch.optim.RMSprop, collection.parameters(), {"lr": 0.5})
+    with pytest.raises(ValueError, match=r"Table 'a' cannot own.*no optimizer like .*RMSprop"):
+        collection(batch())
+    collection = build("user")
+    for optimizer in (torch.optim.SGD, torch.optim.Adam):
+        _apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": 0.5})
+    with pytest.raises(ValueError, match=r"can own one optimizer; received \['SGD', 'Adam'\]"):
+        collection(batch())
+
+
+def test_torchs_own_attachment_after_a_first_forward_trains_as_torch_does() -> None:
+    collection = build("user")
+    before = [parameter.detach().clone() for parameter in collection.parameters()]
+    collection(batch())
+    _apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": 0.5})
+    collection(batch()).values().square().sum().backward()
+    assert all(not torch.equal(a, b) for a, b in zip(before, collection.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"Adagrad has updated a table of shape .* already"):
+        copy.deepcopy(collection)
 
 
 def test_a_learning_rate_scheduler_reaches_the_tables() -> None:
