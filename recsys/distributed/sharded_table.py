@@ -117,7 +117,8 @@ class ShardedTable(Tensor):
                     f"load with torch.distributed.checkpoint."
                 )
             for (_, tensor), (_, given) in zip(self._shards, source._shards, strict=True):
-                tensor.copy_(given, non_blocking=non_blocking)
+                if tensor.data_ptr() != given.data_ptr():  # else they were filled in place
+                    tensor.copy_(given, non_blocking=non_blocking)
         else:
             for offsets, tensor in self._shards:
                 tensor.copy_(source[_region(offsets, tensor)], non_blocking=non_blocking)

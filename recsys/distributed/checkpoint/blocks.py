@@ -21,6 +21,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
@@ -113,15 +114,20 @@ def _write_block(
         stream.write(data.getbuffer())
     else:
         tensor = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # else the whole of what it is a part of would be saved
         try:
-            torch.save(tensor, cast(IO[bytes], stream))
+            torch.save(_without_surroundings(tensor), cast(IO[bytes], stream))
         except Exception as error:
             raise stream.error or error from None  # torch forgets that the disk is full
     length = file.tell() - start
     info = _StorageInfo(name, start, length)
     return WriteResult(item.index, length, storage_data=(info, stream.crc))
+
+
+def _without_surroundings(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose storage ends where it ends: ``torch.save`` writes whole storages."""
+    start = tensor.storage_offset() * tensor.element_size()
+    own = tensor.untyped_storage()[start : start + tensor.nbytes]  # shares the memory
+    return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
 
 
 class _CrcStream(io.RawIOBase):
@@ -168,7 +174,7 @@ class BlockReader(FileSystemReader):
         self._folder = folder
         self._blocks = None if files is None else _blocks_of(files)
         self._metadata: Metadata | None = None
-        self._buffer = bytearray()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns what the version holds.
@@ -199,30 +205,75 @@ class BlockReader(FileSystemReader):
                 raise CheckpointError(f"{self._folder / name} is not in the manifest.")
             with (self._folder / name).open("rb", buffering=0) as file:
                 for start, items in sorted(items_at.items()):
-                    block = self._read_block(file, name, start)
-                    for item in items:
-                        self._fill(item, block, planner)
+                    self._load_block(file, name, start, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_block(self, file: io.FileIO, name: str, start: int) -> memoryview:
-        """Returns a block whose CRC is right; the next one overwrites it."""
+    def _load_block(
+        self,
+        file: io.FileIO,
+        name: str,
+        start: int,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+    ) -> None:
+        """Fills in what is needed of a block."""
         assert self._blocks is not None
-        length, expected = self._blocks[name, start]
-        if len(self._buffer) < length:
-            self._buffer = bytearray(length)
-        block = memoryview(self._buffer)[:length]
+        length, _ = self._blocks[name, start]
+        if items[0].type == LoadItemType.BYTE_IO:
+            data = memoryview(bytearray(length))
+            self._read(file, name, start, [data])
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(data))
+            return
+        dtype, sizes = self._saved_as(items[0])
+        num_bytes = sizes.numel() * dtype.itemsize
+        first = _first_byte_of_values(file, start, length, num_bytes)
+        if first is None:
+            self._read(file, name, start, [memoryview(bytearray(length))])
+            raise CheckpointError(
+                f"{self._folder / name} does not hold at byte {start} what its metadata says."
+            )
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        around = memoryview(bytearray(length - num_bytes))
+        if len(items) == 1 and _lies_alike(items[0], targets[0], dtype, sizes):
+            values = _memory_of(targets[0].view(-1).view(torch.uint8))
+            self._read(file, name, start, [around[:first], values, around[first:]])
+        else:
+            if self._buffer.numel() < num_bytes:
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            buffer = self._buffer[:num_bytes]
+            values = _memory_of(buffer)
+            self._read(file, name, start, [around[:first], values, around[first:]])
+            saved = buffer.view(dtype).view(sizes)
+            for item, target in zip(items, targets, strict=True):
+                target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def _saved_as(self, item: ReadItem) -> tuple[torch.dtype, torch.Size]:
+        index = item.storage_index
+        metadata = self.read_metadata().state_dict_metadata[index.fqn]
+        assert isinstance(metadata, TensorStorageMetadata)
+        sizes = next(c.sizes for c in metadata.chunks if c.offsets == index.offset)
+        return metadata.properties.dtype, sizes
+
+    def _read(self, file: io.FileIO, name: str, start: int, parts: Sequence[memoryview]) -> None:
+        """Reads a block into memory, part by part, and checks its CRC."""
+        assert self._blocks is not None
         file.seek(start)
-        crc = end = 0
-        while end < length:
-            count = file.readinto(block[end : end + _PIECE_BYTES])
-            if not count:
-                break
-            crc = crc32(block[end : end + count], crc)
-            end += count
-        self._check(name, start, (end, crc), (length, expected))
-        return block
+        crc = length = 0
+        for part in parts:
+            end = 0
+            while end < len(part):
+                count = file.readinto(part[end : end + _PIECE_BYTES])
+                if not count:
+                    break
+                crc = crc32(part[end : end + count], crc)
+                end += count
+            length += end
+        self._check(name, start, (length, crc), self._blocks[name, start])
 
     def _check(
         self, name: str, start: int, found: tuple[int, int], expected: tuple[int, int]
@@ -232,21 +283,6 @@ class BlockReader(FileSystemReader):
                 f"{self._folder / name} is damaged: the block at byte {start} has {found[0]} bytes "
                 f"with CRC {found[1]:08x}; the manifest says {expected[0]} with {expected[1]:08x}."
             )
-
-    def _fill(self, item: ReadItem, block: memoryview, planner: LoadPlanner) -> None:
-        if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(block))
-            return
-        index = item.storage_index
-        metadata = self.read_metadata().state_dict_metadata[index.fqn]
-        assert isinstance(metadata, TensorStorageMetadata)
-        sizes = next(c.sizes for c in metadata.chunks if c.offsets == index.offset)
-        saved = _tensor_in(block, metadata.properties.dtype, sizes)
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            saved = saved.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(saved)
-        planner.commit_tensor(item, target)
 
 
 def _blocks_of(files: Files) -> dict[tuple[str, int], tuple[int, int]]:
@@ -260,26 +296,44 @@ def _blocks_of(files: Files) -> dict[tuple[str, int], tuple[int, int]]:
     }
 
 
-def _tensor_in(block: memoryview, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
-    """Returns a view of the values in a block: ``torch.load`` would copy them."""
-    if sizes.numel() == 0:
-        return torch.empty(sizes, dtype=dtype)
-    with zipfile.ZipFile(io.BufferedReader(_View(block))) as archive:
-        (record,) = [r for r in archive.infolist() if r.filename.endswith("/data/0")]
-    # behind a header of 30 bytes, a name and further fields, as long as bytes 26 to 29 say
-    header = block[record.header_offset :]
-    start = 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    values = torch.frombuffer(
-        header, dtype=torch.uint8, count=sizes.numel() * dtype.itemsize, offset=start
+def _lies_alike(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch.Size) -> bool:
+    """Returns whether a block's values can be read right into the memory that they are for."""
+    return (
+        target.device.type == "cpu"
+        and target.is_contiguous()
+        and target.dtype == dtype
+        and target.shape == sizes
+        and item.lengths == sizes
     )
-    return values.view(dtype).view(sizes)
 
 
-class _View(io.RawIOBase):
-    """Reads from memory without a copy of all of it."""
+def _first_byte_of_values(file: io.FileIO, start: int, length: int, num_bytes: int) -> int | None:
+    """Returns where in a block the values begin; None, or anywhere, if the block is damaged.
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    A block is the archive that ``torch.save`` writes; the bytes of the values are one record of it.
+    """
+    stream = io.BufferedReader(_Slice(file, start, length))
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            (record,) = [r for r in archive.infolist() if r.filename.endswith("/data/0")]
+        stream.seek(record.header_offset)
+        header = stream.read(30)  # then a name and further fields, as long as its last bytes say
+        name, fields = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+        first = record.header_offset + 30 + name + fields
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
+        return None
+    return first if record.file_size == num_bytes and first <= length - num_bytes else None
+
+
+def _memory_of(bytes_N: Tensor) -> memoryview:
+    return memoryview(bytes_N.numpy())  # type: ignore[arg-type]  # numpy's type says no buffer
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
         self._at = 0
 
     def readable(self) -> bool:
@@ -289,12 +343,15 @@ class _View(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise OSError("before the beginning")
         self._at = origin + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        piece = self._memory[self._at : self._at + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
+        count = max(min(len(buffer), self._length - self._at), 0)
+        self._file.seek(self._start + self._at)
+        read = self._file.readinto(memoryview(buffer)[:count])
+        self._at += read
+        return read

@@ -79,14 +79,15 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = _sharded()
     save_checkpoint(tmp_path, model, model.fused_optimizer)
     read: Counter[str] = Counter()
-    read_block = BlockReader._read_block
+    read_block = BlockReader._read
 
-    def count(reader: BlockReader, file: io.FileIO, name: str, start: int) -> memoryview:
-        block = read_block(reader, file, name, start)
-        read[name] += len(block)
-        return block
+    def count(
+        reader: BlockReader, file: io.FileIO, name: str, start: int, parts: list[memoryview]
+    ) -> None:
+        read_block(reader, file, name, start, parts)
+        read[name] += sum(map(len, parts))
 
-    monkeypatch.setattr(BlockReader, "_read_block", count)
+    monkeypatch.setattr(BlockReader, "_read", count)
     load_checkpoint(tmp_path, model, model.fused_optimizer)
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-1").glob("*.distcp")}
     assert dict(read) == sizes
