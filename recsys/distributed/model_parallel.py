@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from recsys.distributed import comm
 from recsys.distributed.ahead import InputsAhead
 from recsys.distributed.construction import constructing
 from recsys.distributed.default_sharders import get_default_sharders
@@ -359,6 +360,8 @@ class DistributedModelParallel(nn.Module):
     ) -> Any:
         """Copies a state in, from the same plan or from the unsharded model.
 
+        Every rank must call it: an error on one of them is raised on all.
+
         Args:
             state_dict: values by the unsharded model's names.
             strict: whether a missing or unexpected name is an error.
@@ -367,11 +370,29 @@ class DistributedModelParallel(nn.Module):
         Raises:
             RuntimeError: if names are missing or unexpected, or shapes differ.
             ValueError: if ``assign`` is set.
+            TypeError: if the state is no mapping.
         """
+        result, error = None, None
+        try:
+            result = self._load_state_dict(state_dict, strict, assign)
+        except Exception as raised:  # whatever it is: the other ranks go on otherwise
+            if self.env.world_size == 1:
+                raise
+            error = raised
+        comm.raise_together(self.env, error)
+        return result
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         if assign:
             raise ValueError(
                 "DistributedModelParallel.load_state_dict copies into the tables' storage; "
                 "received assign=True. Leave it False."
+            )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                "DistributedModelParallel.load_state_dict takes values by name, as state_dict() "
+                f"returns them; received {type(state_dict).__qualname__}. To load a file, pass "
+                "what torch.load returned, or use recsys.distributed.checkpoint.load_checkpoint."
             )
         return self.module.load_state_dict(state_dict, strict=strict)
 

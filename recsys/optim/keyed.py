@@ -169,9 +169,10 @@ class KeyedOptimizer(Optimizer):
         Raises:
             KeyError: if it lacks a parameter or a state that this optimizer has, or has more.
             ValueError: if a shape differs, or the parameter groups do not match.
+            TypeError: if it is no state dict.
         """
         state = self.state_dict()["state"]
-        loaded = state_dict["state"]
+        loaded = _loaded_state(state_dict)
         _check_loaded(state, loaded)
         for name, values in state.items():
             for key, value in values.items():
@@ -231,6 +232,19 @@ class KeyedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
+
+
+def _loaded_state(state_dict: object) -> Mapping[str, Any]:
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if not isinstance(state, Mapping):
+        received = type(state_dict).__qualname__
+        if isinstance(state_dict, Mapping):
+            received = f"one with the keys {sorted(map(str, state_dict))}"
+        raise TypeError(
+            "load_state_dict of an optimizer takes a dict with the member 'state', as state_dict() "
+            f"returns it; received {received}."
+        )
+    return state
 
 
 def _check_same_keys(what: str, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
@@ -364,8 +378,9 @@ class CombinedOptimizer(KeyedOptimizer):
         Raises:
             KeyError: if it lacks a parameter or a state that an optimizer has, or has more.
             ValueError: if a shape differs, or the parameter groups do not match.
+            TypeError: if it is no state dict.
         """
-        loaded = state_dict["state"]
+        loaded = _loaded_state(state_dict)
         _check_loaded(self.state_dict()["state"], loaded)
         if "param_groups" in state_dict:  # first: a warm-up then sets its rate
             self._load_param_groups(state_dict["param_groups"])

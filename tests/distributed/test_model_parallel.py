@@ -190,6 +190,34 @@ def test_names_are_strict() -> None:
     assert result.unexpected_keys == ["ebc.embedding_bags.other.weight"]
 
 
+def _load_less_on_one_rank(given: str) -> str:
+    model = shard(case_of(2))
+    before = whole_state(model)
+    state: Any = dict(model.state_dict())
+    if dist.get_rank() == 1:
+        state.pop("over.bias")
+        state = state if given == "less" else None
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        model.load_state_dict(state)
+    assert is_same(whole_state(model), before)  # exchanges go on
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("less", r'RuntimeError: On rank 1: .*Missing key\(s\) in state_dict: "over.bias"'),
+        ("None", r"TypeError: On rank 1: .*load_state_dict takes values by name, .* NoneType\. "),
+    ],
+)
+def test_a_load_that_fails_on_one_rank_fails_on_all(
+    ranks: RankPool, given: str, message: str
+) -> None:
+    one, other = ranks(2, _load_less_on_one_rank, given, timeout=20.0)
+    assert one == other
+    assert re.match(message, one, re.DOTALL)
+
+
 def test_shapes_are_checked() -> None:
     model = alone()
     state = dict(model.state_dict())

@@ -150,6 +150,16 @@ class TestStrictness:
         train(module, optimizer)
         return optimizer, values_of(optimizer.state_dict())
 
+    @pytest.mark.parametrize(
+        ("given", "received"),
+        [(None, "NoneType"), ([], "list"), ({}, r"\[\]"), ({"model": {}}, r"\['model'\]")],
+    )
+    def test_what_is_no_state_dict(self, given: Any, received: str) -> None:
+        optimizer, _ = self.optimizers()
+        for each in (optimizer, CombinedOptimizer([optimizer]), OptimizerWrapper(optimizer)):
+            with pytest.raises(TypeError, match=rf"with the member 'state', .*{received}"):
+                each.load_state_dict(given)
+
     def test_missing_parameter(self) -> None:
         optimizer, state = self.optimizers()
         del state["state"]["bias"]
