@@ -6,8 +6,11 @@ Processes that are killed while they save are in `kills.py`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,22 @@ def test_a_full_disk_leaves_the_version_before(
     assert left == ["step-1"]
     assert error.startswith(f"CheckpointError: {path}/step-2 cannot be saved. rank {full_on}: ")
     assert "File too large" in error
+
+
+@pytest.mark.parametrize("savers", [1, 2])
+def test_killed_jobs_leave_the_last_version(savers: int) -> None:
+    """A short form of what ``python -m tests.distributed.checkpoint.kills`` does at length."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.checkpoint.kills"]
+    done = subprocess.run(
+        [*command, "--kills", "3", "--savers", str(savers), "--seed", str(savers)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loaded"] == 3
 
 
 def _save_where_a_file_is(path: str) -> str:

@@ -1,0 +1,169 @@
+"""Kills processes while they save, and loads what is left.
+
+    python -m tests.distributed.checkpoint.kills [--kills 60] [--savers 2] [--seed 0]
+
+A job of two ranks saves version after version of a model whose values are all the version's number.
+Some time later one of its ranks is killed (signal 9), the other soon after. Then the folder must
+load, with the values of one version, which is none before the last that was reported as saved; and
+the next job goes on in the same folder. With two savers, two jobs save into it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from recsys.distributed.types import ShardingEnv, ShardingPlan
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+
+RANKS, ROWS, DIM = 2, 20_000, 32
+
+
+def build() -> EmbeddingBagCollection:
+    """Returns a model of two tables of 2.5 MB each."""
+    tables = [
+        EmbeddingBagConfig(name=n, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[n])
+        for n in ("a", "b")
+    ]
+    return EmbeddingBagCollection(tables=tables)
+
+
+def save_for_ever(path: Path, rank: int, store: Path, saved: Path) -> None:
+    """Saves until it is killed, or the other rank was; says in a file what is saved."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=20),
+    )
+    model = build()
+    placed = construct_module_sharding_plan(
+        model,
+        {"a": row_wise(), "b": table_wise(rank=1)},
+        world_size=RANKS,
+        local_size=RANKS,
+        device_type="cpu",
+    )
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.default(),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"": placed}),
+        sharders=[EmbeddingBagCollectionSharder()],
+    )
+    for number in range(1, 1_000_000):
+        with torch.no_grad():
+            for parameter in sharded.parameters():
+                parameter.fill_(number)
+        save_checkpoint(path, sharded, extra={"number": number})
+        if rank == 0:
+            saved.write_text(str(number))
+
+
+def start(path: Path, work: Path, job: str) -> list[int]:
+    """Starts the ranks of a job; returns their process ids."""
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            with (work / f"{job}-{rank}").open("w") as log:
+                try:
+                    save_for_ever(path, rank, work / f"{job}-store", work / f"{job}-saved")
+                except BaseException:  # the other rank was killed
+                    traceback.print_exc(file=log)
+            os._exit(0)
+        children.append(child)
+    return children
+
+
+def wait_for(file: Path, seconds: float = 60.0) -> None:
+    """Waits until a file is there."""
+    end = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{file} is not there after {seconds} s")
+        time.sleep(0.002)
+
+
+def end(children: list[int], first: int) -> None:
+    """Kills one rank, gives the others a moment to find out, and kills them, too."""
+    os.kill(children[first], signal.SIGKILL)
+    time.sleep(random.choice([0.0, 0.05]))
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def check(path: Path, at_least: int) -> int:
+    """Loads; returns the number of the version.
+
+    Raises:
+        AssertionError: if it is not that of one version, or of one before the last that was saved.
+    """
+    model = build()
+    number: int = load_checkpoint(path, model)["number"]
+    for name, value in model.state_dict().items():
+        assert bool((value == number).all()), f"{name} is not all {number}"
+    assert number >= at_least, f"{number} was loaded; {at_least} had been saved"
+    return number
+
+
+def try_kills(kills: int, savers: int, seed: int) -> dict[str, int]:
+    """Kills so many jobs, one after the other; returns what the loads found."""
+    chance = random.Random(seed)
+    random.seed(seed)
+    found = {"kills": 0, "loaded": 0, "unfinished versions left": 0, "versions saved": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        work, path = Path(folder), Path(folder) / "checkpoint"
+        for kill in range(kills):
+            jobs = {f"{kill}-{i}": start(path, work, f"{kill}-{i}") for i in range(savers)}
+            try:
+                for job in jobs:
+                    wait_for(work / f"{job}-saved")
+                time.sleep(chance.uniform(0, 0.15))
+            finally:
+                for children in jobs.values():
+                    end(children, chance.randrange(RANKS))
+            numbers = [int((work / f"{job}-saved").read_text() or 1) for job in jobs]
+            check(path, at_least=numbers[0] if savers == 1 else 1)
+            found["kills"] += savers
+            found["loaded"] += 1
+            found["versions saved"] += sum(numbers)
+            found["unfinished versions left"] += sum(
+                not (version / "manifest.json").exists() for version in path.glob("step-*")
+            )
+    return found
+
+
+def main() -> None:
+    """Prints what was found, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=60, help="jobs that are killed")
+    parser.add_argument("--savers", type=int, default=1, help="jobs at once")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+    print(json.dumps(try_kills(arguments.kills, arguments.savers, arguments.seed)))
+
+
+if __name__ == "__main__":
+    main()
