@@ -1,17 +1,20 @@
 """The `fbgemm` backend on CUDA: FBGEMM's own module, which also drives placement and caching.
 
-Shape suffixes: T tables.
+Shape suffixes: N ids, T tables.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import inverse_bag_length
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -65,6 +68,10 @@ class FbgemmModule:
             WeightDecayMode as Decay,
         )
 
+        # Each forward pass of Adam, LAMB and LARS-SGD warns that they are "not optimized", which
+        # must not end a program that takes warnings for errors.
+        warnings.filterwarnings("ignore", r"\s*\S*\s*\[FBGEMM_GPU\] NOTE: The training optimizer")
+        self._pools_mean = pooling is PoolingMode.MEAN
         on_cuda = layout.device.type == "cuda"
         rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
         decay = Decay.NONE
@@ -141,12 +148,13 @@ class FbgemmModule:
         self._counts_steps = "step" in STATE_KINDS[optimizer.algorithm]
         self.steps_T = torch.zeros(num_tables)
         self._checked_version = -1
+        self._pending: WeakSet[_Step] = WeakSet()  # of forward passes without their backward
         if self._counts_steps:
             self.flat_states["step"] = self.steps_T
             for t in range(num_tables):
                 self.states[t]["step"] = self.steps_T[t]
-            # The module counts forwards, in evaluation too. We count backwards, and hand it our
-            # count; on the CPU, so that reading it does not wait for the device.
+            # The module counts forwards, in evaluation too. We count backwards, and hand it the
+            # number of this forward's; on the CPU, so that reading it does not wait for the device.
             self.module.iter = self.module.iter.cpu()
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
@@ -154,13 +162,26 @@ class FbgemmModule:
         if self._counts_steps:
             if self.steps_T._version != self._checked_version:
                 self._check_steps_agree()
-            done = int(self.steps_T[0])
-            self.module.iter_cpu.fill_(done)
-            self.module.iter.fill_(done)
+            before = int(self.steps_T[0]) + len(self._pending)
+            self.module.iter_cpu.fill_(before)
+            self.module.iter.fill_(before)
+        if self._pools_mean and weights is not None and weights.requires_grad:
+            weights = self._with_mean_gradient(weights, offsets)
         out: Tensor = self.module(indices, offsets, weights)
         if self._counts_steps and out.requires_grad:
-            out.register_hook(self._count_backward)
+            step = _Step(self)
+            self._pending.add(step)
+            out.register_hook(step)
         return out
+
+    @staticmethod
+    def _with_mean_gradient(weights_N: Tensor, offsets: Tensor) -> Tensor:
+        """The weights, whose gradient FBGEMM computes as if the bags were summed."""
+        inverse_N = inverse_bag_length(offsets, weights_N.numel())
+        weights_N = weights_N.view_as(weights_N)
+        if weights_N.requires_grad:  # not under no_grad
+            weights_N.register_hook(inverse_N.mul)
+        return weights_N
 
     def set_learning_rate(self, value: float) -> None:
         """Used by the next update."""
@@ -174,7 +195,9 @@ class FbgemmModule:
         """Write cached rows back to the weights."""
         self.module.flush()
 
-    def _count_backward(self, _grad: Tensor) -> None:
+    def count_backward(self, step: _Step) -> None:
+        """Called when the backward pass of a forward pass has come."""
+        self._pending.discard(step)
         self.steps_T.add_(1)
         self._checked_version = self.steps_T._version
 
@@ -186,3 +209,14 @@ class FbgemmModule:
                 "backend='torch'."
             )
         self._checked_version = self.steps_T._version
+
+
+@final
+class _Step:
+    """The update that a forward pass's backward will make; it lives as long as the graph."""
+
+    def __init__(self, module: FbgemmModule) -> None:
+        self._module = module
+
+    def __call__(self, _grad: Tensor) -> None:
+        self._module.count_backward(self)

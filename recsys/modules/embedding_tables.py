@@ -337,7 +337,8 @@ class TableCollection(nn.Module):
                     drop_hook(parameter)
             for config, states in zip(configs, tbe.states, strict=True):
                 for name, value in self._saved_states.get(config.name, {}).items():
-                    states[name].copy_(value)
+                    if not value.is_meta:  # `to_empty` of tables that never had a state
+                        states[name].copy_(value)
         features = [feature for config in configs for feature in config.feature_names]
         readers = [config for config in configs for _ in config.feature_names]
         guard = IdGuard(

@@ -336,6 +336,21 @@ def test_a_meta_collection_allocates_nothing_and_knows_its_initial_rows() -> Non
     assert torch.equal(ebc.initial_rows(2, 0, 5), build("user").embedding_bags["c"].weight)
 
 
+@pytest.mark.parametrize("optimizer", [optimizers.SGD, optimizers.Adam, optimizers.RowWiseAdagrad])
+def test_tables_with_an_optimizer_come_from_meta_by_to_empty(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    expected, found = build("user"), EmbeddingBagCollection(tables=TABLES, device="meta")
+    for ebc in (expected, found):
+        apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
+    found.to_empty(device="cpu")
+    found.load_state_dict(expected.state_dict())
+    for ebc in (expected, found):
+        train(ebc, "table")
+    for a, b in zip(expected.parameters(), found.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_repr_is_the_module_tree() -> None:
     assert "(b): EmbeddingTable(30, 8)" in repr(build("user"))
 
