@@ -63,7 +63,8 @@ class JaggedTensor:
         self._offsets = offsets
         self._views = None
         self._index = 0
-        if validate.is_debug():
+        told_twice = lengths is not None and offsets is not None
+        if validate.is_debug() or (told_twice and validate.is_readable(values)):
             self.validate()
 
     @staticmethod
@@ -280,11 +281,17 @@ class JaggedTensor:
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Return the length of each bag, `[M]`."""
+        """Return the length of each bag, `[M]`.
+
+        Raises:
+            ValueError: on CPU, if the offsets decrease.
+        """
         lengths = self.lengths_or_none()
         if lengths is None:
             assert self._offsets is not None
-            lengths = self._lengths = self._offsets.diff()
+            lengths = self._offsets.diff()
+            validate.check_lengths("JaggedTensor", self.values(), lengths, self._offsets)
+            self._lengths = lengths
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
@@ -297,11 +304,13 @@ class JaggedTensor:
         """Return where each bag starts, and the end of the last, `[M + 1]`.
 
         Raises:
-            ValueError: on CPU, if the lengths do not add up to the number of values.
+            ValueError: on CPU, if a length is negative, or they do not add up to the number of
+                values.
         """
         if self._offsets is None:
-            offsets = ops.complete_cumsum(self.lengths())
-            validate.check_derived_offsets("JaggedTensor", offsets, self.values())
+            lengths = self.lengths()
+            offsets = ops.complete_cumsum(lengths)
+            validate.check_lengths("JaggedTensor", self.values(), lengths)
             self._offsets = offsets
         return self._offsets
 
@@ -448,7 +457,7 @@ class JaggedTensor:
         return list(tensor.split_with_sizes(lengths))
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+        lengths = self.lengths()  # checks offsets that were given
         if desired_length is None:
-            lengths = self.lengths()
             desired_length = int(lengths.max()) if lengths.numel() else 0
         return ops.jagged_to_padded_dense(tensor, self.offsets(), desired_length, padding_value)

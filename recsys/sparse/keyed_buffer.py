@@ -102,8 +102,6 @@ class KeyedBuffer:
             self._stride = inverse_indices[1].shape[1]
         if offset_per_key is not None and length_per_key is None:
             length_per_key = [b - a for a, b in itertools.pairwise(offset_per_key)]
-        if length_per_key is not None:
-            validate.check_length_per_key(keys, length_per_key, values)
         if index_per_key is not None and len(index_per_key) != len(keys):
             raise ValueError(
                 "KeyedJaggedTensor.index_per_key must have one entry per key; received "
@@ -120,7 +118,10 @@ class KeyedBuffer:
         self._length_per_key = length_per_key
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
-        if validate.is_debug():
+        if length_per_key is not None:
+            validate.check_length_per_key(keys, length_per_key, values)
+        told_twice = length_per_key is not None or (lengths is not None and offsets is not None)
+        if validate.is_debug() or (told_twice and validate.is_readable(values)):
             self.validate()
 
     @classmethod
@@ -200,10 +201,16 @@ class KeyedBuffer:
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Return the number of values in each bag, `[F * B]` (or the sum of the strides)."""
+        """Return the number of values in each bag, `[F * B]` (or the sum of the strides).
+
+        Raises:
+            ValueError: on CPU, if the offsets decrease.
+        """
         if self._lengths is None:
             assert self._offsets is not None
-            self._lengths = self._offsets.diff()
+            lengths = self._offsets.diff()
+            self._check_lengths(lengths, self._offsets)
+            self._lengths = lengths
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
@@ -214,11 +221,13 @@ class KeyedBuffer:
         """Return where each bag starts, and the end of the last, `[F * B + 1]`.
 
         Raises:
-            ValueError: on CPU, if the lengths do not add up to the number of values.
+            ValueError: on CPU, if a length is negative, or they do not add up to the number of
+                values.
         """
         if self._offsets is None:
-            offsets = ops.complete_cumsum(self.lengths())
-            validate.check_derived_offsets("KeyedJaggedTensor", offsets, self._values)
+            lengths = self.lengths()
+            offsets = ops.complete_cumsum(lengths)
+            self._check_lengths(lengths)
             self._offsets = offsets
         return self._offsets
 
@@ -451,14 +460,40 @@ class KeyedBuffer:
                 f"{validate.preview(known)} for {validate.preview(actual)}."
             )
         if self._inverse_indices is not None:
-            strides = dict(zip(self._keys, self.stride_per_key(), strict=True))
-            for key, row in zip(*self._inverse_indices, strict=True):
-                bad = (row < 0) | (row >= strides.get(key, row.numel()))
-                if key in strides and bool(bad.any()):
-                    raise ValueError(
-                        f'KeyedJaggedTensor.inverse_indices of feature "{key}" must be in '
-                        f"0..{strides[key] - 1}; received {int(row[bad][0])}."
-                    )
+            keys, rows = self._inverse_indices
+            validate.check_inverse_contents(self._keys, self.stride_per_key(), (keys, rows.cpu()))
+
+    def check_bags(self) -> None:
+        """Check lengths, offsets and inverse indices, once, where reading them is free: on CPU.
+
+        Lookups do so: nothing wrong in them may reach a kernel.
+
+        Raises:
+            ValueError: naming the first feature and bag at fault.
+
+        Example:
+            >>> from recsys.sparse import KeyedJaggedTensor
+            >>> kjt = KeyedJaggedTensor(["a"], torch.ones(3), offsets=torch.tensor([0, 3, 1, 3]))
+            >>> kjt.check_bags()  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ValueError: KeyedJaggedTensor.offsets must not decrease; received ...
+        """
+        self.lengths()
+        self.offsets()
+        if self._inverse_indices is not None:
+            validate.check_inverse_contents(
+                self._keys, self.stride_per_key(), self._inverse_indices
+            )
+
+    def _check_lengths(self, lengths: Tensor, offsets: Tensor | None = None) -> None:
+        validate.check_lengths(
+            "KeyedJaggedTensor",
+            self._values,
+            lengths,
+            offsets,
+            keys=self._keys,
+            stride_per_key=self.stride_per_key(),
+        )
 
     def _values_per_key(self) -> Tensor:
         lengths = self.lengths()

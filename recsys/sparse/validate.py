@@ -141,14 +141,34 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
             )
 
 
-def check_derived_offsets(owner: str, offsets: Tensor, values: Tensor) -> None:
-    """Check that offsets derived from lengths end at the number of values, where reading is free.
+def check_lengths(
+    owner: str,
+    values: Tensor,
+    lengths: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    keys: Sequence[str] = (),
+    stride_per_key: Sequence[int] = (),
+) -> None:
+    """Check that no length is negative and that every value has a bag, where reading is free.
+
+    Args:
+        owner: the class, for messages.
+        values: `[N, ...]`.
+        lengths: `[M]`.
+        offsets: `[M + 1]`, what the lengths were derived from; None: they were given.
+        keys: features, to name the one at fault.
+        stride_per_key: bags of each feature.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: naming the first bag (and feature) at fault.
     """
-    if is_readable(offsets):
-        check_total(owner, int(offsets[-1]), values)
+    if not is_readable(lengths):
+        return
+    # The sum of int32 lengths is int64, so it cannot wrap to the right number.
+    if int(lengths.sum()) != values.shape[0] or (lengths.numel() and int(lengths.min()) < 0):
+        given = lengths if offsets is None else None
+        check_contents(owner, values, given, offsets, keys, stride_per_key)
 
 
 def check_total(owner: str, total: int, values: Tensor) -> None:
@@ -269,6 +289,34 @@ def check_inverse_indices(
         )
 
 
+def check_inverse_contents(
+    keys: Sequence[str], stride_per_key: Sequence[int], inverse_indices: tuple[list[str], Tensor]
+) -> None:
+    """Check that every inverse index names a bag of its feature, where reading is free.
+
+    Args:
+        keys: features.
+        stride_per_key: bags of each.
+        inverse_indices: keys and `[keys, samples]`, in any order of keys.
+
+    Raises:
+        ValueError: naming the first feature at fault.
+    """
+    inverse_keys, rows = inverse_indices
+    if not is_readable(rows) or not rows.numel():
+        return
+    lows, highs = rows.aminmax(dim=1)
+    strides = dict(zip(keys, stride_per_key, strict=True))
+    for key, low, high in zip(inverse_keys, lows.tolist(), highs.tolist(), strict=True):
+        stride = strides.get(key)
+        if stride is not None and (low < 0 or high >= stride):
+            bags = f"0..{stride - 1}" if stride else "none, as it has no bags"
+            raise ValueError(
+                f'KeyedJaggedTensor.inverse_indices of feature "{key}" must be in '
+                f"{bags}; received {low if low < 0 else high}. Each names the bag of a sample."
+            )
+
+
 def check_contents(
     owner: str,
     values: Tensor,
@@ -294,7 +342,7 @@ def check_contents(
     for name, bags in (("lengths", lengths), ("offsets", derived)):
         if bags is None:
             continue
-        if bool((bags < 0).any()):
+        if bags.numel() and bool((bags < 0).any()):
             position = int((bags < 0).nonzero()[0, 0])
             rule = "must not be negative" if name == "lengths" else "must not decrease"
             raise ValueError(

@@ -167,11 +167,79 @@ def test_full_check_names_the_feature():
     kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.tensor([1, 1, 3, -2]))
     with pytest.raises(ValueError, match='received length -2 at bag 1 of feature "b"'):
         kjt.validate()
-    kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[2, 1])
     with pytest.raises(
         ValueError, match=r"must agree with lengths; received \[2, 1\] for \[1, 2\]"
     ):
-        kjt.validate()
+        KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[2, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("told", "fault"),
+    [
+        ({"lengths": [2, -1, 2]}, "lengths must not be negative; received length -1 at bag 1"),
+        ({"lengths": [4, -1, 0]}, "lengths must not be negative; received length -1 at bag 1"),
+        ({"lengths": [2, 0, 2]}, "lengths must add up to the number of values.* 4 for 3 values"),
+        ({"offsets": [0, 3, 1, 3]}, "offsets must not decrease; received length -2 at bag 1"),
+        ({"offsets": [0, 900_000, 2, 3]}, "offsets must not decrease; .* -899998 at bag 1"),
+        (
+            {"lengths": [1, 1, 1], "offsets": [0, 2, 2, 3]},
+            "lengths and offsets must agree; received length 1 and offsets that say 2 at bag 0",
+        ),
+    ],
+)
+@pytest.mark.parametrize("look", ["offsets", "lengths", "check_bags", "to_padded_dense"])
+def test_bags_that_do_not_fit_their_values(told, fault, dtype, look):
+    told = {name: torch.tensor(numbers, dtype=dtype) for name, numbers in told.items()}
+    if look == "to_padded_dense":
+
+        def use():
+            JaggedTensor(IDS, **told).to_padded_dense(3)
+    else:
+
+        def use():
+            kjt = KeyedJaggedTensor(["a"], IDS, **told)
+            getattr(kjt, look)()
+            kjt.check_bags()
+
+    with pytest.raises(ValueError, match=fault):
+        use()
+
+
+def test_lengths_that_wrap_around_int32():
+    lengths = torch.full((3,), 2**31 - 1, dtype=torch.int32)
+    lengths[2] = 5  # the running sum of int32 ends at 3
+    with pytest.raises(ValueError, match="add up to 4294967299 for 3 values"):
+        KeyedJaggedTensor(["a"], IDS, lengths=lengths).offsets()
+
+
+def test_sound_bags_pass():
+    for told in (
+        {"lengths": [1, 0, 2]},
+        {"offsets": [0, 1, 1, 3]},
+        {"lengths": [1, 0, 2], "offsets": [0, 1, 1, 3]},
+    ):
+        told = {name: torch.tensor(numbers) for name, numbers in told.items()}
+        kjt = KeyedJaggedTensor(["a"], IDS, **told)
+        kjt.check_bags()
+        assert kjt.lengths().tolist() == [1, 0, 2]
+        assert kjt.offsets().tolist() == [0, 1, 1, 3]
+    KeyedJaggedTensor(["a"], IDS[:0], lengths=torch.zeros(0, dtype=torch.int64)).check_bags()
+
+
+@pytest.mark.parametrize(("bag", "shown"), [(-1, "-1"), (2, "2")])
+def test_inverse_indices_that_name_no_bag(bag, shown):
+    kjt = KeyedJaggedTensor(
+        ["a", "b"],
+        IDS,
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key=[2, 1],
+        inverse_indices=(["b", "a"], torch.tensor([[0, 0], [1, bag]])),
+    )
+    with pytest.raises(
+        ValueError, match=rf'of feature "a" must be in 0\.\.1; received {shown}\. Each names'
+    ):
+        kjt.check_bags()
 
 
 def test_inverse_indices():
