@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.id_routes import IdRoute, Routes, build_routes
+from recsys.distributed.id_routes import IdRoute, Routes, SplitRound, build_routes
 from recsys.distributed.layout import Layout
 from recsys.kernels import ops
 from recsys.kernels.bounds import bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.embedding_inputs import check_features, safe_features
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -57,6 +58,8 @@ class Segments:
         given: the batch as the user gave it.
         checked: with one batch size, before bad ids were replaced.
         bad_N: which ids are bad; None: none.
+        is_bad: ``[]`` bool, whether lengths or inverse indices were bad and others took their
+            place; None: certainly not.
         inverse: ``[N]`` place among the distinct ids of each id.
         given_counts: ``[K]`` ids of each key, if they were made distinct, else ``[0]``.
         weights_need_grad: whether a gradient must return to the weights.
@@ -74,9 +77,19 @@ class Segments:
     given: KeyedJaggedTensor
     checked: KeyedJaggedTensor
     bad_N: Tensor | None
+    is_bad: Tensor | None
     inverse: Tensor | None
     given_counts: Tensor
     weights_need_grad: bool
+
+    def fault_of_bags(self) -> ValueError | None:
+        """Returns what is wrong with the lengths or inverse indices; waits for the device."""
+        if self.is_bad is not None and bool(self.is_bad):
+            try:
+                self.given.validate()
+            except ValueError as error:
+                return error
+        return None
 
     def sent_places(self, host: HostCounts) -> Tensor:
         """Returns the places in the batch of the ids sent, rank by rank and stream by stream."""
@@ -134,6 +147,7 @@ class BatchCutter:
         mode: what to do with an id outside its table.
         pooled: whether embeddings are pooled bag by bag; else they return to their ids.
         distinct: whether each id of a feature travels once (not with ``pooled``).
+        owner: who looks up, for messages.
     """
 
     def __init__(
@@ -146,6 +160,7 @@ class BatchCutter:
         *,
         pooled: bool = True,
         distinct: bool = False,
+        owner: str = "A sharded collection",
     ) -> None:
         assert not (pooled and distinct)
         self.layout = layout
@@ -155,86 +170,57 @@ class BatchCutter:
         self.mode = mode
         self.pooled = pooled
         self.distinct = distinct
+        self.owner = owner
         self._keys: list[str] | None = None
         self._routes: Routes
-        self._blocks = {
-            dtype: self._split_blocks(dtype)
-            for dtype in (torch.int32, torch.int64)
-            if layout.split_slots
-            and max(layout.tables[layout.slots[i].table].num_rows for i in layout.split_slots)
-            <= torch.iinfo(dtype).max
-        }
 
-    def cut(self, features: KeyedJaggedTensor) -> Segments:
+    def cut(self, features: KeyedJaggedTensor | Exception) -> Segments:
         """Checks a batch and cuts it.
 
-        Bad ids are noted in the result, not raised.
+        Bad ids, and on a device bad lengths, are noted in the result, not raised.
+
+        Args:
+            features: the batch; or why there is none, which is raised.
 
         Raises:
             KeyError: if it lacks a feature.
-            TypeError: if ids are not integers.
-            ValueError: if it is on another device, lacks weights, or lacks inverse indices.
+            TypeError: if it is no KeyedJaggedTensor, ids are not integers or weights no floats.
+            ValueError: if it is on another device, lacks weights or inverse indices, or has
+                lengths, offsets or inverse indices that do not fit.
         """
-        self._check(features)
+        if isinstance(features, Exception):
+            raise features
+        check_features(
+            features,
+            self.owner,
+            self.device,
+            is_pooled=self.pooled,
+            is_weighted=self.is_weighted,
+        )
         routes = self._routes_for(features.keys())
-        checked = _with_one_batch_size(features)
+        safe, is_bad = safe_features(features)
+        checked = _with_one_batch_size(safe)
         bad_N = self._find_bad_ids(checked, routes)
-        source = checked if bad_N is None else _without(checked, bad_N)
-        return self._cut(features, checked, source, routes, bad_N)
-
-    def _split_blocks(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor] | None]:
-        """Rows per block of each split slot; and the blocks' boundaries where a split is uneven."""
-        tables = [self.layout.tables[self.layout.slots[i].table] for i in self.layout.split_slots]
-        blocks = [table.row_starts[1] for table in tables]
-        sizes = torch.tensor(blocks, dtype=dtype, device=self.device)
-        if all(
-            table.row_starts == tuple(range(0, table.num_rows, block))
-            for table, block in zip(tables, blocks, strict=True)
-        ):
-            return sizes, None
-        num_edges = self.layout.num_buckets + 1
-        edges = [
-            (list(table.row_starts) + [table.num_rows] * num_edges)[:num_edges] for table in tables
-        ]
-        return sizes, [torch.tensor(e, dtype=dtype, device=self.device) for e in edges]
+        source = checked
+        if bad_N is not None:
+            source = _without(checked, bad_N)
+            if routes.unread is not None:  # whatever ids a feature has that no table reads
+                counts_K = _ids_per_key(checked)
+                bad_N &= ~routes.unread.repeat_interleave(counts_K, output_size=bad_N.numel())
+        return self._cut(features, checked, source, routes, bad_N, is_bad)
 
     def _routes_for(self, keys: list[str]) -> Routes:
         if keys != self._keys:
             self._routes = build_routes(
-                self.layout, self.feature_names, keys, self.is_weighted, self.device
+                self.layout,
+                self.feature_names,
+                keys,
+                self.is_weighted,
+                self.device,
+                num_padding=1 if self.distinct else 0,
             )
             self._keys = list(keys)
         return self._routes
-
-    def _check(self, features: KeyedJaggedTensor) -> None:
-        values = features.values()
-        if values.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"The ids of a batch must be int32 or int64; received {values.dtype}. "
-                "Convert with values.long()."
-            )
-        if values.device != self.device:
-            raise ValueError(
-                f"The batch must be on the device of the tables, {self.device}; received a batch "
-                f"on "
-                f"{values.device}. Move it with features.to(device)."
-            )
-        if (
-            self.pooled
-            and features.variable_stride_per_key()
-            and features.inverse_indices_or_none() is None
-        ):
-            raise ValueError(
-                "A batch with a batch size per feature needs inverse_indices, which say the row of "
-                "each sample: without them pooled embeddings have no common batch size; received "
-                f"stride_per_key={features.stride_per_key()[:10]} and none. Pass inverse_indices "
-                "to the KeyedJaggedTensor."
-            )
-        if self.is_weighted and features.weights_or_none() is None:
-            raise ValueError(
-                "This collection was made with is_weighted=True and needs a batch with weights; "
-                "received a batch without."
-            )
 
     def _find_bad_ids(self, features: KeyedJaggedTensor, routes: Routes) -> Tensor | None:
         """Returns ``[N]`` bool for ids outside their table; None: certainly none."""
@@ -245,11 +231,7 @@ class BatchCutter:
             low, high = torch.aminmax(values_N)
             if low >= 0 and high < routes.min_rows:
                 return None
-        bad_N = find_bad_ids(values_N, features.offsets(), routes.check_rows)
-        if routes.unread is not None:  # whatever ids a feature has that no table reads
-            counts_K = _ids_per_key(features)
-            bad_N &= ~routes.unread.repeat_interleave(counts_K, output_size=values_N.numel())
-        return bad_N
+        return find_bad_ids(values_N, features.offsets(), routes.check_rows)
 
     def describe_bad_ids(self, features: KeyedJaggedTensor, bad_N: Tensor) -> str:
         """Returns the text for the first of some ids that lie outside their tables."""
@@ -280,6 +262,7 @@ class BatchCutter:
         features: KeyedJaggedTensor,
         routes: Routes,
         bad_N: Tensor | None,
+        is_bad: Tensor | None,
     ) -> Segments:
         given_counts, inverse = features.offsets().new_empty(0), None
         if self.distinct:
@@ -301,34 +284,16 @@ class BatchCutter:
             for part in (features.lengths(), features.values(), weights_N, places_N)
         ]
         bag_counts = None
-        if routes.split is not None:
+        if routes.split_keys is not None:
             lengths_KB = features.lengths().view(routes.num_keys, batch_size)
-            bag_counts, split_values, split_weights = ops.permute_2d(
-                routes.split, lengths_KB, features.values(), weights_N
-            )
-            if split_values.dtype not in self._blocks:  # int32 ids of a table beyond int32
-                split_values = split_values.long()
-            block_sizes, boundaries = self._blocks[split_values.dtype]
-            block_lengths, block_values, block_weights, moved_to = ops.block_bucketize(
-                bag_counts.flatten(),
-                split_values,
-                split_weights,
-                block_sizes,
-                self.layout.num_buckets,
-                boundaries,
-                return_positions=places_N is not None,
-            )
-            lengths.append(block_lengths)
-            values.append(block_values)
-            if block_weights is not None:
-                weights.append(block_weights)
-            if places_N is not None:
-                assert moved_to is not None
-                _, split_places, _ = ops.permute_2d(routes.split, lengths_KB, places_N)
-                moved = torch.empty_like(split_places).index_copy_(0, moved_to.long(), split_places)
-                places.append(moved)
-            num_blocks = self.layout.num_buckets * len(self.layout.split_slots)
-            counts.append(block_lengths.view(num_blocks, batch_size).sum(1))
+            bag_counts = lengths_KB.index_select(0, routes.split_keys)
+            for round_ in routes.rounds:
+                block_lengths = self._cut_by_rows(
+                    round_, features, weights_N, places_N, values, weights, places
+                )
+                lengths.append(block_lengths)
+                num_blocks = self.layout.num_buckets * len(next(iter(round_.blocks.values()))[0])
+                counts.append(block_lengths.view(num_blocks, batch_size).sum(1))
         return Segments(
             batch_size=batch_size,
             lengths=lengths,
@@ -342,10 +307,51 @@ class BatchCutter:
             given=given,
             checked=checked,
             bad_N=bad_N,
+            is_bad=is_bad,
             inverse=inverse,
             given_counts=given_counts,
             weights_need_grad=weights_need_grad,
         )
+
+    def _cut_by_rows(
+        self,
+        round_: SplitRound,
+        features: KeyedJaggedTensor,
+        weights_N: Tensor | None,
+        places_N: Tensor | None,
+        values: list[Tensor],
+        weights: list[Tensor],
+        places: list[Tensor],
+    ) -> Tensor:
+        """Appends the ids, weights and places of one round; returns its blocks' bag lengths."""
+        lengths_F, values_N = features.lengths(), features.values()
+        if round_.select is not None:
+            lengths_KB = lengths_F.view(len(features.keys()), -1)
+            lengths_FB, values_N, weights_N = ops.permute_2d(
+                round_.select, lengths_KB, values_N, weights_N
+            )
+            lengths_F = lengths_FB.flatten()
+            if places_N is not None:
+                _, places_N, _ = ops.permute_2d(round_.select, lengths_KB, places_N)
+        if values_N.dtype not in round_.blocks:  # int32 ids of a table beyond int32
+            values_N = values_N.long()
+        block_sizes, boundaries = round_.blocks[values_N.dtype]
+        block_lengths, block_values, block_weights, moved_to = ops.block_bucketize(
+            lengths_F,
+            values_N,
+            weights_N,
+            block_sizes,
+            self.layout.num_buckets,
+            boundaries,
+            return_positions=places_N is not None,
+        )
+        values.append(block_values)
+        if block_weights is not None:
+            weights.append(block_weights)
+        if places_N is not None:
+            assert moved_to is not None
+            places.append(torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N))
+        return block_lengths
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
@@ -397,17 +403,30 @@ _ID_BITS = 40  # of an id beside its feature's number, in one word
 
 
 def _distinct(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor]:
-    """Leaves each id of a feature once; and where each given id is found among those ``[N]``."""
-    num_keys = len(features.keys())
+    """Leaves each id of a feature once; and where each given id is found among those ``[N]``.
+
+    There are as many ids as before, as the host does not know how many are distinct: what is left
+    over belongs to one more feature, which nobody reads.
+    """
+    num_keys, num_ids = len(features.keys()), features.values().numel()
     counts_K = _ids_per_key(features)
     key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
-        counts_K, output_size=features.values().numel()
+        counts_K, output_size=num_ids
     )
-    words, inverse = torch.unique((key_N << _ID_BITS) + features.values(), return_inverse=True)
-    values = (words & ((1 << _ID_BITS) - 1)).to(features.values().dtype)
-    edges = torch.arange(num_keys + 1, device=words.device) << _ID_BITS
-    lengths_K = torch.searchsorted(words, edges).diff()
-    return _with_lengths(features, values, lengths_K), inverse
+    words, order = torch.sort((key_N << _ID_BITS) + features.values())
+    is_first = torch.ones_like(words, dtype=torch.bool)
+    torch.ne(words[1:], words[:-1], out=is_first[1:])
+    place_N = is_first.cumsum(0) - 1
+    inverse = torch.empty_like(order).index_copy_(0, order, place_N)
+    # an id that comes up again is written again to the same place
+    distinct = torch.zeros_like(words).index_copy_(0, place_N, words)
+    values = (distinct & ((1 << _ID_BITS) - 1)).to(features.values().dtype)
+    lengths = counts_K.new_zeros(num_keys + 1)
+    lengths.index_add_(0, words >> _ID_BITS, is_first.to(lengths.dtype))
+    lengths[num_keys] = num_ids - lengths.sum()
+    keys = [*features.keys(), ""]
+    bags = KeyedJaggedTensor.from_parts(keys, values, None, lengths, None, stride=1)
+    return bags, inverse
 
 
 def _ids_per_key(features: KeyedJaggedTensor) -> Tensor:

@@ -83,6 +83,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             self._bounds_check_mode,
             pooled=False,
             distinct=self._use_index_dedup,
+            owner=type(self).__name__,
         )
 
     def _new_output_dist(self) -> SequenceDist:
@@ -146,7 +147,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         Raises:
             IndexError: on every rank, if an id on any rank lies outside its table.
             KeyError: on every rank, if a batch lacks a feature.
-            TypeError: on every rank, if ids are not integers.
+            TypeError: on every rank, if a rank's features are no KeyedJaggedTensor or ids are not
+                integers.
+            ValueError: on every rank, if lengths or offsets of a rank do not fit.
         """
         return self.compute_and_output_dist(self._local_ids(features))
 

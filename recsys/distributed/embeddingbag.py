@@ -43,7 +43,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _new_cutter(self, features: Sequence[str]) -> BatchCutter:
         return BatchCutter(
-            self._layout, features, self._is_weighted, self._device, self._bounds_check_mode
+            self._layout,
+            features,
+            self._is_weighted,
+            self._device,
+            self._bounds_check_mode,
+            owner=type(self).__name__,
         )
 
     def _new_output_dist(self) -> OutputDist:
@@ -100,7 +105,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         Raises:
             IndexError: on every rank, if an id on any rank lies outside its table.
             KeyError: on every rank, if a batch lacks a feature.
-            TypeError: on every rank, if ids are not integers.
+            TypeError: on every rank, if a rank's features are no KeyedJaggedTensor or ids are not
+                integers.
+            ValueError: on every rank, if lengths, offsets, weights or inverse indices of a rank
+                do not fit.
         """
         return self.compute_and_output_dist(self._local_ids(features))
 

@@ -7,7 +7,7 @@ it does unsharded. The weights travel with the ids, and their gradients come bac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -68,20 +68,10 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
         """
         try:
             weighted = self._feature_processors(features)
-        except Exception as error:
-            weighted = _NoBatch(error)
+        except Exception as error:  # the input stage raises it on every rank
+            weighted = error
         pooled: LazyAwaitable[KeyedTensor] = self._embedding_bag_collection(weighted)
         return pooled
-
-
-class _NoBatch:
-    """Raises an error at the first look at it: the input stage then raises it on every rank."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __getattr__(self, name: str) -> Any:
-        raise self._error
 
 
 class FeatureProcessedEmbeddingBagCollectionSharder(

@@ -52,10 +52,26 @@ def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRound:
+    """Features whose ids are cut by rows, each for one table, in one call of the kernel.
+
+    Attributes:
+        select: positions in the batch of the features; None: the whole batch as it is.
+        blocks: by the ids' dtype the rows per block of each feature's table, and the blocks'
+            boundaries where a table is cut unevenly.
+    """
+
+    select: Tensor | None
+    blocks: dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
     """Index tensors for batches with one particular order of keys, on the device."""
 
-    split: Tensor | None  # positions in the batch of the row-split slots' features
+    rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are cut
+    split_keys: Tensor | None  # positions in the batch of the row-split slots' features
     replicas: tuple[Tensor, ...]  # per replica group, positions in the batch of its features
     replica_positions: tuple[np.ndarray, ...]
     use_raw: bool  # whether any destination is sent whole features
@@ -76,14 +92,71 @@ def index_tensor(values: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
 
+def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> list[list[int]]:
+    """Which row-split slot each feature of a round is cut for; -1: for none.
+
+    To pick features out of a batch, the host must know how many ids they have. On a CPU it does,
+    so one round takes just the slots' features. On a GPU it would wait for that number, so
+    ``whole`` batches are cut: once, or where several tables cut a feature as often as these are.
+    """
+    if not whole:
+        return [list(range(len(split_keys)))] if split_keys else []
+    slots_of_key: list[list[int]] = [[] for _ in range(num_keys)]
+    for slot, key in enumerate(split_keys):
+        slots_of_key[key].append(slot)
+    return [
+        [slots[turn] if turn < len(slots) else -1 for slots in slots_of_key]
+        for turn in range(max(map(len, slots_of_key), default=0))
+    ]
+
+
+def _blocks_of(
+    layout: Layout, slots: Sequence[int], device: torch.device
+) -> dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]:
+    """Returns :attr:`SplitRound.blocks`; without int32 where a table is larger than that."""
+    cut = [layout.tables[layout.slots[layout.split_slots[i]].table] for i in slots if i >= 0]
+    num_edges = layout.num_buckets + 1
+    is_even = all(t.row_starts == tuple(range(0, t.num_rows, t.row_starts[1])) for t in cut)
+    found = {}
+    for dtype in (torch.int32, torch.int64):
+        limit = torch.iinfo(dtype).max
+        if max(t.num_rows for t in cut) > limit:
+            continue
+        tables = iter(cut)
+        sizes, edges = [], []
+        for slot in slots:
+            if slot < 0:  # any block will do, as nobody is sent them
+                sizes.append(limit // layout.num_buckets)
+                edges.append([0] + [limit] * layout.num_buckets)
+                continue
+            table = next(tables)
+            sizes.append(table.row_starts[1])
+            starts = list(table.row_starts)
+            edges.append((starts + [table.num_rows] * num_edges)[:num_edges])
+        found[dtype] = (
+            torch.tensor(sizes, dtype=dtype, device=device),
+            None if is_even else [torch.tensor(e, dtype=dtype, device=device) for e in edges],
+        )
+    return found
+
+
 def build_routes(
     layout: Layout,
     feature_names: Sequence[str],
     keys: Sequence[str],
     is_weighted: bool,
     device: torch.device,
+    num_padding: int = 0,
 ) -> Routes:
     """Finds the ways of batches with these keys.
+
+    Args:
+        layout: the compiled placement.
+        feature_names: the module's distinct features, in the layout's numbering.
+        keys: features of the batch.
+        is_weighted: whether the features carry weights.
+        device: where the batch is.
+        num_padding: features without a name behind those, which nobody reads.
 
     Raises:
         KeyError: if the keys lack a feature that a table reads.
@@ -103,33 +176,52 @@ def build_routes(
     num_features = layout.num_features
     flat = [segment for segments in layout.send_segments for segment in segments]
     use_raw = any(segment < num_features for segment in flat)
-    num_keys = len(keys)
+    num_keys = len(keys) + num_padding
+
+    split = [int(at[layout.slots[i].feature]) for i in layout.split_slots]
+    slots_of_rounds = _slots_of_rounds(split, num_keys, whole=device.type == "cuda")
+    # [buckets, split slots] the place of each block among those of all rounds
+    place_of_block = np.zeros((layout.num_buckets, len(split)), dtype=np.int64)
+    num_blocks = 0
+    for slots in slots_of_rounds:
+        for place, slot in enumerate(slots):
+            if slot >= 0:
+                bucket = np.arange(layout.num_buckets)
+                place_of_block[:, slot] = num_blocks + bucket * len(slots) + place
+        num_blocks += layout.num_buckets * len(slots)
+    in_batch_order = np.concatenate([at, num_keys + place_of_block.reshape(-1)])
 
     def in_batch(segments: tuple[int, ...]) -> np.ndarray:
-        ids = np.array(segments, dtype=np.int64)
-        raw = at[np.minimum(ids, num_features - 1)]
-        return np.where(ids < num_features, raw, ids - num_features + num_keys)
+        return in_batch_order[np.array(segments, dtype=np.int64)]
 
     segments = tuple(in_batch(s) for s in layout.send_segments)
     skipped = 0 if use_raw else num_keys  # whole features are not in the payload's source
-    num_segments = num_keys - skipped + layout.num_buckets * len(layout.split_slots)
+    num_segments = num_keys - skipped + num_blocks
     parts = 3 if is_weighted else 2
     header = np.concatenate([np.concatenate([[FLAG, BATCH], s + COUNTS]) for s in segments])
     payload = np.concatenate(
         [s - skipped + part * num_segments for s in segments for part in range(parts)]
     )
     no_limit = np.iinfo(np.int64).max
-    rows = np.full(num_keys, no_limit)
+    rows = np.full(len(keys), no_limit)
     for slot in layout.slots:
         place = at[slot.feature]
         rows[place] = min(rows[place], layout.tables[slot.table].num_rows)
-    split = [at[layout.slots[i].feature] for i in layout.split_slots]
     replicas = tuple(
         np.array([at[f] for t in group.tables for f in layout.tables[t].features])
         for group in layout.replica_groups
     )
     return Routes(
-        split=index(np.array(split)) if split else None,
+        rounds=tuple(
+            SplitRound(
+                select=None
+                if device.type == "cuda" or split == list(range(num_keys))
+                else index(np.array(split)),
+                blocks=_blocks_of(layout, slots, device),
+            )
+            for slots in slots_of_rounds
+        ),
+        split_keys=index(np.array(split)) if split else None,
         replicas=tuple(index(r) for r in replicas),
         replica_positions=replicas,
         use_raw=use_raw,

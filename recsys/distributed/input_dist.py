@@ -138,7 +138,7 @@ class InputDist:
         (started,) = start_together([(self, features)])
         return started
 
-    def cut(self, features: KeyedJaggedTensor) -> Segments | Exception:
+    def cut(self, features: KeyedJaggedTensor | Exception) -> Segments | Exception:
         """Checks and cuts a batch; every rank hears of an error, which raises from the header."""
         try:
             return self.cutter.cut(features)
@@ -155,16 +155,15 @@ class InputDist:
         if isinstance(batch, Exception):
             total = sum(self.header_sizes)
             return torch.full((total,), _FAILED, dtype=torch.int64, device=self.device)
-        head = torch.zeros(COUNTS, dtype=torch.int64, device=self.device)
-        head[BATCH] = batch.batch_size
-        if batch.bad_N is not None:
-            head[FLAG] = batch.bad_N.any() * (
-                _FAILED if self.cutter.mode is BoundsCheckMode.FATAL else _WARNED
-            )
-        if batch.weights_need_grad:
-            head[FLAG] += _WEIGHTS_NEED_GRAD
+        flag = _WEIGHTS_NEED_GRAD if batch.weights_need_grad else 0
         if self.last_batches is not None and self.last_batches.is_last:
-            head[FLAG] += _IS_LAST
+            flag |= _IS_LAST
+        head = ops.upload([flag, batch.batch_size], self.device)
+        if batch.bad_N is not None:
+            is_fatal = self.cutter.mode is BoundsCheckMode.FATAL
+            head[FLAG] |= batch.bad_N.any() * (_FAILED if is_fatal else _WARNED)
+        if batch.is_bad is not None:
+            head[FLAG] |= batch.is_bad * _FAILED
         return torch.cat([head, batch.counts_G])[batch.routes.header]
 
     def payload_of(self, batch: Segments, total: int) -> Tensor:
@@ -349,10 +348,12 @@ class HeaderExchange:
         own_flag = host_RH[stage.env.rank, FLAG]
         message = ""
         if not isinstance(batch, Exception) and own_flag & (_FAILED | _WARNED):
-            assert batch.bad_N is not None
-            message = stage.cutter.describe_bad_ids(batch.checked, batch.bad_N)
-            if own_flag & _FAILED:
-                error = IndexError(message)
+            error = batch.fault_of_bags()
+            if error is None:
+                assert batch.bad_N is not None
+                message = stage.cutter.describe_bad_ids(batch.checked, batch.bad_N)
+                if own_flag & _FAILED:
+                    error = IndexError(message)
         if (host_RH[:, FLAG] & _FAILED).any():
             comm.raise_together(stage.env, error)
         if stage.last_batches is not None:

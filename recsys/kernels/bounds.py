@@ -1,4 +1,4 @@
-"""Ids outside their table, found before a kernel reads or writes foreign memory with them.
+"""Ids outside their table, and bags outside the ids: found before a kernel reads foreign memory.
 
 Shape suffixes: N ids, F features, B bags per feature.
 """
@@ -15,7 +15,55 @@ from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
 
-__all__ = ["IdGuard", "LateChecks", "bad_id_message", "check_ids", "find_bad_ids"]
+__all__ = [
+    "IdGuard",
+    "LateChecks",
+    "are_bags_bad",
+    "bad_id_message",
+    "check_ids",
+    "find_bad_ids",
+    "safe_lengths",
+]
+
+
+def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
+    """Whether any length is negative, the sum is wrong, or both do not agree; no device sync.
+
+    Args:
+        lengths: [M] int32 or int64, M at least 1.
+        offsets: [M + 1] of the same dtype.
+        num_ids: What the lengths must add up to.
+
+    Returns:
+        [] bool.
+
+    Example:
+        >>> are_bags_bad(torch.tensor([2, -1, 2]), torch.tensor([0, 2, 1, 3]), 3)
+        tensor(True)
+    """
+    starts, ends = offsets[:-1], offsets[1:]
+    bad_M = (ends < starts) | (ends - starts != lengths)
+    return bad_M.any() | (offsets[0] != 0) | (offsets[-1] != num_ids)
+
+
+def safe_lengths(lengths: Tensor, is_bad: Tensor, num_ids: int) -> Tensor:
+    """The lengths, or where they are bad others that fit the ids; no device sync.
+
+    Args:
+        lengths: [M] int32 or int64.
+        is_bad: [] bool, see `are_bags_bad`.
+        num_ids: What the lengths must add up to.
+
+    Returns:
+        [M]; all ids in the first bag if bad.
+
+    Example:
+        >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3)
+        tensor([3, 0, 0])
+    """
+    first = torch.zeros_like(lengths)
+    first[:1] = num_ids
+    return torch.where(is_bad, first, lengths)
 
 
 def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor:
@@ -137,7 +185,7 @@ class LateChecks:
         count = torch.empty((), dtype=torch.int64, pin_memory=True)
         count.copy_(bad.sum(), non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(bad.device))
         self._pending.append(_LateCheck(count, done, complain))
 
     def read_arrived(self) -> None:

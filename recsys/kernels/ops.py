@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -288,6 +289,30 @@ def jagged_to_padded_dense(
     padded = values_N.new_full((*filled.shape, *values_N.shape[1:]), padding_value)
     kept = (offsets_M1[:-1].unsqueeze(1) + column)[filled]
     return padded.index_put((filled,), values_N.index_select(0, kept))
+
+
+def upload(
+    numbers: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Copy integers from the host to a device without waiting for it.
+
+    Args:
+        numbers: integers, of any shape if an array.
+        device: where to.
+        dtype: of the result.
+
+    Returns:
+        The tensor; its memory is shared with an array only if that fits already and lies on CPU.
+
+    Example:
+        >>> upload([1, 2], torch.device("cpu"))
+        tensor([1, 2])
+    """
+    tensor = torch.as_tensor(numbers, dtype=dtype)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # from pageable memory a copy would wait for all work queued on the stream
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _fbgemm_serves(tensor: Tensor) -> bool:

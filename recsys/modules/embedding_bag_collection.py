@@ -18,7 +18,7 @@ from recsys.modules.embedding_configs import (
     check_tables,
     pooling_type_to_pooling_mode,
 )
-from recsys.modules.embedding_inputs import check_features, expand_bags
+from recsys.modules.embedding_inputs import expand_bags
 from recsys.modules.embedding_interfaces import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -113,7 +113,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
             IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
         """
         groups = self._groups()
-        check_features(features, type(self).__name__, self.device, self._is_weighted)
+        features = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
         weights = features.weights_or_none() if self._is_weighted else None
         pooled = [group.lookup(*group.selector.select(features, weights)) for group in groups]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)

@@ -12,7 +12,6 @@ import torch
 from recsys.kernels.types import BoundsCheckMode, PoolingMode
 from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
-from recsys.modules.embedding_inputs import check_features
 from recsys.modules.embedding_interfaces import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
@@ -94,7 +93,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
         """
         groups = self._groups()
-        check_features(features, type(self).__name__, self.device, False)
+        features = self._checked(features, is_pooled=False, is_weighted=False)
         sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
         lengths = features.lengths().split_with_sizes(strides_per_key)
         found: dict[str, JaggedTensor] = {}

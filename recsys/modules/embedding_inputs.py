@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.bounds import are_bags_bad, safe_lengths
 from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.validate import check_total
 
-__all__ = ["FeatureSelector", "SelectedBags", "check_features", "expand_bags"]
+__all__ = ["FeatureSelector", "SelectedBags", "check_features", "expand_bags", "safe_features"]
 
 
 @final
@@ -120,36 +122,140 @@ class FeatureSelector:
 
 
 def check_features(
-    batch: KeyedJaggedTensor, owner: str, device: torch.device, needs_weights: bool
+    features: KeyedJaggedTensor,
+    owner: str,
+    device: torch.device,
+    *,
+    is_pooled: bool,
+    is_weighted: bool,
 ) -> None:
-    """Raise if ids are no integers, on another device, or lack weights.
+    """Raise if a lookup cannot read a batch, whatever its ids are.
 
     Args:
-        batch: The batch.
+        features: The batch.
         owner: Who asks, for messages.
         device: Where the tables are.
-        needs_weights: Whether bags are weighted.
+        is_pooled: Whether there is a row per sample, so that samples must be told.
+        is_weighted: Whether ids are weighted.
 
     Raises:
-        TypeError: Ids are not int32 or int64.
-        ValueError: The batch is elsewhere, or has no weights.
+        TypeError: No KeyedJaggedTensor, ids that are not int32 or int64, or weights no floats.
+        ValueError: Ids or weights of more than one dim, a batch on another device, a weighted
+            lookup without weights, different batch sizes without inverse indices, or, on the CPU,
+            lengths, offsets or inverse indices that do not fit.
     """
-    values = batch.values()
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(
+            f"{owner} takes a KeyedJaggedTensor; received {_described(features)}. Build one: "
+            "KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
+        )
+    values = features.values()
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise TypeError(
             f"{owner} looks up ids, which must be int32 or int64; received {values.dtype} for the "
-            f"features {_shortened(batch.keys())}. Convert them with .long()."
+            f"features {_shortened(features.keys())}. Convert them with .long()."
+        )
+    if values.dim() != 1:
+        raise ValueError(
+            f"{owner} looks up ids, which must have one dim, [ids]; received values of shape "
+            f"{tuple(values.shape)}. Flatten them: several ids of a sample are one bag."
         )
     if values.device != device:
         raise ValueError(
             f"{owner} has its tables on {device}; received a batch on {values.device}. Move one of "
             "them with .to()."
         )
-    if needs_weights and batch.weights_or_none() is None:
+    if is_weighted:
+        weights = features.weights_or_none()
+        if weights is None:
+            raise ValueError(
+                f"{owner} was built with is_weighted=True and needs one weight per id; received a "
+                "batch without weights. Pass weights= to the KeyedJaggedTensor."
+            )
+        if weights.dim() != 1:
+            raise ValueError(
+                f"{owner} multiplies each id's row by a number, so weights must have one dim, "
+                f"[ids]; received weights of shape {tuple(weights.shape)}."
+            )
+        if not weights.is_floating_point():
+            raise TypeError(
+                f"{owner} needs weights of a floating dtype; received {weights.dtype}. Convert "
+                "them with .float()."
+            )
+    features.check_bags()
+    if features.variable_stride_per_key():
+        _check_samples(features, is_pooled)
+
+
+def _check_samples(features: KeyedJaggedTensor, is_pooled: bool) -> None:
+    inverse, strides = features.inverse_indices_or_none(), features.stride_per_key()
+    if inverse is None:
+        if is_pooled:
+            raise ValueError(
+                "A batch with a batch size per feature needs inverse_indices, which say the row of "
+                "each sample: without them pooled embeddings have no common batch size; received "
+                f"stride_per_key={strides[:10]} and none. Pass inverse_indices to the "
+                "KeyedJaggedTensor."
+            )
+    elif inverse[1].shape[1] and not all(strides):
+        key = features.keys()[strides.index(0)]
         raise ValueError(
-            f"{owner} was built with is_weighted=True and needs one weight per id; received a "
-            "batch without weights. Pass weights= to the KeyedJaggedTensor."
+            f"Each sample reads a bag of every feature; received inverse_indices of "
+            f"{inverse[1].shape[1]} samples and no bag of feature '{key}'. Give it an empty bag."
         )
+
+
+def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
+    """On a device: a batch whose bags can be read, and whether it had to be made so; no sync.
+
+    On the CPU `check_features` has raised, and there is nothing to do.
+
+    Args:
+        features: A batch that `check_features` has seen.
+
+    Returns:
+        The batch, with other lengths and inverse indices where they are bad; and [] bool, None
+        for certainly not.
+
+    Raises:
+        ValueError: Ids but no bags.
+    """
+    values, lengths = features.values(), features.lengths()
+    num_ids = values.numel()
+    if values.is_cpu or values.is_meta:
+        return features, None
+    if not lengths.numel():
+        check_total("KeyedJaggedTensor", 0, values)
+        return features, None
+    is_bad = are_bags_bad(lengths, features.offsets(), num_ids)
+    told = features.length_per_key_or_none()
+    if told is not None:
+        is_bad = is_bad | (features.values_per_key() != ops.upload(told, values.device)).any()
+    inverse = features.inverse_indices_or_none()
+    if inverse is not None and inverse[1].numel():
+        keys, rows = inverse
+        strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+        last = ops.upload([strides.get(key, 1) - 1 for key in keys], rows.device, rows.dtype)
+        safe_rows = torch.minimum(rows.clamp(min=0), last.unsqueeze(1))
+        is_bad = is_bad | (safe_rows != rows).any()
+        inverse = keys, safe_rows
+    safe = KeyedJaggedTensor.from_parts(
+        features.keys(),
+        values,
+        features.weights_or_none(),
+        safe_lengths(lengths, is_bad, num_ids),
+        stride=features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() or None,
+        stride_per_key=features.stride_per_key() if features.variable_stride_per_key() else None,
+        inverse_indices=inverse,
+    )
+    return safe, is_bad
+
+
+def _described(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"a tensor of shape {tuple(given.shape)}"
+    return "None" if given is None else f"a {type(given).__name__}"
 
 
 def _shortened(keys: Sequence[str]) -> str:
@@ -166,23 +272,12 @@ def expand_bags(
         pooled_BD: One row per bag; features of fewer bags are padded at the end.
         dims: [F] columns of each output.
         names: [F] the feature of each output.
-        features: The batch, with one batch size per key.
+        features: The batch, with one batch size per key and inverse indices.
 
     Returns:
         [samples, sum of dims].
-
-    Raises:
-        ValueError: The batch has no inverse indices.
     """
-    inverse = features.inverse_indices_or_none()
-    if inverse is None:
-        raise ValueError(
-            "A batch with a batch size per feature needs inverse_indices, which say the row of "
-            "each sample: without them pooled embeddings have no common batch size; received "
-            f"stride_per_key={features.stride_per_key()[:10]} and none. Pass inverse_indices to "
-            "the KeyedJaggedTensor."
-        )
-    keys, bags_FB = inverse
+    keys, bags_FB = features.inverse_indices()
     chunk, features_C = _feature_of_chunk(dims, names, tuple(keys), pooled_BD.device)
     num_chunks = features_C.numel()
     chunks_SC = bags_FB.index_select(0, features_C).t() * num_chunks

@@ -18,7 +18,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.bounds import IdGuard
+from recsys.kernels.bounds import IdGuard, LateChecks
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
@@ -30,13 +30,14 @@ from recsys.kernels.types import (
 )
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from recsys.modules.embedding_init import draw_seed, init_rows
-from recsys.modules.embedding_inputs import FeatureSelector
+from recsys.modules.embedding_inputs import FeatureSelector, check_features, safe_features
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,
     attachment_count,
     drop_hook,
 )
+from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
 
@@ -130,6 +131,7 @@ class _Link:
 
     def __init__(self, tables: Sequence[EmbeddingTable], groups: Sequence[LookupGroup]) -> None:
         self.groups = tuple(groups)
+        self.late = LateChecks()
         self._slots = [table._parameters for table in tables]
         self._weights = [table.weight for table in tables]
         self._pointers = list(map(Tensor.data_ptr, self._weights))
@@ -248,7 +250,8 @@ class TableCollection(nn.Module):
         }
 
     def check_ids(self) -> None:
-        """On CUDA: wait, and raise now if an earlier batch had ids outside their table."""
+        """On CUDA: wait, and raise now if an earlier batch had bad lengths, or bad ids."""
+        self._current_link().late.read_all()
         for group in self._current_link().groups:
             group.guard.check()
 
@@ -266,6 +269,26 @@ class TableCollection(nn.Module):
         if link is None or not link.is_current():
             link = self._current_link()
         return link.groups
+
+    def _checked(
+        self, features: KeyedJaggedTensor, *, is_pooled: bool, is_weighted: bool
+    ) -> KeyedJaggedTensor:
+        """Check a batch; on CUDA what is wrong with its bags is raised with a later one."""
+        check_features(
+            features,
+            type(self).__name__,
+            self.device,
+            is_pooled=is_pooled,
+            is_weighted=is_weighted,
+        )
+        if features.values().is_cpu:
+            return features
+        safe, is_bad = safe_features(features)
+        if is_bad is not None:
+            late = self._current_link().late
+            late.read_arrived()
+            late.add(is_bad, features.validate)
+        return safe
 
     def _current_link(self) -> _Link:
         if self._link is None or not self._link.is_current():

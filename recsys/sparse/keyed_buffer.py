@@ -290,7 +290,7 @@ class KeyedBuffer:
             ValueError: if the lengths do not add up to the number of values.
         """
         if self._length_per_key is None:
-            length_per_key: list[int] = self._values_per_key().tolist()
+            length_per_key: list[int] = self.values_per_key().tolist()
             validate.check_length_per_key(self._keys, length_per_key, self._values)
             self._length_per_key = length_per_key
         return self._length_per_key
@@ -453,7 +453,7 @@ class KeyedBuffer:
             self._keys,
             self.stride_per_key(),
         )
-        known, actual = self._length_per_key, self._values_per_key().tolist()
+        known, actual = self._length_per_key, self.values_per_key().tolist()
         if known is not None and known != actual:
             raise ValueError(
                 "KeyedJaggedTensor.length_per_key must agree with lengths; received "
@@ -495,7 +495,8 @@ class KeyedBuffer:
             stride_per_key=self.stride_per_key(),
         )
 
-    def _values_per_key(self) -> Tensor:
+    def values_per_key(self) -> Tensor:
+        """Return `length_per_key()` as a tensor where the lengths are, `[F]`; waits for nothing."""
         lengths = self.lengths()
         if self._stride_per_key is None:
             return lengths.view(len(self._keys), self._stride).sum(1, dtype=lengths.dtype)

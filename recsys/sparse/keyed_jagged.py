@@ -432,7 +432,7 @@ class KeyedJaggedTensor(KeyedExchange):
             lengths = lengths.view(-1)
         else:
             _, values, weights = ops.permute_1d(
-                indices_tensor, self._values_per_key(), self._values, self._weights, total
+                indices_tensor, self.values_per_key(), self._values, self._weights, total
             )
             strides_F = torch.tensor(strides, dtype=torch.int32, device=values.device)
             strides = [strides[i] for i in indices]
