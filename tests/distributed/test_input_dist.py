@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from recsys.distributed.types import ShardingType
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from recsys.distributed.types import ShardingPlan, ShardingType
 from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, counted_collectives, shard
@@ -46,12 +51,6 @@ def _raise_everywhere(case: Case, failing: int, kind: str) -> str:
             batch = _with_id(3, feature, 2, table.num_embeddings)
         elif kind == "negative":
             batch = _with_id(3, feature, 1, -1)
-        elif kind == "float":
-            batch = KeyedJaggedTensor(FEATURES, torch.zeros(0), lengths=torch.zeros(12).int())
-        elif kind == "missing":
-            batch = (
-                batch.split([1, 3])[1] if feature == 0 else batch.split([feature, 4 - feature])[0]
-            )
     try:
         model(batch)
     except (IndexError, KeyError, TypeError) as error:
@@ -93,22 +92,165 @@ def test_bad_id_on_one_rank_raises_the_same_error_on_all(
     assert f"sample {sample}; 1 bad id in the batch" in messages[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (
-            "float",
-            "TypeError: On rank 0: The ids of a batch must be int32 or int64; received torch.fl",
+def _ids(**told: list[int]) -> KeyedJaggedTensor:
+    tensors = {name: torch.tensor(numbers) for name, numbers in told.items()}
+    return KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2, 0]), **tensors)
+
+
+def _with_strides(inverse_of_g: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["f", "g"],
+        torch.tensor([1, 2, 0]),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key=[1, 2],
+        inverse_indices=(["f", "g"], torch.tensor([[0, 0], inverse_of_g])),
+    )
+
+
+def _with_weights(weights: torch.Tensor | None) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["f", "g"], torch.tensor([1, 2]), weights, lengths=torch.ones(2, dtype=torch.int64)
+    )
+
+
+ONES = torch.ones(2, dtype=torch.int64)
+FAULTS: dict[str, tuple[Callable[[], object], str]] = {
+    "a tensor": (
+        lambda: torch.tensor([1, 2]),
+        "TypeError: {0} takes a KeyedJaggedTensor; received a tensor of shape (2,)",
+    ),
+    "None": (lambda: None, "TypeError: {0} takes a KeyedJaggedTensor; received None"),
+    "a dict": (lambda: {"f": ONES}, "TypeError: {0} takes a KeyedJaggedTensor; received a dict"),
+    "floats": (
+        lambda: KeyedJaggedTensor(["f", "g"], torch.ones(2), lengths=ONES),
+        "TypeError: {0} looks up ids, which must be int32 or int64; received torch.float32",
+    ),
+    "two dims": (
+        lambda: KeyedJaggedTensor(["f", "g"], torch.ones(2, 3).long(), lengths=ONES),
+        "ValueError: {0} looks up ids, which must have one dim, [ids]; received values of shape "
+        "(2, 3)",
+    ),
+    "a missing feature": (
+        lambda: KeyedJaggedTensor(["f"], ONES, lengths=ONES),
+        "KeyError: The batch lacks the features ['g']",
+    ),
+    "a negative length": (
+        lambda: _ids(lengths=[2, -1, 2, 0]),
+        "ValueError: KeyedJaggedTensor.lengths must not be negative; received length -1 at bag 1 "
+        'of feature "f"',
+    ),
+    "wrong sum": (
+        lambda: _ids(lengths=[2, 1, 2, 0]),
+        "ValueError: KeyedJaggedTensor.lengths must add up to the number of values; received "
+        "lengths that add up to 5 for 3 values",
+    ),
+    "decreasing offsets": (
+        lambda: _ids(offsets=[0, 3, 1, 3, 3]),
+        "ValueError: KeyedJaggedTensor.offsets must not decrease; received length -2 at bag 1 of "
+        'feature "f"',
+    ),
+    "offsets far outside": (
+        lambda: _ids(offsets=[0, 900_000, 2, 3, 3]),
+        "ValueError: KeyedJaggedTensor.offsets must not decrease; received length -899998 at bag 1",
+    ),
+}
+POOLED_FAULTS: dict[str, tuple[Callable[[], object], str]] = FAULTS | {
+    "inverse indices too large": (
+        lambda: _with_strides([1, 2]),
+        'ValueError: KeyedJaggedTensor.inverse_indices of feature "g" must be in 0..1; received 2',
+    ),
+    "negative inverse indices": (
+        lambda: _with_strides([-1, 0]),
+        'ValueError: KeyedJaggedTensor.inverse_indices of feature "g" must be in 0..1; received -1',
+    ),
+    "no inverse indices": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"],
+            torch.zeros(3, dtype=torch.int64),
+            lengths=torch.ones(3, dtype=torch.int64),
+            stride_per_key=[1, 2],
         ),
-        ("missing", "KeyError: On rank 0: The batch lacks the features ["),
-    ],
+        "ValueError: A batch with a batch size per feature needs inverse_indices",
+    ),
+}
+WEIGHTED_FAULTS: dict[str, tuple[Callable[[], object], str]] = {
+    "no weights": (
+        lambda: _with_weights(None),
+        "ValueError: {0} was built with is_weighted=True and needs one weight per id",
+    ),
+    "weights of two dims": (
+        lambda: _with_weights(torch.ones(2, 3)),
+        "ValueError: {0} multiplies each id's row by a number, so weights must have one dim",
+    ),
+    "weights of integers": (
+        lambda: _with_weights(ONES),
+        "TypeError: {0} needs weights of a floating dtype; received torch.int64",
+    ),
+}
+BY_KIND = {"pooled": POOLED_FAULTS, "weighted": WEIGHTED_FAULTS, "sequence": FAULTS}
+
+
+def _collection(kind: str) -> EmbeddingBagCollection | EmbeddingCollection:
+    sizes = {"t": "f", "u": "g"}
+    if kind == "sequence":
+        return EmbeddingCollection(
+            tables=[EmbeddingConfig(3, 4, name, feature_names=[f]) for name, f in sizes.items()]
+        )
+    return EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(3, 4, name, feature_names=[f]) for name, f in sizes.items()],
+        is_weighted=kind == "weighted",
+    )
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error.args[0]}"
+    return "no error"
+
+
+def _look_up_fault(kind: str, fault: str) -> str:
+    """Returns this rank's error where rank 1 has the fault; checks that training goes on."""
+    collection = _collection(kind)
+    plan = construct_module_sharding_plan(
+        collection, {"t": table_wise(rank=0), "u": row_wise()}, world_size=2, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        collection, plan=ShardingPlan({"": plan}), device=torch.device("cpu")
+    )
+    weights = torch.ones(3) if kind == "weighted" else None
+    good = KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2, 0]), weights, torch.tensor([2, 1]))
+    bad, _ = BY_KIND[kind][fault]
+    said = _error_of(lambda: model(bad() if dist.get_rank() == 1 else good))
+    assert len(model(good).keys()) == 2
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), [(kind, fault) for kind, faults in BY_KIND.items() for fault in faults]
 )
-def test_other_bad_input_on_one_rank_raises_the_same_error_on_all(
-    ranks: RankPool, kind: str, text: str
+def test_a_batch_that_does_not_fit_raises_the_same_error_on_all(
+    ranks: RankPool, kind: str, fault: str
 ) -> None:
-    messages = ranks(2, _raise_everywhere, _case(1, KINDS[0], 2), 0, kind)
+    messages = ranks(2, _look_up_fault, kind, fault)
+    owner = f"Sharded{type(_collection(kind)).__name__}"
+    name, text = BY_KIND[kind][fault][1].format(owner).split(": ", 1)
     assert len(set(messages)) == 1, messages
-    assert messages[0].startswith(text), messages[0]
+    assert messages[0].startswith(f"{name}: On rank 1: {text}"), messages[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), [(kind, fault) for kind, faults in BY_KIND.items() for fault in faults]
+)
+def test_a_batch_that_does_not_fit_raises_unsharded(kind: str, fault: str) -> None:
+    collection = _collection(kind)
+    bad, text = BY_KIND[kind][fault]
+    message = _error_of(lambda: collection(bad()))
+    if fault == "a missing feature":
+        assert message.startswith("KeyError"), message
+    else:
+        assert message.startswith(text.format(type(collection).__name__)), message
 
 
 def _look_up_bad_id(case: Case, mode: BoundsCheckMode) -> tuple[int, torch.Tensor, torch.Tensor]:
