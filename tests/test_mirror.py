@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "compat/test_signatures.py",
+    "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
     "metrics/test_sync.py",
     "test_bad_input.py",

@@ -184,10 +184,10 @@ def build_routes(
     place_of_block = np.zeros((layout.num_buckets, len(split)), dtype=np.int64)
     num_blocks = 0
     for slots in slots_of_rounds:
-        for place, slot in enumerate(slots):
-            if slot >= 0:
+        for place, split_slot in enumerate(slots):
+            if split_slot >= 0:
                 bucket = np.arange(layout.num_buckets)
-                place_of_block[:, slot] = num_blocks + bucket * len(slots) + place
+                place_of_block[:, split_slot] = num_blocks + bucket * len(slots) + place
         num_blocks += layout.num_buckets * len(slots)
     in_batch_order = np.concatenate([at, num_keys + place_of_block.reshape(-1)])
 

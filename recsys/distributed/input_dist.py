@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -58,11 +58,15 @@ class LastBatches:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bags:
-    """What one lookup reads: ``indices [N]``, ``offsets [F*T+1]``, ``weights [N]`` or None."""
+    """What one lookup reads: ``indices [N]``, ``offsets [F*T+1]``, ``weights [N]`` or None.
+
+    ``stream_ids`` are the ids of each stream of the lookup, of all ranks; None for replicas.
+    """
 
     indices: Tensor
     offsets: Tensor
     weights: Tensor | None
+    stream_ids: np.ndarray | None = None
 
 
 @final
@@ -239,7 +243,7 @@ def split_bags(
 ) -> tuple[Bags, ...]:
     """Cuts the bags of all streams of a rank into those of its lookup groups."""
     if len(groups) == 1:
-        return (bags,)
+        return (replace(bags, stream_ids=stream_ids),)
     edges = np.concatenate([[0], np.cumsum(stream_ids)])
     parts = []
     for group in groups:
@@ -251,6 +255,7 @@ def split_bags(
                 indices=bags.indices[ids],
                 offsets=offsets - int(edges[first]),
                 weights=None if bags.weights is None else bags.weights[ids],
+                stream_ids=stream_ids[first:last],
             )
         )
     return tuple(parts)

@@ -51,7 +51,8 @@ class PlacedTable:
     """A table with its place.
 
     ``features`` are indices into the module's features. ``group`` is equal for tables that one
-    lookup can serve together. ``rects`` is empty for a replicated (data-parallel) table.
+    lookup can serve together. ``rects`` is empty for a replicated (data-parallel) table. A lookup
+    of tables with ``one_width`` serves rectangles of one width only.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PlacedTable:
     features: tuple[int, ...]
     group: Hashable
     rects: tuple[Rect, ...]
+    one_width: bool = False
 
     def __post_init__(self) -> None:
         if self.rects:
@@ -328,7 +330,8 @@ def _plan_lookups(
     """Groups the rectangles of one rank into lookups, each in the module's order of tables."""
 
     def key_of(index: int, rect: Rect) -> tuple[int, int]:
-        return first_of_group[tables[index].group], rect.num_cols if equal_widths else 0
+        apart = equal_widths or tables[index].one_width
+        return first_of_group[tables[index].group], rect.num_cols if apart else 0
 
     first_of_group: dict[Hashable, int] = {}
     for index, table in enumerate(tables):

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recsys.distributed.id_routes import reads_by_rank
 from recsys.distributed.input_dist import Bags
 from recsys.distributed.layout import LookupGroup, PlacedTable, Rect
+from recsys.kernels.support import LookupSettings, choose_backend
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import (
     EmbeddingLocation,
@@ -124,8 +126,12 @@ class Lookups:
     def forward(self, bags: Sequence[Bags]) -> list[Tensor]:
         """Looks up each group's bags: per group ``[T, width]``."""
         return [
-            kernel.forward(bag.indices, bag.offsets, bag.weights, parameters)
-            for kernel, parameters, bag in zip(self.kernels, self.parameters, bags, strict=True)
+            kernel.forward(
+                bag.indices, bag.offsets, bag.weights, parameters, _ids_of_tables(group, bag)
+            )
+            for group, kernel, parameters, bag in zip(
+                self.groups, self.kernels, self.parameters, bags, strict=True
+            )
         ]
 
     def shards(self) -> Iterator[LocalShard]:
@@ -142,6 +148,46 @@ class Lookups:
                     kernel=kernel,
                     place=i,
                 )
+
+
+def _ids_of_tables(group: LookupGroup, bags: Bags) -> list[int] | None:
+    """Returns how many ids read each table; on a CPU, where asking is free, None."""
+    if bags.stream_ids is None or not bags.indices.is_cuda:
+        return None
+    ids = np.bincount(group.feature_table_map, weights=bags.stream_ids, minlength=len(group.tables))
+    return [int(n) for n in ids]
+
+
+def needs_one_width(
+    settings: GroupSettings, dims: Sequence[int], device: torch.device, *, replicated: bool
+) -> bool:
+    """Returns whether a lookup must serve rectangles of one width, lest it wait for the device.
+
+    PyTorch's kernels take a lookup of several widths apart, and the host must then know how many
+    ids read each.
+
+    Args:
+        settings: of the lookup.
+        dims: columns of its rectangles.
+        device: where the tables are.
+        replicated: whether the tables are replicated.
+    """
+    if device.type != "cuda" or not dims:
+        return False
+    choice = choose_backend(
+        LookupSettings(
+            device=device,
+            weights_dtype=settings.weights_dtype,
+            output_dtype=torch.float32,
+            dims=list(dims),
+            feature_table_map=list(range(len(dims))),
+            pooling=settings.pooling,
+            optimizer=_kernel_optimizer(settings, replicated),
+            update_mode=_update_mode(settings, replicated),
+            location=settings.location or EmbeddingLocation.DEVICE,
+        )
+    )
+    return choice.backend == "torch"
 
 
 _PLACEHOLDER = OptimizerSpec(algorithm=EmbOptimType.SGD)

@@ -32,6 +32,7 @@ from recsys.distributed.input_dist import Receipt
 from recsys.distributed.layout import Layout, Stream, merge_ranges
 from recsys.distributed.types import LazyAwaitable, ShardingEnv
 from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TableUpdates
 
 _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
@@ -117,9 +118,9 @@ class ColumnGather:
         if spread.size != batch_size * num_chunks:
             offsets = np.searchsorted(spread[collect], np.arange(batch_size * num_chunks + 1))
         return _Placement(
-            collect=torch.from_numpy(collect).to(self._device),
-            offsets=None if offsets is None else torch.from_numpy(offsets).to(self._device),
-            spread=torch.from_numpy(spread).to(self._device),
+            collect=ops.upload(collect, self._device),
+            offsets=None if offsets is None else ops.upload(offsets, self._device),
+            spread=ops.upload(spread, self._device),
         )
 
     def _chunks_of(self, block: _Ranges) -> np.ndarray:

@@ -70,6 +70,7 @@ def place_tables(
     world_size: int,
     local_size: int,
     group_of: Callable[[int, Sequence[Rect]], Hashable],
+    needs_one_width: Callable[[int, Sequence[Rect]], bool] = lambda number, rects: False,
 ) -> tuple[list[str], Layout]:
     """Places tables.
 
@@ -81,6 +82,7 @@ def place_tables(
         local_size: ranks per node.
         group_of: from a table's number and rectangles to what the tables of one lookup must have in
             common.
+        needs_one_width: from the same to whether a lookup of that table serves one width only.
 
     Returns:
         The distinct features in the layout's numbering, and the layout.
@@ -99,6 +101,7 @@ def place_tables(
                 features=tuple(number[f] for f in config.feature_names),
                 group=group_of(i, rects),
                 rects=rects,
+                one_width=needs_one_width(i, rects),
             )
         )
     equal_widths = PoolingMode.NONE in poolings

@@ -158,7 +158,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         )
 
     def _repeat(self, values: np.ndarray, counts: np.ndarray, total: int) -> Tensor:
-        both = torch.from_numpy(np.stack([values, counts])).to(self.stage.device)
+        both = ops.upload(np.stack([values, counts]), self.stage.device)
         return both[0].repeat_interleave(both[1], output_size=total)
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
@@ -173,7 +173,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
 
     def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
         """Permutes the segments of ``chunks`` chunks each."""
-        sizes = torch.from_numpy(chunks * self.stage.chunk).to(self.device)
+        sizes = ops.upload(chunks * self.stage.chunk, self.device)
         _, moved, _ = ops.permute_1d(order, sizes, rows, None, rows.numel())
         return moved
 

@@ -19,7 +19,7 @@ from recsys.distributed.construction import constructing
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
 from recsys.distributed.layout import Layout, Rect
-from recsys.distributed.lookup import GroupSettings, Lookups
+from recsys.distributed.lookup import GroupSettings, Lookups, needs_one_width
 from recsys.distributed.module_tree import check_untied
 from recsys.distributed.node import get_local_size
 from recsys.distributed.plan_layout import place_tables
@@ -169,6 +169,7 @@ class ShardedCollection(ShardedModule):
             env.world_size,
             get_local_size(env.world_size),
             self._group_of,
+            self._needs_one_width,
         )
         self._layout = layout
         self._input_dist = InputDist(self._new_cutter(features), env)
@@ -239,6 +240,12 @@ class ShardedCollection(ShardedModule):
             exchanges_row_statistics=exchanges,
             splits_row_state=reads_rows and not exchanges,
             cache_load_factor=sharding.cache_params and sharding.cache_params.load_factor,
+        )
+
+    def _needs_one_width(self, number: int, rects: Sequence[Rect]) -> bool:
+        dims = [rect.num_cols for rect in rects] or [self._configs[number].embedding_dim]
+        return needs_one_width(
+            self._group_of(number, rects), dims, self._device, replicated=not rects
         )
 
     def _tables(self) -> dict[str, TableShards]:

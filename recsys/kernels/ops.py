@@ -213,6 +213,9 @@ def block_bucketize(
             "block_bucketize: every block size must be at least 1 row; received "
             f"{block_sizes_F.tolist()}. Give an empty table's features a block size of 1."
         )
+    if not lengths_FB.numel():  # FBGEMM would launch a CUDA kernel with no blocks, which fails
+        positions = torch.empty_like(values_N) if return_positions else None
+        return lengths_FB, values_N, weights_N, positions
     weights_fit = weights_N is None or (
         weights_N.dtype in _BUCKET_WEIGHT_DTYPES and not _wants_grad(weights_N)
     )
@@ -292,23 +295,25 @@ def jagged_to_padded_dense(
 
 
 def upload(
-    numbers: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[int] | np.ndarray | Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Copy integers from the host to a device without waiting for it.
+    """Copy numbers from the host to a device without waiting for it.
 
     Args:
-        numbers: integers, of any shape if an array.
+        values: numbers of any shape; a list holds integers, which become int64.
         device: where to.
-        dtype: of the result.
+        dtype: of the result; None: the values'.
 
     Returns:
-        The tensor; its memory is shared with an array only if that fits already and lies on CPU.
+        The tensor. On CPU it may share the memory of what was given.
 
     Example:
         >>> upload([1, 2], torch.device("cpu"))
         tensor([1, 2])
     """
-    tensor = torch.as_tensor(numbers, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return tensor.to(device)
     # from pageable memory a copy would wait for all work queued on the stream

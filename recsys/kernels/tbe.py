@@ -26,6 +26,8 @@ from recsys.kernels.tbe_torch import (
     RowStatistics,
     TorchKernel,
     merge_row_gradients,
+    put_rows,
+    without_repeats,
 )
 from recsys.kernels.types import (
     EmbeddingLocation,
@@ -186,6 +188,7 @@ class TableBatchedEmbedding:
             fused = update_mode is UpdateMode.FUSED
             self._updates = TableUpdates(in_backward=names) if fused else TableUpdates(kept=names)
             watch_grad_scaler()
+        self._ids_of_tables: list[int] | None = None  # of what was left, where known
 
     def _check(self, settings: LookupSettings, weights: Tensor | None) -> None:
         if settings.update_mode is not UpdateMode.GRADIENT and settings.optimizer is None:
@@ -303,6 +306,7 @@ class TableBatchedEmbedding:
         offsets: Tensor,
         per_sample_weights: Tensor | None = None,
         parameters: Sequence[Tensor] | None = None,
+        ids_of_tables: Sequence[int] | None = None,
     ) -> Tensor:
         """Look up a batch.
 
@@ -312,6 +316,8 @@ class TableBatchedEmbedding:
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
             parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
                 gradients. In the other modes they only say, by `requires_grad`, which tables train.
+            ids_of_tables: [T] ids that read each table, where the host knows them: then
+                `row_statistics` need not wait for the device.
 
         Returns:
             [B, sum of D over the features], or [N, D] without pooling.
@@ -346,7 +352,7 @@ class TableBatchedEmbedding:
         if parameters is None:
             parameters = () if self.update_mode is UpdateMode.GRADIENT else (self._anchor,)
         out: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-            self, indices, offsets, per_sample_weights, *parameters
+            self, ids_of_tables, indices, offsets, per_sample_weights, *parameters
         )
         return out
 
@@ -366,7 +372,7 @@ class TableBatchedEmbedding:
         self._reduce()
         if self._pending is None:
             return [None] * len(self.layout.tables)
-        return list(self._by_table(self._pending))
+        return list(self._by_table([without_repeats(found) for found in self._pending]))
 
     @property
     def gradient_values(self) -> list[Tensor]:
@@ -380,7 +386,7 @@ class TableBatchedEmbedding:
         return self._held is not None or self._pending is not None
 
     def row_statistics(self) -> list[Tensor]:
-        """DEFERRED mode: per table [K], `row_statistic` of its `row_gradients`.
+        """DEFERRED mode: per table [K], `row_statistic` of its row gradients, see `RowGradients`.
 
         Raises:
             ValueError: The optimizer has no such statistic.
@@ -399,7 +405,7 @@ class TableBatchedEmbedding:
         found = [torch.empty(0, device=self.layout.device)] * len(self.layout.tables)
         if not self._statistics:
             return found
-        sizes = self._rows_per_table(self._statistics)
+        sizes = self._entries_per_table(self._statistics)
         for group, (_, statistic), of_table in zip(
             self.layout.groups, self._statistics, sizes, strict=True
         ):
@@ -424,7 +430,7 @@ class TableBatchedEmbedding:
         summed = torch.zeros(layout.num_elements, device=layout.device)
         touched = torch.zeros(layout.num_rows if counts_rows else 0, device=layout.device)
         for group, (rows, grads) in zip(layout.groups, self._pending or (), strict=False):
-            group.matrix(summed).index_copy_(0, rows, grads)
+            put_rows(group.matrix(summed), rows, grads)
             if counts_rows:
                 group.rows(touched).index_fill_(0, rows, 1.0)
         self._pending = None
@@ -441,9 +447,12 @@ class TableBatchedEmbedding:
         if touched is None:
             self._kernel.apply_dense(summed, self._rates)
             return
+        if touched.is_cuda:
+            self._kernel.apply_touched(summed, touched, self._rates)
+            self.zero_grad()
+            return
         self._held, self._pending = None, []
         for group in self.layout.groups:
-            # waits for the device: to update every row instead would move rows without gradient
             rows = group.rows(touched).nonzero().squeeze(1)
             self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
         self.step()
@@ -472,7 +481,7 @@ class TableBatchedEmbedding:
 
     def zero_grad(self) -> None:
         """DEFERRED mode: forget the row gradients."""
-        self._held = self._pending = None
+        self._held = self._pending = self._ids_of_tables = None
         self._statistics = []
 
     def _reduce(self) -> None:
@@ -509,8 +518,11 @@ class TableBatchedEmbedding:
         offsets: Tensor,
         weights: Tensor | None,
         trained: Sequence[bool],
+        ids_of_tables: Sequence[int] | None,
     ) -> None:
         kernel = self._kernel
+        if self.update_mode is UpdateMode.DEFERRED:
+            self._count_ids(ids_of_tables)
         if all(trained):
             if self.update_mode is UpdateMode.FUSED:
                 kernel.update(grad, indices, offsets, weights, self._rates)
@@ -520,12 +532,20 @@ class TableBatchedEmbedding:
                 if not self.keeps_batch:
                     self._reduce()
             return
+        self._ids_of_tables = None
         fresh = kernel.drop_frozen(kernel.row_gradients(grad, indices, offsets, weights), trained)
         if self.update_mode is UpdateMode.FUSED:
             kernel.apply(fresh, self._rates)
         else:
             self._reduce()
             self._collect(fresh)
+
+    def _count_ids(self, ids_of_tables: Sequence[int] | None) -> None:
+        """Adds a batch to `_ids_of_tables`, which is known if it is of all batches."""
+        known = self._ids_of_tables if self.has_gradients else [0] * len(self.layout.tables)
+        if known is not None and ids_of_tables is not None:
+            known = [a + b for a, b in zip(known, ids_of_tables, strict=True)]
+        self._ids_of_tables = None if ids_of_tables is None else known
 
     def _parameter_gradients(
         self,
@@ -542,7 +562,8 @@ class TableBatchedEmbedding:
             pieces = self.layout.table_views(flat)
             return [g if wanted else None for g, wanted in zip(pieces, trained, strict=True)]
         result: list[Tensor | None] = [None] * len(self.layout.tables)
-        found = self._kernel.row_gradients(grad, indices, offsets, weights)
+        row_gradients = self._kernel.row_gradients(grad, indices, offsets, weights)
+        found = [without_repeats(of_group) for of_group in row_gradients]
         for table, (rows, grads) in enumerate(self._by_table(found)):
             if trained[table]:
                 spec = self.layout.tables[table]
@@ -570,6 +591,13 @@ class TableBatchedEmbedding:
                 per_table[table] = (rows_K - first_row, grads_KD)
         return [per_table[t] for t in range(len(self.layout.tables))]
 
+    def _entries_per_table(self, found: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
+        """How many entries each dim group's tables have in what is left of the backward passes."""
+        if self.layout.device.type != "cuda" or self._ids_of_tables is None:
+            return self._rows_per_table(found)
+        ids = self._ids_of_tables  # there is an entry per id
+        return [[ids[table] for table in group.tables] for group in self.layout.groups]
+
     def _rows_per_table(self, found: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
         """How many of each dim group's rows each table has: one wait for the device, for all."""
         counts = [
@@ -588,14 +616,15 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         tbe: TableBatchedEmbedding,
+        ids_of_tables: Sequence[int] | None,
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.tbe = tbe
         if tbe._updates is not None:
             ctx.metadata[TABLE_UPDATES] = tbe._updates
+        ctx.tbe, ctx.ids_of_tables = tbe, ids_of_tables
         ctx.save_for_backward(indices, offsets, weights)
         return tbe._kernel.lookup(indices, offsets, weights)
 
@@ -604,7 +633,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tbe: TableBatchedEmbedding = ctx.tbe
         indices, offsets, weights = ctx.saved_tensors
-        _, _, _, needs_weights, *trained = ctx.needs_input_grad
+        _, _, _, _, needs_weights, *trained = ctx.needs_input_grad
         weights_grad = None
         if needs_weights:  # before the update: it reads the rows the forward read
             weights_grad = tbe._kernel.weight_gradients(grad, indices, offsets)
@@ -614,5 +643,5 @@ class _Lookup(torch.autograd.Function):
             if tbe.update_mode is UpdateMode.GRADIENT:
                 gradients = tbe._parameter_gradients(*batch)
             else:
-                tbe._update(*batch)
-        return (None, None, None, weights_grad, *gradients)
+                tbe._update(*batch, ctx.ids_of_tables)
+        return (None, None, None, None, weights_grad, *gradients)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recsys.kernels.ops import permute_1d
+from recsys.kernels.ops import permute_1d, upload
 from recsys.kernels.row_update import (
     STATE_KINDS,
     advance_step,
@@ -33,14 +33,22 @@ __all__ = [
     "RowStatistics",
     "TorchKernel",
     "distinct_rows",
+    "first_of_rows",
     "inverse_bag_length",
     "merge_row_gradients",
+    "put_rows",
     "row_ids_of",
     "sum_bags",
+    "without_repeats",
 ]
 
 RowGradients: TypeAlias = tuple[Tensor, Tensor]
-"""(rows [K] int64 without duplicates, ascending; gradients [K, D] fp32)."""
+"""(rows [K] int64, ascending; gradients [K, D] fp32).
+
+On a CPU no row repeats. On CUDA the host does not know how many rows are distinct, and does not
+wait to hear of it: there is an entry per id, the first of a row has its gradient, and the others
+are 0. `first_of_rows` tells them apart, `without_repeats` waits and drops them.
+"""
 
 RowStatistics: TypeAlias = tuple[Tensor, Tensor]
 """(rows [K] as in `RowGradients`; sum over the columns of the squared gradient [K] fp32)."""
@@ -134,7 +142,7 @@ class TorchKernel:
     def row_gradients(
         self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> list[RowGradients]:
-        """Duplicate-free row gradients of each dim group, rows of the group's matrix ascending."""
+        """The row gradients of each dim group, rows of the group's matrix ascending."""
         result: list[RowGradients | None] = [None] * len(self.layout.groups)
         inputs = self._group_inputs(indices, offsets, weights) if indices.numel() else []
         number = {group.dim: i for i, group in enumerate(self.layout.groups)}
@@ -157,7 +165,7 @@ class TorchKernel:
         out = torch.zeros_like(self.storage, dtype=torch.float32)
         found = self.row_gradients(grad, indices, offsets, weights)
         for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
-            group.matrix(out).index_copy_(0, rows, grads)
+            put_rows(group.matrix(out), rows, grads)
         return out
 
     def update(
@@ -192,6 +200,7 @@ class TorchKernel:
                 self._rate_of_rows(group, rows, rates),
                 self._step_of_rows(group, rows),
                 row_moment=None if row_moments is None else row_moments[i],
+                first=first_of_rows(rows) if rows.is_cuda else None,
             )
 
     def apply_dense(self, gradients: Tensor, rates: Rates) -> None:
@@ -205,6 +214,32 @@ class TorchKernel:
                 group.matrix(gradients),
                 self._rate_of_rows(group, None, rates),
             )
+
+    def apply_touched(self, gradients: Tensor, touched: Tensor, rates: Rates) -> None:
+        """`apply` to the rows where `touched` is not 0, without the host knowing which.
+
+        All rows are updated; the others then get back what they had.
+        """
+        assert self.optimizer is not None
+        advance_step(self.states)
+        for group in self.layout.groups:
+            matrix, states = group.matrix(self.storage), self._group_states(group)
+            live = [matrix, *states.values()]
+            old = [tensor.clone() for tensor in live]
+            rows = torch.arange(group.num_rows, device=self.storage.device)
+            apply_row_update(
+                self.optimizer,
+                matrix,
+                states,
+                rows,
+                group.matrix(gradients),
+                self._rate_of_rows(group, rows, rates),
+                self._step_of_rows(group, rows),
+            )
+            is_kept_R = group.rows(touched) == 0
+            for tensor, before in zip(live, old, strict=True):
+                is_kept = is_kept_R.view(-1, *[1] * (tensor.dim() - 1))
+                tensor.copy_(torch.where(is_kept, before, tensor))
 
     @property
     def takes_row_moments(self) -> bool:
@@ -273,7 +308,7 @@ class TorchKernel:
         steps = self.states["step"]
         if len(group.tables) == 1:
             return steps[group.tables[0]]
-        steps = steps.to(rows.device).index_select(0, group.table_numbers)
+        steps = upload(steps, rows.device).index_select(0, group.table_numbers)
         return steps.index_select(0, group.table_of_row(rows)).unsqueeze(1)
 
     def _group_inputs(
@@ -397,7 +432,48 @@ def _sum_by_row(
     row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
 ) -> RowGradients:
     """Sum `scale[i] * gradients[source[i]]` over the i of each distinct row id."""
+    if row_ids.is_cuda:
+        return _sum_by_first(row_ids, num_rows, gradients, source, scale)
     rows, counts, order = distinct_rows(row_ids, num_rows)
     segments = functional.pad(counts.cumsum(0), (1, 0))
     ordered_scale = None if scale is None else scale.index_select(0, order)
     return rows, sum_bags(gradients, source.index_select(0, order), segments, ordered_scale)
+
+
+def _sum_by_first(
+    row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
+) -> RowGradients:
+    """`_sum_by_row` with an entry per id: a row's sum stands where the row comes up first."""
+    if num_rows < 2**31:
+        row_ids = row_ids.int()
+    rows, order = torch.sort(row_ids, stable=True)
+    place_N = torch.arange(rows.numel(), device=rows.device)
+    is_first_N = first_of_rows(rows) == place_N
+    # a row's first entry is a bag of all its ids, the others are empty ones behind it
+    ends_N = torch.searchsorted(rows, rows, right=True)
+    starts = functional.pad(torch.where(is_first_N, place_N, ends_N), (0, 1), value=rows.numel())
+    ordered_scale = None if scale is None else scale.index_select(0, order)
+    return rows.long(), sum_bags(gradients, source.index_select(0, order), starts, ordered_scale)
+
+
+def first_of_rows(rows: Tensor) -> Tensor:
+    """For each of ascending rows [K] the place of the first entry of that row: [K] int64."""
+    return torch.searchsorted(rows, rows)
+
+
+def put_rows(matrix: Tensor, rows: Tensor, grads: Tensor) -> None:
+    """Write row gradients into a matrix of zeros."""
+    if rows.is_cuda:  # the entries of a row that repeats are 0 but one
+        matrix.index_add_(0, rows, grads)
+    else:
+        matrix.index_copy_(0, rows, grads)
+
+
+def without_repeats(row_gradients: RowGradients) -> RowGradients:
+    """Each row once; waits for the device."""
+    rows, grads = row_gradients
+    if not rows.is_cuda:
+        return row_gradients
+    kept = (first_of_rows(rows) == torch.arange(rows.numel(), device=rows.device)).nonzero()
+    kept = kept.squeeze(1)
+    return rows.index_select(0, kept), grads.index_select(0, kept)

@@ -1,0 +1,301 @@
+"""A step on a GPU makes the host wait once, for the header; seen on a device that is pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recsys.distributed.embedding import EmbeddingCollectionSharder
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
+from recsys.kernels.types import EmbOptimType, UpdateMode
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.sparse import KeyedJaggedTensor
+from tests.pretended_cuda import CUDA, PretendedCuda
+from tests.ranks import RankPool
+
+CPU = torch.device("cpu")
+ROWS, SAMPLES = 40, 5
+S = ShardingType
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sharded, and how: the strategies take turns among the tables."""
+
+    types: tuple[ShardingType, ...]
+    kind: str = "pooled"
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    dims: tuple[int, ...] = (8, 4)
+    twice: bool = False  # whether each feature is read by two tables
+    mean: bool = False
+    deferred: bool = False
+
+    @property
+    def name(self) -> str:
+        types = "+".join(t.value for t in self.types)
+        rest = [self.kind, self.optimizer.name, "twice" * self.twice, "mean" * self.mean]
+        return "-".join(filter(None, [types, *rest, "deferred" * self.deferred]))
+
+
+ALL = (S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE, S.DATA_PARALLEL, S.GRID_SHARD)
+PLANS = [
+    *(Plan((kind,)) for kind in (*ALL, S.TABLE_ROW_WISE, S.TABLE_COLUMN_WISE)),
+    *(Plan(ALL, kind) for kind in ("pooled", "weighted", "variable")),
+    *(Plan(ALL, kind, dims=(8,)) for kind in ("sequence", "distinct")),
+    *(Plan((kind,), "sequence", dims=(8,)) for kind in (S.ROW_WISE, S.COLUMN_WISE)),
+    *(Plan((kind,), "distinct", dims=(8,)) for kind in (S.ROW_WISE, S.TABLE_WISE)),
+    Plan((S.ROW_WISE, S.TABLE_WISE), twice=True),
+    Plan((S.ROW_WISE,), "sequence", dims=(8,), twice=True),
+    Plan(ALL, mean=True),
+    Plan(ALL, deferred=True),
+    Plan((S.DATA_PARALLEL, S.ROW_WISE, S.COLUMN_WISE), optimizer=EmbOptimType.ADAM),
+    Plan((S.DATA_PARALLEL, S.ROW_WISE, S.TABLE_WISE), optimizer=EmbOptimType.LAMB),
+    Plan((S.COLUMN_WISE, S.DATA_PARALLEL), optimizer=EmbOptimType.PARTIAL_ROWWISE_ADAM),
+    Plan((S.COLUMN_WISE, S.DATA_PARALLEL), optimizer=EmbOptimType.SGD),
+]
+
+
+class Model(nn.Module):
+    """A collection, and the sum of what it returns, weighted so that gradients differ."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.sequence = plan.kind in ("sequence", "distinct")
+        features = {f"t{i}": [f"f{i % 4 if plan.twice else i}"] for i in range(6)}
+        features["t5"].append("f0")
+        torch.manual_seed(0)
+        dims = plan.dims * 6
+        if self.sequence:
+            self.tables: nn.Module = EmbeddingCollection(
+                tables=[
+                    EmbeddingConfig(ROWS, dims[i], name, feature_names=names)
+                    for i, (name, names) in enumerate(features.items())
+                ],
+                device=torch.device("meta"),
+            )
+        else:
+            self.tables = EmbeddingBagCollection(
+                tables=[
+                    EmbeddingBagConfig(
+                        ROWS,
+                        dims[i],
+                        name,
+                        feature_names=names,
+                        pooling=PoolingType.MEAN if plan.mean else PoolingType.SUM,
+                    )
+                    for i, (name, names) in enumerate(features.items())
+                ],
+                is_weighted=plan.kind == "weighted",
+                device=torch.device("meta"),
+            )
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        found = self.tables(batch)
+        parts = [jagged.values() for jagged in found.values()] if self.sequence else []
+        values = torch.cat(parts) if parts else found.values()
+        return (values * values).sum()
+
+
+def _batch(plan: Plan, step: int, device: torch.device, samples: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    keys = ["unread", *(f"f{i}" for i in range(6))]
+    is_variable = plan.kind == "variable"
+    strides = [max(1, samples - i % 2) if is_variable else samples for i in range(len(keys))]
+    lengths = torch.randint(0, 4, (sum(strides),), generator=generator)
+    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    weights = torch.rand(values.numel(), generator=generator)
+    batch = KeyedJaggedTensor(
+        keys,
+        values,
+        weights if plan.kind == "weighted" else None,
+        lengths,
+        stride_per_key=strides if is_variable else None,
+        inverse_indices=(keys, torch.stack([torch.arange(samples) % n for n in strides]))
+        if is_variable
+        else None,
+    )
+    moved = batch.to(device)
+    if plan.kind == "weighted":
+        moved.weights().requires_grad_()
+    return moved
+
+
+def _train(
+    plan: Plan, device: torch.device, samples: Sequence[int], after_step: Callable[[int], None]
+) -> dict[str, Tensor]:
+    sharder_type = EmbeddingCollectionSharder if Model(plan).sequence else None
+    fused: dict[str, object] = {"optimizer": plan.optimizer, "learning_rate": 0.1}
+    if plan.optimizer is not EmbOptimType.SGD:
+        fused["eps"] = 1e-3
+    if plan.deferred:
+        fused["update_mode"] = UpdateMode.DEFERRED
+    if sharder_type is None:
+        sharder: object = EmbeddingBagCollectionSharder(fused_params=fused)
+    else:
+        sharder = sharder_type(fused_params=fused, use_index_dedup=plan.kind == "distinct")
+    model = Model(plan)
+    tables: EmbeddingBagCollection = model.tables  # type: ignore[assignment]
+    shardings = EmbeddingModuleShardingPlan(
+        {
+            config.name: parameter_sharding(
+                plan.types[i % len(plan.types)],
+                config.num_embeddings,
+                config.embedding_dim,
+                [i % 2] if plan.types[i % len(plan.types)] is S.TABLE_WISE else [0, 1],
+            )
+            for i, config in enumerate(tables.configs())
+        }
+    )
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=device,
+        plan=ShardingPlan({"tables": shardings}),
+        sharders=[sharder],  # type: ignore[list-item]
+    )
+    for step, number in enumerate(samples):
+        batch = _batch(plan, step, device, number)
+        after_step(-1)
+        sharded(batch).backward()
+        if plan.deferred:
+            sharded.fused_optimizer.step()
+        after_step(step)
+    return {name: parameter.detach() for name, parameter in sharded.named_parameters()}
+
+
+def _read_once(plan: Plan) -> list[tuple[str, str, str]]:
+    """Checks the device's results against the CPU's; returns the notes of the last step."""
+    samples = [SAMPLES, SAMPLES, SAMPLES]
+    expected = _train(plan, CPU, samples, lambda step: None)
+    with PretendedCuda() as cuda:
+
+        def after_step(step: int) -> None:
+            if step < 0:
+                cuda.forget()
+
+        found = _train(plan, CUDA, samples, after_step)
+        notes = list(cuda.notes)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    return notes
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan) -> None:
+    for notes in ranks(2, _read_once, plan):
+        assert [kind for kind, _, _ in notes] == ["read"], notes
+        assert "input_dist.py" in notes[0][2]
+
+
+def _leave_one_rank_out(plan: Plan) -> list[tuple[str, str, str]]:
+    with PretendedCuda() as cuda:
+        _train(plan, CUDA, [SAMPLES, 0 if dist.get_rank() else SAMPLES], lambda step: None)
+        return list(cuda.notes)
+
+
+@pytest.mark.parametrize("kind", ["pooled", "sequence", "distinct"])
+def test_a_rank_without_samples_launches_no_empty_kernel(ranks: RankPool, kind: str) -> None:
+    for notes in ranks(2, _leave_one_rank_out, Plan((S.ROW_WISE,), kind, dims=(8,))):
+        assert "launch" not in {what for what, _, _ in notes}, notes
+
+
+FAULTS = {
+    "lengths": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"], torch.tensor([1, 2, 0]), lengths=torch.tensor([2, -1, 2, 0])
+        ),
+        'lengths must not be negative; received length -1 at bag 1 of feature "f"',
+    ),
+    "offsets": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"], torch.tensor([1, 2, 0]), offsets=torch.tensor([0, 900_000, 2, 3, 3])
+        ),
+        'received length -899998 at bag 1 of feature "f"',
+    ),
+    "inverse": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"],
+            torch.tensor([1, 2, 0]),
+            lengths=torch.ones(3, dtype=torch.int64),
+            stride_per_key=[1, 2],
+            inverse_indices=(["f", "g"], torch.tensor([[0, 0], [1, 7]])),
+        ),
+        'inverse_indices of feature "g" must be in 0..1; received 7',
+    ),
+    "ids": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"], torch.tensor([1, 2, 30]), lengths=torch.tensor([1, 1, 1, 0])
+        ),
+        "Id 30 of feature 'g' is out of range for table 'u' with 3 rows",
+    ),
+}
+
+
+def _bags() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(3, 4, name, feature_names=[feature])
+            for name, feature in (("t", "f"), ("u", "g"))
+        ],
+        device=torch.device("meta"),
+    )
+
+
+def _look_up_fault(fault: str) -> str:
+    with PretendedCuda():
+        plan = EmbeddingModuleShardingPlan(
+            t=parameter_sharding(S.TABLE_WISE, 3, 4, [0]),
+            u=parameter_sharding(S.ROW_WISE, 3, 4, [0, 1]),
+        )
+        sharded = DistributedModelParallel(
+            _bags(),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=CUDA,
+            plan=ShardingPlan({"": plan}),
+        )
+        good = KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        batch = FAULTS[fault][0]() if dist.get_rank() else good
+        try:
+            sharded(batch.to(CUDA))
+        except (ValueError, IndexError) as error:
+            said = str(error)
+        else:
+            said = "no error"
+        assert sharded(good.to(CUDA)).values().shape == (1, 8)
+    return said
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_batch_on_a_device_is_raised_on_all(ranks: RankPool, fault: str) -> None:
+    first, second = ranks(2, _look_up_fault, fault)
+    assert first == second
+    assert first.startswith("On rank 1: ")
+    assert FAULTS[fault][1] in first
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str) -> None:
+    bad, text = FAULTS[fault]
+    with PretendedCuda():
+        tables = _bags()
+        for table in tables.embedding_bags.values():
+            table.weight = nn.Parameter(torch.ones(3, 4, device=CUDA))
+        found = tables(bad().to(CUDA))
+        assert found.values().shape[1] == 8
+        with pytest.raises((ValueError, IndexError), match=text):
+            tables.check_ids()
