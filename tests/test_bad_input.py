@@ -133,8 +133,8 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "float ids, sharded": (
         _looked_up(_sharded, [1.0, 2.0], [1, 1]),
         TypeError,
-        "On rank 0: The ids of a batch must be int32 or int64; received torch.float32. Convert "
-        "with values.long().",
+        "On rank 0: ShardedEmbeddingBagCollection looks up ids, which must be int32 or int64; "
+        "received torch.float32 for the features [...]. Convert them with .long().",
     ),
     "unknown feature": (
         _looked_up(_unsharded, [1, 2], [1, 1], ["user", "movie"]),
@@ -207,8 +207,8 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "mismatched devices of batch and tables, sharded": (
         lambda _: _sharded()(_batch([1, 2], [1, 1]).to(META)),
         ValueError,
-        "On rank 0: The batch must be on the device of the tables, cpu; received a batch on meta. "
-        "Move it with features.to(device).",
+        "On rank 0: ShardedEmbeddingBagCollection has its tables on cpu; received a batch on meta. "
+        "Move one of them with .to().",
     ),
     "dense layer of another size than the embeddings": (
         _dense_size,
