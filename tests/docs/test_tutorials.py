@@ -19,6 +19,7 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "engine.md",
     ROOT / "docs" / "planner.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),

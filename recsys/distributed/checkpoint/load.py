@@ -138,8 +138,16 @@ def _state_to_fill(
 
     def live() -> dict[str, Any]:
         state = state_of(model, optimizer)
-        if optimizer is not None and settings is not None:
-            state["optimizer"].pop("param_groups", None)
+        groups = state.get("optimizer", {}).pop("param_groups", None)
+        if groups is not None and settings is None:  # a folder without versions may have them
+            state["optimizer"]["param_groups"] = [
+                {
+                    key: value
+                    for key, value in group.items()
+                    if key == "params" or f"optimizer.param_groups.{i}.{key}" in saved
+                }
+                for i, group in enumerate(groups)
+            ]
         return state
 
     state = live()

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from recsys.distributed.checkpoint.metadata import decode_metadata
+from recsys.optim.keyed import KeyedOptimizerWrapper
 
 
 class _Runs:
@@ -26,12 +27,14 @@ class _Runs:
         return os.mkdir, (str(self.folder),)
 
 
-def _old_checkpoint(path: Path, model: nn.Module, extra: object = None) -> None:
+def _old_checkpoint(
+    path: Path, model: nn.Module, extra: object = None, **more: dict[str, object]
+) -> None:
     """Writes what was written before there were versions."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = {"model": model.state_dict(), "extra": pickle.dumps(extra)}
+    state = {"model": model.state_dict(), "extra": pickle.dumps(extra), **more}
     writer = FileSystemWriter(str(path))
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         save(state, storage_writer=writer, no_dist=True)
@@ -74,6 +77,28 @@ def test_a_hostile_old_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"/h/.metadata is not the metadata of a checkpoint"):
         load_checkpoint(tmp_path / "h", model)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_the_optimizer_of_an_old_checkpoint_loads(tmp_path: Path, with_groups: bool) -> None:
+    model = nn.Linear(2, 1)
+
+    def adam(lr: float) -> KeyedOptimizerWrapper:
+        params = dict(model.named_parameters())
+        optimizer = KeyedOptimizerWrapper(params, lambda given: torch.optim.Adam(given, lr=lr))
+        optimizer.save_param_groups(with_groups)
+        optimizer.init_state()
+        return optimizer
+
+    before, after = adam(0.5), adam(0.25)
+    before.state[model.weight]["exp_avg"].fill_(3)
+    state = before.state_dict()
+    for group in state.get("param_groups", []):
+        del group["eps"]  # was not there yet
+    _old_checkpoint(tmp_path, model, {}, optimizer=state)
+    load_checkpoint(tmp_path, model, after)
+    assert bool((after.state[model.weight]["exp_avg"] == 3).all())
+    assert after.param_groups[0]["lr"] == (0.5 if with_groups else 0.25)
 
 
 class _KeepsAnObject(nn.Linear):
