@@ -33,7 +33,6 @@ TESTED_THROUGH = {
     "distributed/batch_segments.py": "distributed/test_input_dist.py",
     "distributed/checkpoint/errors.py": "distributed/checkpoint/test_load.py",
     "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",
-    "distributed/comm.py": "distributed/test_sharding.py",
     "distributed/exchange.py": "distributed/test_sharding.py",
     "distributed/file_checks.py": "distributed/test_plan_json.py",
     "distributed/id_routes.py": "distributed/test_input_dist.py",

@@ -8,6 +8,7 @@ and does not block the host.
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias, final
 
@@ -27,24 +28,38 @@ class Pending:
         work: the exchange, if there is one.
         keep: the input, which must outlive the exchange.
         decode: turns what arrived into the result.
+        env: the ranks that take part.
+        what: the ranks do in the exchange, for messages.
     """
 
     def __init__(
         self,
         tensor: Tensor,
-        work: dist.Work | None,
+        work: dist.Work | None = None,
         keep: Tensor | None = None,
         decode: Callable[[Tensor], Tensor] | None = None,
+        env: ShardingEnv | None = None,
+        what: str = "",
     ) -> None:
+        self._env = env
+        self._what = what
         self._tensor = tensor
         self._work = work
         self._keep = keep
         self._decode = decode
 
     def wait(self) -> Tensor:
-        """Waits for the exchange and returns the tensor."""
+        """Waits for the exchange and returns the tensor.
+
+        Raises:
+            RuntimeError: if contact with another rank is lost.
+        """
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                assert self._env is not None
+                raise lost_contact(self._env, self._what, error) from error
             self._work = self._keep = None
         if self._decode is not None:
             self._tensor = self._decode(self._tensor)
@@ -54,6 +69,7 @@ class Pending:
 
 def all_to_all(
     env: ShardingEnv,
+    what: str,
     send: Tensor,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
@@ -64,6 +80,7 @@ def all_to_all(
 
     Args:
         env: the ranks that take part.
+        what: the ranks do in it, for messages, such as "send ids to their owners".
         send: ``[sum(send_sizes)]``, the stretch for rank 0 first. Do not change it before the wait.
         send_sizes: elements for each rank.
         recv_sizes: elements from each rank.
@@ -76,8 +93,8 @@ def all_to_all(
     rank = env.rank
     if env.world_size == 1:
         if out is None:
-            return Pending(send, None)
-        return Pending(out.copy_(send), None)
+            return Pending(send)
+        return Pending(out.copy_(send))
     decode = None
     if not wire.is_exact:
         final, value_sizes = out, recv_sizes
@@ -98,21 +115,74 @@ def all_to_all(
         into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
         sent, received = send[kept], out[into]
         send_sizes[rank] = recv_sizes[rank] = 0
-    work = dist.all_to_all_single(
-        received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
-    )
+    try:
+        work = dist.all_to_all_single(
+            received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
+        )
+    except RuntimeError as error:
+        raise lost_contact(env, what, error) from error
     if received is not out:  # while the others' stretches are under way
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
         out[own_to].copy_(send[own_from])
-    return Pending(out, work, send, decode)
+    return Pending(out, work, send, decode, env, what)
 
 
-def all_reduce(env: ShardingEnv, tensor: Tensor) -> Pending:
-    """Starts an in-place sum over ranks."""
+def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
+    """Starts an in-place sum over ranks; ``what`` as for :func:`all_to_all`."""
     if env.world_size == 1:
-        return Pending(tensor, None)
-    return Pending(tensor, dist.all_reduce(tensor, group=env.process_group, async_op=True))
+        return Pending(tensor)
+    try:
+        work = dist.all_reduce(tensor, group=env.process_group, async_op=True)
+    except RuntimeError as error:
+        raise lost_contact(env, what, error) from error
+    return Pending(tensor, work, env=env, what=what)
+
+
+_WAIT_FOR_SIGNS = 5.0
+"""Seconds in which ranks that lost contact say so, to find those that do not."""
+
+
+def lost_contact(env: ShardingEnv, what: str, error: Exception) -> RuntimeError:
+    """Says at which stage contact with the other ranks was lost, and with which, if it shows.
+
+    A rank that is left over fails, too, sooner or later, and says so in the store of the process
+    group; the lost one is among those that say nothing.
+
+    Args:
+        env: the ranks.
+        what: the ranks were to do.
+        error: of the exchange.
+    """
+    own = dist.get_rank()
+    try:
+        silent = _silent_ranks(env, own)
+    except Exception:  # the store is gone: rank 0 holds it, unless torchrun does
+        silent = [0] if own else []
+    who = "No rank could be told apart"
+    if silent:
+        who = f"Nothing is heard of {'rank' if len(silent) == 1 else 'ranks'} {_listed(silent)}"
+    return RuntimeError(
+        f"Rank {own} of {dist.get_world_size()} lost contact with the others when the ranks were "
+        f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "
+        f"been killed, or be out of memory. The exchange said: {error}"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _silent_ranks(env: ShardingEnv, own: int) -> list[int]:
+    """Returns the ranks that do not say in time that they lost contact, too."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"recsys/lost_contact/{own}", "1")
+    end = time.monotonic() + _WAIT_FOR_SIGNS
+    silent = dist.get_process_group_ranks(env.process_group)
+    while silent and time.monotonic() < end:
+        silent = [r for r in silent if not store.check([f"recsys/lost_contact/{r}"])]
+        time.sleep(0.1)
+    return silent
 
 
 def raise_together(env: ShardingEnv, error: Exception | None) -> None:

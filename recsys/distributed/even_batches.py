@@ -2,19 +2,23 @@
 
 A rank looks one batch ahead, and says in the header of the sharded modules (see ``input_dist``),
 which travels anyway, whether its batch is its last. So after each step every rank knows who goes
-on, and all leave the loop at the same step: no collective is added and none waits for ever.
+on, and all leave the loop at the same step: no step needs a collective more, and none waits for
+ever. One small exchange opens an epoch: ranks that have no batch at all hear what an empty one
+looks like, and an error of a rank's data is raised on all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, unique
 from typing import Any, Generic, TypeVar, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from recsys.distributed.agreement import agree
 from recsys.distributed.input_dist import LastBatches
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -29,7 +33,8 @@ class UnevenPolicy(Enum):
     DROP = "drop"
     """The epoch ends for all; what the others still had is not used."""
     PAD = "pad"
-    """Ranks that have run out repeat their last batch until all have; its samples count again."""
+    """Ranks that have run out repeat their last batch until all have; its samples count again. A
+    rank that had none takes part with empty batches."""
     JOIN = "join"
     """Ranks that have run out take part with empty batches until all have; they add nothing to
     gradients. As ever with different batch sizes, the loss is the mean over ranks of each rank's
@@ -43,7 +48,8 @@ class EvenBatches(Generic[B]):
     In each step call the model once or more with what is yielded.
 
     Args:
-        batches: this rank's batches of an epoch, such as a ``DataLoader``; at least one.
+        batches: this rank's batches of an epoch, such as a ``DataLoader``; it may have none where
+            other ranks have some, but not with the policy "drop".
         model: the model that is called; it contains at least one sharded collection.
         policy: an :class:`UnevenPolicy` or its value, the same on every rank.
 
@@ -52,8 +58,9 @@ class EvenBatches(Generic[B]):
             out of metrics; the mean loss of an empty batch is NaN, and its gradient zero.
 
     Raises:
-        ValueError: if the policy is unknown, the model has no sharded collection, there is no batch
-            at all, or a step passed without a call of the model.
+        ValueError: if the policy is unknown, the model has no sharded collection, no rank has a
+            batch, one has none under "drop", or a step passed without a call of the model.
+        Exception: on every rank, what the data of one raised in place of its first batch.
 
     Example:
         >>> import torch
@@ -97,14 +104,15 @@ class EvenBatches(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         batches = iter(self._batches)
         missing: Any = object()
-        batch = next(batches, missing)
-        if batch is missing:
-            raise ValueError(
-                "EvenBatches needs at least one batch on every rank; received none. Give this rank "
-                "an empty batch, or other data."
-            )
+        batch: Any = missing
+        error: Exception | None = None
+        try:
+            batch = next(batches, missing)
+        except Exception as failed:
+            error = failed
+        self.is_filler = batch is missing
+        batch = self._first(batch, has_batch=batch is not missing, error=error)
         news = LastBatches()
-        self.is_filler = False
         try:
             for stage in self._stages:
                 stage.last_batches = news
@@ -132,6 +140,44 @@ class EvenBatches(Generic[B]):
             for stage in self._stages:
                 stage.last_batches = None
 
+    def _first(self, batch: B, *, has_batch: bool, error: Exception | None) -> B:
+        """Returns this rank's first batch, an empty one if it has none and others have."""
+        group = self._stages[0].env.process_group
+        have = [has_batch]
+        if group is not None:
+            facts = error or {"the policy": self._policy.value}
+            have = agree(group, "start an epoch of EvenBatches", facts, has_batch)
+        elif error is not None:
+            raise error
+        if not any(have):
+            raise ValueError(
+                "EvenBatches needs at least one batch; received none"
+                f"{' on any rank' if len(have) > 1 else ''}. Give it data."
+            )
+        if all(have) or group is None:
+            return batch
+        without = [rank for rank, has in enumerate(have) if not has]
+        if self._policy is UnevenPolicy.DROP:
+            raise ValueError(
+                f"EvenBatches with the policy 'drop' ends with the first rank that runs out; "
+                f"received no batch at all on ranks {without}, so no rank would train. Take "
+                "'join', or give each rank data."
+            )
+        source = have.index(True)
+        box: list[Any] = [None]
+        if group.rank() == source:
+            box = [empty_batch(batch)]
+        dist.broadcast_object_list(box, group=group, group_src=source)
+        if has_batch:
+            return batch
+        received: B = _map_batch(box[0], self._to_device, self._to_device)
+        return received
+
+    def _to_device(self, part: Any) -> Any:
+        """Moves what lies on the GPU of another rank to that of this one."""
+        device = part.device() if isinstance(part, KeyedJaggedTensor) else part.device
+        return part.to(self._stages[0].device) if device.type == "cuda" else part
+
 
 def empty_batch(batch: B) -> B:
     """Returns a batch of the same kind without samples.
@@ -147,19 +193,27 @@ def empty_batch(batch: B) -> B:
         >>> dense.shape, empty.stride(), empty.keys()
         (torch.Size([0, 3]), 0, ['f'])
     """
+    return _map_batch(batch, _empty_features, lambda part: part[:0] if part.dim() else part)
 
+
+def _map_batch(
+    batch: B,
+    of_features: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
+    of_tensor: Callable[[Tensor], Tensor],
+) -> B:
     def is_leaf(part: Any) -> bool:
         return isinstance(part, KeyedJaggedTensor) or dataclasses.is_dataclass(part)
 
-    def without_samples(part: Any) -> Any:
+    def changed(part: Any) -> Any:
         if isinstance(part, KeyedJaggedTensor):
-            return _empty_features(part)
+            return of_features(part)
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
             fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
-            return dataclasses.replace(part, **{k: empty_batch(v) for k, v in fields.items()})
-        return part[:0] if isinstance(part, Tensor) and part.dim() else part
+            new = {name: _map_batch(v, of_features, of_tensor) for name, v in fields.items()}
+            return dataclasses.replace(part, **new)
+        return of_tensor(part) if isinstance(part, Tensor) else part
 
-    result: B = pytree.tree_map(without_samples, batch, is_leaf=is_leaf)
+    result: B = pytree.tree_map(changed, batch, is_leaf=is_leaf)
     return result
 
 

@@ -97,7 +97,13 @@ class Exchange(abc.ABC, Generic[S]):
         if stage.has_exchange:
             arrives = buffer[: self.num_received]
             self.pending = comm.all_to_all(
-                self.env, sent, self.sends, self.receives, arrives, stage.codecs.forward
+                self.env,
+                "send embeddings back",
+                sent,
+                self.sends,
+                self.receives,
+                arrives,
+                stage.codecs.forward,
             )
         at = self.num_received
         for replica in replicas:
@@ -110,7 +116,14 @@ class Exchange(abc.ABC, Generic[S]):
         if self.stage.has_exchange:
             sent = grad[: self.num_received]
             codec = self.stage.codecs.backward
-            self.pending = comm.all_to_all(self.env, sent, self.receives, self.sends, wire=codec)
+            self.pending = comm.all_to_all(
+                self.env,
+                "send gradients to the tables",
+                sent,
+                self.receives,
+                self.sends,
+                wire=codec,
+            )
 
     def wait_for_grads(self) -> Tensor | None:
         """Ends what :meth:`start_sending_back` started, if anything, and returns what arrived.

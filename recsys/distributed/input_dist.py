@@ -278,7 +278,7 @@ class _Header:
             parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
             sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
         own = [sum(self._widths)] * env.world_size
-        self._pending = comm.all_to_all(env, sent, sizes, own)
+        self._pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
         self._read: list[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def read(self, module: int) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
@@ -376,7 +376,9 @@ class HeaderExchange:
         received = None
         if stage.has_streams and not batch.routes.is_identity:
             payload = stage.payload_of(batch, sum(send_sizes))
-            received = comm.all_to_all(stage.env, payload, send_sizes, recv_sizes)
+            received = comm.all_to_all(
+                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes
+            )
         if message and stage.cutter.mode is BoundsCheckMode.WARNING:
             # after the exchange has begun: where warnings are errors, the others need not wait
             warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)

@@ -180,6 +180,7 @@ class NodeHop:
         own = parts_TC.shape[1]
         received = comm.all_to_all(
             self._env,
+            "add up embeddings inside a node",
             sent,
             [count * own for count in samples],
             [samples[self._place] * width for width in self._widths],
@@ -197,6 +198,7 @@ class NodeHop:
         sent = self._gather.spread(grad) if grad.shape[0] else grad.reshape(-1)
         received = comm.all_to_all(
             self._env,
+            "send gradients back inside a node",
             sent,
             [samples[self._place] * width for width in self._widths],
             [count * own for count in samples],

@@ -110,7 +110,7 @@ class BackwardFinisher:
         given = [replicas.kernel.take_dense_gradients() for replicas in self._replicas]
         flat = [part for parts in given for part in parts]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
-        comm.all_reduce(self._env, buffer).wait()
+        comm.all_reduce(self._env, "add up gradients of replicated tables", buffer).wait()
         if self._env.world_size > 1:
             buffer.mul_(1.0 / self._env.world_size)
         summed = iter(buffer.split([part.numel() for part in flat]))
@@ -332,7 +332,8 @@ class _ColumnSplits:
         by_rank = self._by_rank
         sizes = [sum(partials[place].numel() for place in shared) for shared in by_rank]
         sent = torch.cat([empty, *(partials[place] for shared in by_rank for place in shared)])
-        received = comm.all_to_all(env, sent, sizes, sizes).wait().split(sizes)
+        pending = comm.all_to_all(env, "add up row statistics", sent, sizes, sizes)
+        received = pending.wait().split(sizes)
         totals = [torch.zeros_like(partial_K) for partial_K in partials]
         for rank, shared in enumerate(by_rank):  # in rank order: every owner adds up alike
             if rank == env.rank and partials:

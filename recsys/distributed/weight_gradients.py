@@ -80,7 +80,11 @@ class _CarryWeights(torch.autograd.Function):
         total = sum(route.received_counts)
         _, returned, _ = ops.permute_1d(route.by_rank, route.stream_counts, grad_M, None, total)
         arrived = comm.all_to_all(
-            route.env, returned, route.received_counts, route.sent_counts
+            route.env,
+            "send the gradients of weights back",
+            returned,
+            route.received_counts,
+            route.sent_counts,
         ).wait()
         if route.places is None:
             return None, None, None

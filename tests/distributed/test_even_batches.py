@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ def test_all_ranks_take_the_same_steps(ranks: RankPool, policy: str, variable_ba
     for (fillers, *_), count in zip(results, NUM_BATCHES, strict=True):
         assert fillers == [step >= count for step in range(steps)]
     (calls,) = {calls for _, calls, _ in results}
-    assert calls % steps == 0, "a collective beside those of the steps"
+    assert (calls - 1) % steps == 0, "a collective beside those of the steps and the first"
     expected = _expected(case, policy)
     for _, _, tables in results:
         torch.testing.assert_close(tables, expected, rtol=1e-5, atol=1e-5)
@@ -95,7 +96,7 @@ def test_what_is_wrong_is_said() -> None:
         EvenBatches([batch], model, "stop")
     with pytest.raises(ValueError, match=r"received a Linear without\. Wrap the model"):
         EvenBatches([batch], nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="at least one batch on every rank; received none"):
+    with pytest.raises(ValueError, match="at least one batch; received none"):
         next(iter(EvenBatches([], model)))
 
     def steps() -> Iterator[KeyedJaggedTensor]:
@@ -105,6 +106,63 @@ def test_what_is_wrong_is_said() -> None:
     next(loop)
     with pytest.raises(ValueError, match="received a step without a call"):
         next(loop)
+
+
+def _without_data(case: Case, policy: str, without: tuple[int, ...]) -> list[bool] | str:
+    """Which steps were made up, or this rank's error."""
+    rank = dist.get_rank()
+    model = shard(case)
+    fillers = []
+    epoch = EvenBatches([] if rank in without else [case.batches(0)[rank]] * 2, model, policy)
+    try:
+        for batch in epoch:
+            pooled, _ = model(batch)
+            _loss(pooled).backward()
+            fillers.append(epoch.is_filler)
+    except ValueError as error:
+        return str(error)
+    return fillers
+
+
+@pytest.mark.parametrize("policy", ["pad", "join"])
+@pytest.mark.parametrize("variable_batch", [False, True])
+def test_a_rank_without_data_takes_part(ranks: RankPool, policy: str, variable_batch: bool) -> None:
+    case = Case(4, 3, optimizer=RowWiseAdagrad, variable_batch=variable_batch)
+    first, second, third = ranks(3, _without_data, case, policy, (0, 2))
+    assert second == [False, False]
+    assert first == third == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("policy", "without", "text"),
+    [
+        ("drop", (1,), r"received no batch at all on ranks \[1\], so no rank would train"),
+        ("join", (0, 1, 2), "at least one batch; received none on any rank"),
+    ],
+)
+def test_an_epoch_of_nothing_is_refused_on_all(
+    ranks: RankPool, policy: str, without: tuple[int, ...], text: str
+) -> None:
+    errors = ranks(3, _without_data, Case(4, 3), policy, without)
+    assert len(set(errors)) == 1
+    assert re.search(text, errors[0])
+
+
+def _with_failing_data(case: Case) -> str:
+    def batches() -> Iterator[KeyedJaggedTensor]:
+        if dist.get_rank() == 1:
+            raise OSError("no such shard")
+        yield case.batches(0)[dist.get_rank()]
+
+    try:
+        list(EvenBatches(batches(), shard(case), "join"))
+    except OSError as error:
+        return str(error)
+    return "no error"
+
+
+def test_data_that_fail_at_once_fail_on_all(ranks: RankPool) -> None:
+    assert ranks(2, _with_failing_data, Case(4, 2)) == ["On rank 1: no such shard"] * 2
 
 
 def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
