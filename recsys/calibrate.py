@@ -300,15 +300,25 @@ class Calibration:
 def calibrate(device: torch.device) -> Topology:
     """Returns the topology of the ranks of this job, with what was measured on them.
 
-    Every rank must call it. Takes a minute or two.
+    Every rank must call it. Takes a minute or two, on a busy machine several; rank 0 says on
+    standard error how far it is.
 
     Args:
         device: of this rank.
     """
     calibration = Calibration(device)
-    for _ in range(_ROUNDS):
+    began = time.perf_counter()
+    _say(f"Measuring in {_ROUNDS} rounds of about 5 to 20 seconds each.")
+    for done in range(1, _ROUNDS + 1):
         calibration.measure()
+        left = (time.perf_counter() - began) / done * (_ROUNDS - done)
+        _say(f"Round {done} of {_ROUNDS} is done, about {left:.0f} s left.")
     return calibration.topology()
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
@@ -349,10 +359,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _why_unwritable(path: Path) -> str | None:
+    """Says why a file cannot be written, before the minutes that its contents take."""
+    try:
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def main(options: argparse.Namespace) -> int:
     """Measures with as many processes as asked for, or as torchrun has started."""
     if options.world_size < 1:
         print(f"--world-size must be at least 1; received {options.world_size}.", file=sys.stderr)
+        return 2
+    if os.environ.get("RANK", "0") == "0" and (problem := _why_unwritable(options.out)):
+        print(f"--out {options.out} cannot be written: {problem}.", file=sys.stderr)
         return 2
     if "RANK" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

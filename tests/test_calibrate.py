@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
+import io
+import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,17 +22,25 @@ from tests.ranks import RankPool
 CPU = torch.device("cpu")
 
 
-def measured() -> str:
+def measured() -> tuple[str, str]:
     sizes = (4, 1024, 65536)  # the first is less than a number for each rank
     small = {"DIMS": (8, 16), "POOLINGS": (1, 4), "SIZES": sizes, "_TURNS": 3}
     small |= {"_TABLE_BYTES": 1 << 16, "_IDS": {"cpu": 256}, "_COPIED_BYTES": {"cpu": 1 << 20}}
     with mock.patch.multiple(calibrate, **small):
-        return calibrate.calibrate(CPU).to_json()
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            found = calibrate.calibrate(CPU).to_json()
+        return found, said.getvalue()
 
 
 def test_every_rank_measures_the_same(ranks: RankPool) -> None:
-    one, other = ranks(2, measured)
+    (one, said), (other, of_other) = ranks(2, measured)
     assert one == other
+    assert said.startswith("Measuring in 9 rounds")
+    for done in range(1, 10):
+        assert re.search(f"Round {done} of 9 is done, about \\d+ s left", said)
+    assert said.endswith(" about 0 s left.\n")
+    assert not of_other
     topology = Topology.from_json(one)
     assert [(p.dim, p.pooling) for p in topology.lookup] == [(8, 1), (8, 4), (16, 1), (16, 4)]
     kinds = [(p.kind, p.bytes, p.world_size) for p in topology.collectives]
@@ -38,6 +51,32 @@ def test_every_rank_measures_the_same(ranks: RankPool) -> None:
     exchanges = [p for p in topology.collectives if p.kind == "all_to_all"]
     assert rank.intra_host_latency_ms == exchanges[0].ms
     assert rank.intra_host_bw == 65536 / 2 / exchanges[1].ms
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_a_file_that_cannot_be_written_is_found_first(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str | None,
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise AssertionError("it began to measure")
+
+    monkeypatch.setattr(calibrate.subprocess, "run", fail)
+    monkeypatch.setattr(calibrate.dist, "init_process_group", fail)
+    for out, reason in (
+        (tmp_path / "none" / "t.json", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        assert calibrate.main(argparse.Namespace(world_size=1, out=out)) == 2
+        assert f"--out {out} cannot be written: {reason}." in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="it began to measure"):
+        calibrate.main(argparse.Namespace(world_size=1, out=tmp_path / "t.json"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_crosses_between_nodes_goes_over_their_links(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Runs a TorchRec script as it is: ``python -m recsys.compat train.py --its-own arguments``.
 
-Under torchrun: ``torchrun --nproc-per-node=2 -m recsys.compat train.py``.
+A module runs by ``python -m recsys.compat -m package.train --its-own arguments``. Under torchrun:
+``torchrun --nproc-per-node=2 -m recsys.compat train.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from recsys.compat import torchrec
 
 
 def main() -> None:
-    """Installs the names, then runs the script in the place of this module."""
+    """Installs the names, then runs the script or module in the place of this module."""
+    if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2:
+        torchrec.install()
+        del sys.argv[:2]  # the folder it is run from is first in sys.path already
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        raise SystemExit("usage: python -m recsys.compat SCRIPT [its arguments]")
+        raise SystemExit(
+            "usage: python -m recsys.compat SCRIPT [its arguments]\n"
+            "       python -m recsys.compat -m MODULE [its arguments]"
+        )
     torchrec.install()
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

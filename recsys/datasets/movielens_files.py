@@ -6,7 +6,7 @@ Shapes: ``N`` ratings, ``U`` users, ``I`` items.
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, final
@@ -73,17 +73,35 @@ def read_movielens(folder: str | Path) -> MovieLensFiles:
 
     Raises:
         FileNotFoundError: no known layout lies there, or a companion file is missing.
-        ValueError: a file is cut off or damaged; the message names file, line and what was due.
+        ValueError: a file is cut off or damaged; the message names file, line and what was due. Or
+            there are ratings of users or items that the companion files do not have.
     """
     folder = Path(folder)
     for ratings, (reader, users, items) in _LAYOUTS.items():
         if (folder / ratings).is_file():
-            return reader(folder / ratings, folder / users if users else None, folder / items)
+            users_path = folder / users if users else None
+            files = reader(folder / ratings, users_path, folder / items)
+            if users_path is not None and files.users:  # the 10M release has none
+                _check_known("user", files.user_N, files.users, folder / ratings, users_path)
+            _check_known("item", files.item_N, files.items, folder / ratings, folder / items)
+            return files
     raise FileNotFoundError(
         f"folder must hold MovieLens ratings in one of the files {', '.join(_LAYOUTS)}; received "
         f"{folder}. Unpack a release of https://grouplens.org/datasets/movielens/ and name the "
         "folder that its ratings file lies in."
     )
+
+
+def _check_known(
+    kind: str, rated_N: NDArray[np.int64], known: Collection[int], ratings: Path, listed: Path
+) -> None:
+    rated = np.unique(rated_N)
+    missing = rated[~np.isin(rated, np.fromiter(known, np.int64, len(known)))]
+    if missing.size:
+        raise ValueError(
+            f"{ratings} has ratings of {missing.size} {kind}s that are not in {listed}, such as "
+            f"{kind} {missing[0]}. Both files must be of one release: download it again."
+        )
 
 
 def _bad_line(path: Path, line: int, due: str, text: str) -> NoReturn:

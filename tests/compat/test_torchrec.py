@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
@@ -190,9 +192,54 @@ def test_install_twice_and_uninstall(torchrec: Any) -> None:
     compat.uninstall()
 
 
-def test_usage_without_a_script() -> None:
+_SHOWS_ITSELF = """
+import json
+import sys
+
+from . import beside
+
+spec = sys.modules["__main__"].__spec__
+print(json.dumps([__name__, sys.argv, sys.path[0], __file__, spec.name, beside.VALUE]))
+{more}
+"""
+
+
+def test_a_module_runs_as_by_python_itself(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "beside.py").write_text("VALUE = 7")
+    (package / "plain.py").write_text(_SHOWS_ITSELF.format(more=""))
+    (package / "__main__.py").write_text(_SHOWS_ITSELF.format(more="import torchrec"))
+
+    def output(*arguments: str) -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments, "--lr", "0.1", "-m"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(recsys.__file__).parents[1])},
+        )
+        assert done.returncode == 0, done.stderr
+        found: list[Any] = json.loads(done.stdout.splitlines()[0])
+        return found
+
+    expected = output("package.plain")
+    assert output("recsys.compat", "-m", "package.plain") == expected
+    assert expected[1][1:] == ["--lr", "0.1", "-m"]
+    found = output("recsys.compat", "-m", "package")
+    assert found[4:] == ["package.__main__", 7]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"]])
+def test_usage_without_a_script(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "recsys.compat"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "recsys.compat", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert "usage: python -m recsys.compat SCRIPT" in done.stderr
+    assert "python -m recsys.compat -m MODULE" in done.stderr

@@ -105,6 +105,29 @@ def test_damaged_line_is_named(tmp_path, layout, name, text, message):
         read_movielens(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("layout", "users", "items"),
+    [
+        ("100k", "u.user", "u.item"),
+        ("1m", "users.dat", "movies.dat"),
+        ("25m", None, "movies.csv"),
+        ("recbole", "ml-100k.user", "ml-100k.item"),
+    ],
+)
+def test_ratings_of_unknown_users_and_items_are_named(tmp_path, layout, users, items):
+    for kind, listed in (("user", users), ("item", items)):
+        write(tmp_path, layout)
+        assert read_movielens(tmp_path).user_N.size
+        if listed is None:
+            continue
+        whole = (tmp_path / listed).read_bytes().splitlines(keepends=True)
+        (tmp_path / listed).write_bytes(b"".join(whole[:-1]))  # but for its last line
+        with pytest.raises(
+            ValueError, match=rf"ratings of 1 {kind}s .* not in .*{listed}, such as"
+        ):
+            read_movielens(tmp_path)
+
+
 def test_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"one of the files ml-100k.inter, u.data"):
         read_movielens(tmp_path)

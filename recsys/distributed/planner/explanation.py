@@ -113,7 +113,10 @@ class Explanation:
             return f"{text} No plan is faster {how}."
         longer = ""
         if found.method == "heuristic" and found.gap >= _WIDE_GAP:
-            longer = " A longer search (timeout_seconds) may narrow it."
+            longer = (
+                " A longer search may narrow it: timeout_seconds of the planner, --timeout of "
+                "python -m recsys plan."
+            )
         return (
             f"{text} No plan takes less than {ms(found.bound_ms)}: the gap is {percent(found.gap)} "
             f"{how}.{longer}"
