@@ -50,7 +50,8 @@ def agree(
     """
     error = facts if isinstance(facts, Exception) else None
     lines = {} if isinstance(facts, Exception) else dict(facts)
-    digest = hashlib.sha256(repr(list(lines.items())).encode()).hexdigest()
+    text = "\0".join(part for line in lines.items() for part in line)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     report = (stage, failure_of(error), digest, own)
     seen: list[tuple[str, Failure | None, str, T]] = [report] * group.size()
     dist.all_gather_object(seen, report, group=group)

@@ -8,6 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
+from recsys.kernels.arguments import repeated, shown
+
+MOST_RANKS = 1 << 20
+"""Of a job. Files that name more are refused before lists of so many are made."""
+
+MOST_ROWS = (1 << 63) - 1
+"""Of a table, and so of anything that is counted in a file."""
+
 
 def read_source(source: str | Path, what: str) -> tuple[str, str]:
     """Returns a text, and how errors call it.
@@ -28,22 +36,36 @@ def parse_json(text: str, subject: str) -> object:
     """Returns what JSON says.
 
     Raises:
-        ValueError: if the text is no JSON, or an object has a key twice.
+        ValueError: if the text is no JSON, an object has a key twice, or it is nested deeper or
+            has longer numbers than Python reads.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
         if len(members) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"{subject} must name each key once; received {twice!r} twice.")
+            twice = repeated(key for key, _ in pairs)[0]
+            raise _KeyTwiceError(f"{subject} must name each key once; received {twice!r} twice.")
         return members
 
     try:
         value: object = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise ValueError(f"{subject} must be JSON; received text with {error}.") from None
+    except RecursionError:
+        raise ValueError(
+            f"{subject} must be JSON of a few levels; received brackets nested too deep to read."
+        ) from None
+    except _KeyTwiceError:
+        raise
+    except ValueError:  # from int(): numbers of more digits than Python reads
+        raise ValueError(
+            f"{subject} must have numbers of usual size; received one with thousands of digits."
+        ) from None
     return value
+
+
+class _KeyTwiceError(ValueError):
+    """An object names a key twice."""
 
 
 def members_of(
@@ -116,11 +138,11 @@ def text_of(subject: str, value: object) -> str:
     return value
 
 
-def whole_of(subject: str, value: object, least: int = 1) -> int:
-    """Returns a whole number that is large enough.
+def whole_of(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Returns a whole number that is large enough, and not too large.
 
     Raises:
-        ValueError: if it is too small.
+        ValueError: if it is too small or too large.
         TypeError: if it is no whole number.
     """
     if not isinstance(value, int) or isinstance(value, bool):
@@ -128,6 +150,8 @@ def whole_of(subject: str, value: object, least: int = 1) -> int:
     if value < least:
         rule = {0: "not be negative", 1: "be positive"}.get(least, f"be at least {least}")
         raise ValueError(f"{subject} must {rule}; received {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"{subject} must be at most {most}; received {shown(value)}.")
     return value
 
 

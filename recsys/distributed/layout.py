@@ -246,7 +246,8 @@ def build_layout(
         ValueError: if a rectangle is owned by a rank that does not exist.
     """
     slots, slots_of = _number_slots(tables)
-    split_slots = tuple(i for i, slot in enumerate(slots) if tables[slot.table].is_row_split)
+    row_starts = [table.row_starts for table in tables]
+    split_slots = tuple(i for i, slot in enumerate(slots) if len(row_starts[slot.table]) > 1)
     split_index = {slot: i for i, slot in enumerate(split_slots)}
     node_size = node_size or world_size
     in_node = frozenset(
@@ -271,10 +272,17 @@ def build_layout(
         if not table.rects
     ]
 
+    first_of_group: dict[Hashable, int] = {}
+    group_numbers = [
+        first_of_group.setdefault(table.group, index) for index, table in enumerate(tables)
+    ]
+
     def plan_lookups(
         rank_owned: Sequence[tuple[int, Rect]],
     ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...]]:
-        return _plan_lookups(tables, slots, slots_of, rank_owned, in_node, equal_widths)
+        return _plan_lookups(
+            tables, group_numbers, slots, slots_of, rank_owned, in_node, equal_widths
+        )
 
     per_rank = [plan_lookups(rank_owned) for rank_owned in owned]
     replica_groups, replica_streams = plan_lookups(replicas)
@@ -285,9 +293,9 @@ def build_layout(
         slots=slots,
         width=sum(slot.dim for slot in slots),
         split_slots=split_slots,
-        num_buckets=max((len(tables[slots[i].table].row_starts) for i in split_slots), default=0),
+        num_buckets=max((len(row_starts[slots[i].table]) for i in split_slots), default=0),
         send_segments=tuple(
-            tuple(_segment_of(s, tables, slots, split_index, num_features) for s in streams)
+            tuple(_segment_of(s, row_starts, slots, split_index, num_features) for s in streams)
             for _, streams in per_rank
         ),
         groups=tuple(groups for groups, _ in per_rank),
@@ -321,6 +329,7 @@ def _number_slots(tables: Sequence[PlacedTable]) -> tuple[tuple[Slot, ...], list
 
 def _plan_lookups(
     tables: Sequence[PlacedTable],
+    group_numbers: Sequence[int],
     slots: Sequence[Slot],
     slots_of: Sequence[Sequence[int]],
     owned: Sequence[tuple[int, Rect]],
@@ -328,29 +337,26 @@ def _plan_lookups(
     equal_widths: bool,
 ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...]]:
     """Groups the rectangles of one rank into lookups, each in the module's order of tables."""
-
-    def key_of(index: int, rect: Rect) -> tuple[int, int]:
-        apart = equal_widths or tables[index].one_width
-        return first_of_group[tables[index].group], rect.num_cols if apart else 0
-
-    first_of_group: dict[Hashable, int] = {}
-    for index, table in enumerate(tables):
-        first_of_group.setdefault(table.group, index)
     owned = sorted(owned, key=lambda o: (o[0] in in_node, o[0], o[1].row_start, o[1].col_start))
+    members: dict[tuple[int, int], list[tuple[int, Rect]]] = {}
+    for index, rect in owned:
+        apart = equal_widths or tables[index].one_width
+        key = group_numbers[index], rect.num_cols if apart else 0
+        members.setdefault(key, []).append((index, rect))
     streams: list[Stream] = []
     groups: list[LookupGroup] = []
-    for key in sorted({key_of(*o) for o in owned}):
-        mine = [o for o in owned if key_of(*o) == key]
+    for _, mine in sorted(members.items()):
         first = len(streams)
         feature_table_map: list[int] = []
-        node_width = 0
+        width = node_width = 0
         for local, (index, rect) in enumerate(mine):
             for slot in slots_of[index]:
                 col = slots[slot].col
                 cols = (col + rect.col_start, col + rect.col_end)
                 streams.append(Stream(slot=slot, rect=rect, cols=cols))
-                feature_table_map.append(local)
-                node_width += rect.num_cols if index in in_node else 0
+            feature_table_map += [local] * len(slots_of[index])
+            width += rect.num_cols * len(slots_of[index])
+            node_width += rect.num_cols * len(slots_of[index]) if index in in_node else 0
         groups.append(
             LookupGroup(
                 key=tables[mine[0][0]].group,
@@ -358,7 +364,7 @@ def _plan_lookups(
                 rects=tuple(rect for _, rect in mine),
                 feature_table_map=tuple(feature_table_map),
                 streams=range(first, len(streams)),
-                width=sum(stream.rect.num_cols for stream in streams[first:]),
+                width=width,
                 node_width=node_width,
             )
         )
@@ -367,15 +373,14 @@ def _plan_lookups(
 
 def _segment_of(
     stream: Stream,
-    tables: Sequence[PlacedTable],
+    row_starts: Sequence[Sequence[int]],
     slots: Sequence[Slot],
     split_index: dict[int, int],
     num_features: int,
 ) -> int:
     if stream.slot not in split_index:
         return slots[stream.slot].feature
-    starts = tables[slots[stream.slot].table].row_starts
-    bucket = starts.index(stream.rect.row_start)
+    bucket = row_starts[slots[stream.slot].table].index(stream.rect.row_start)
     return num_features + bucket * len(split_index) + split_index[stream.slot]
 
 

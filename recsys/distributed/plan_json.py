@@ -14,6 +14,8 @@ from dataclasses import replace
 import torch
 
 from recsys.distributed.file_checks import (
+    MOST_RANKS,
+    MOST_ROWS,
     bracket,
     choice_of,
     is_number,
@@ -187,7 +189,7 @@ def read(text: str, subject: str) -> ShardingPlan:
             "format need a later version of recsys."
         )
     made_for = PlanRanks(
-        world_size=whole_of(f"{subject}: world_size", members["world_size"]),
+        world_size=whole_of(f"{subject}: world_size", members["world_size"], most=MOST_RANKS),
         local_world_size=whole_of(f"{subject}: local_world_size", members["local_world_size"]),
         compute_device=choice_of(f"{subject}: compute_device", members["compute_device"], _DEVICES),
     )
@@ -301,13 +303,13 @@ def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetada
 def _pair(subject: str, value: object, rule: str, least: int = 0) -> list[int]:
     if not isinstance(value, list) or len(value) != 2 or not all(map(is_number, value)):
         wrong_type(subject, rule, value)
-    return [whole_of(subject, number, least) for number in value]
+    return [whole_of(subject, number, least, MOST_ROWS) for number in value]
 
 
 def _ranks(subject: str, value: object, world_size: int) -> list[int]:
     ranks: list[int] = []
     for given in list_of(subject, value):
-        run = re.fullmatch(r"(\d+)-(\d+)", given) if isinstance(given, str) else None
+        run = re.fullmatch(r"(\d{1,18})-(\d{1,18})", given) if isinstance(given, str) else None
         if isinstance(given, str) and (run is None or int(run[1]) > int(run[2])):
             raise ValueError(
                 f'{subject} must hold numbers, and runs of them such as "0-7"; received {given!r}.'
@@ -315,6 +317,8 @@ def _ranks(subject: str, value: object, world_size: int) -> list[int]:
         first, last = (int(run[1]), int(run[2])) if run else (given, given)
         _rank(subject, first, world_size)
         ranks += range(first, _rank(subject, last, world_size) + 1)
+        if len(ranks) > MOST_RANKS:
+            raise ValueError(f"{subject} must name at most {MOST_RANKS} ranks; received more.")
     if not ranks:
         raise ValueError(f"{subject} must name at least one rank; received none.")
     return ranks

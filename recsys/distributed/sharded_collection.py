@@ -131,20 +131,21 @@ class ShardedCollection(ShardedModule):
             self._layout.tables, self._configs, self._options, strict=True
         ):
             shared = (placed.group, option.optimizer)
-            if shared not in spoken:
-                spoken[shared] = "; ".join(map(in_words, shared))
+            alike = spoken.get(shared)
+            if alike is None:
+                alike = spoken[shared] = "; ".join(map(in_words, shared))
             shards = [
                 f"rows {r.row_start}-{r.row_end} and columns {r.col_start}-{r.col_end} on {r.rank}"
                 for r in placed.rects
             ]
             facts[f"table {config.name!r}"] = "; ".join(
                 (
-                    f"{config.num_embeddings} x {config.embedding_dim} {config.data_type}",
+                    f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}",
                     f"features {config.feature_names}",
                     f"initial values from {config.weight_init_min} to {config.weight_init_max}",
                     "an init_fn" if config.init_fn is not None else "no init_fn",
                     "on the meta device" if option.is_meta else "with values",
-                    spoken[shared],
+                    alike,
                     f"shards {', '.join(shards) or 'on every rank'}",
                 )
             )
@@ -337,8 +338,9 @@ class _TableOptions:
 
     def __init__(self, weight: nn.Parameter, fused_params: Mapping[str, Any]) -> None:
         # carries what was attached, without keeping the whole table alive
-        self.source = nn.Parameter(torch.empty(0))
+        self.source: nn.Parameter | None = None
         if attached_optimizer(weight) is not None:
+            self.source = nn.Parameter(torch.empty(0))
             mark_in_backward(self.source, weight)
         self.dtype = weight.dtype
         self.is_meta = weight.is_meta

@@ -47,11 +47,13 @@ class TableShards(nn.Module):
         shards: Sequence[LocalShard],
     ) -> None:
         super().__init__()
-        self.table = table
-        self.dtype = dtype
-        self.device = device
-        self.env = env
-        self.shards = tuple(shards)
+        self.table: PlacedTable
+        self.dtype: torch.dtype
+        self.device: torch.device
+        self.env: ShardingEnv
+        self.shards: tuple[LocalShard, ...]
+        # past nn.Module, which looks at each for parameters: models have thousands of tables
+        self.__dict__.update(table=table, dtype=dtype, device=device, env=env, shards=tuple(shards))
         for i, shard in enumerate(shards):
             self.register_parameter(f"weight_{i}" if i else "weight", shard.parameter)
             if table.rects and env.world_size > 1:

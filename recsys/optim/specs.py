@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,11 @@ _ANY_VALUE = frozenset({"params", "foreach", "fused", "capturable", "differentia
 """How torch computes, not what."""
 
 
+@functools.cache
+def _parameters_of(optimizer_class: type[Optimizer]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(optimizer_class.__init__).parameters
+
+
 def supported_optimizer_classes() -> tuple[type[Optimizer], ...]:
     """The optimizer classes a table can own."""
     return tuple(_CLASSES)
@@ -181,7 +187,7 @@ def optimizer_spec(
             f"{optimizer_class.__name__}. Choose one of "
             f"{[f'{c.__module__}.{c.__name__}' for c in _CLASSES]}."
         )
-    parameters = inspect.signature(optimizer_class.__init__).parameters
+    parameters = _parameters_of(optimizer_class)  # type: ignore[arg-type]  # a class does hash
     unknown = sorted(set(optimizer_kwargs) - set(parameters))
     if unknown:
         raise ValueError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -244,6 +246,74 @@ def test_a_weight_of_two_tables_is_refused_by_shard_alone() -> None:
     tables["c"].weight = tables["a"].weight
     with pytest.raises(ValueError, match=r"'embedding_bags.a.weight' and 'embedding_bags.c.weigh"):
         shard(model["ebc"], row_wise(), device=CPU)  # type: ignore[index]
+
+
+# -- many tables, many features --------------------------------------------------------------------
+
+
+def _many(num_tables: int, num_features: int) -> EmbeddingBagCollection:
+    each = num_features // num_tables
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                100 + i % 37, 8, f"t{i}", feature_names=[f"f{i}_{k}" for k in range(each)]
+            )
+            for i in range(num_tables)
+        ],
+        device=CPU,
+    )
+
+
+def _calls(num_tables: int, num_features: int) -> int:
+    """Python calls of planning and sharding."""
+    collection, counted = _many(num_tables, num_features), 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    sys.setprofile(count)
+    try:
+        DistributedModelParallel(collection, device=CPU)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [((300, 300), (600, 600)), ((1, 1000), (1, 2000)), ((300, 1500), (600, 3000))],
+    ids=["tables", "features", "both"],
+)
+def test_calls_are_linear_in_tables_and_features(
+    ranks: RankPool, few: tuple[int, int], many: tuple[int, int]
+) -> None:
+    for once, twice in zip(ranks(2, _calls, *few), ranks(2, _calls, *many), strict=True):
+        assert twice <= 2.2 * once, (once, twice)
+
+
+def _seconds(num_tables: int, num_features: int) -> tuple[float, float]:
+    """CPU seconds of building the unsharded collection with its lookups, and of placing it."""
+    began = time.process_time()
+    collection = _many(num_tables, num_features)
+    collection._groups()  # else built by the first batch
+    built = time.process_time()
+    DistributedModelParallel(collection, device=CPU)
+    return built - began, time.process_time() - built
+
+
+@pytest.mark.parametrize("size", [(2000, 2000), (1, 10_000)], ids=["tables", "features"])
+def test_placing_costs_a_few_times_what_building_costs(
+    ranks: RankPool, size: tuple[int, int]
+) -> None:
+    ranks(2, _seconds, 2, 2)  # imports
+    shares = []
+    for _ in range(3):  # about 3 for tables and 2 for features on a quiet machine
+        (building, placing), _ = ranks(2, _seconds, *size)
+        shares.append(placing / building)
+        if shares[-1] <= 4:
+            break
+    assert min(shares) <= 4, shares
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +274,30 @@ def test_wrong_values_are_named(edit: Callable[[dict[str, Any]], object], messag
 def test_wrong_types_are_named(edit: Callable[[dict[str, Any]], object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ShardingPlan.from_json(edited(edit))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": ' + "[" * 30_000 + "]" * 30_000 + "}", "brackets nested too deep to read"),
+        ('{"format": ' + "1" * 5_000 + "}", "received one with thousands of digits"),
+        (
+            edited(lambda d: d.update(world_size=10**9)),
+            "Plan file: world_size must be at most 1048576; received 1000000000",
+        ),
+        (edited(lambda d: d.update(world_size=2**63)), "world_size must be at most 1048576"),
+        (edited(of_a(ranks=["0-" + "9" * 17])), "ranks must lie in 0..3, .* received 9{17}"),
+        (edited(of_a(ranks=["0-3"] * 300_000)), "ranks must name at most 1048576 ranks"),
+        (edited(of_a(size=[2**63, 4])), f"size must be at most {2**63 - 1}; received {2**63}"),
+    ],
+    ids=["brackets", "digits", "ranks", "more ranks", "a run", "runs", "rows"],
+)
+def test_what_is_beyond_measure_is_refused_at_once(text: str, message: str) -> None:
+    began, held = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=message):
+        ShardingPlan.from_json(text)
+    assert time.monotonic() - began < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 500 << 10  # KiB
 
 
 def test_a_table_that_is_there_twice() -> None:

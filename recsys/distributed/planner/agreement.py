@@ -38,9 +38,17 @@ def facts_of(
             numbers = [getattr(rank, name) for rank in topology.hardware]
             facts[f"topology.{name}"] = repr(numbers[0] if len(set(numbers)) == 1 else numbers)
     facts["tables"] = repr([table.name for table in tables])
+    spoken: dict[int, str] = {}  # of what many tables share
+
+    def words(shared: object) -> str:
+        if id(shared) not in spoken:
+            value = [*shared.items()] if isinstance(shared, Mapping) else shared
+            spoken[id(shared)] = stable(value)
+        return spoken[id(shared)]
+
     for table in tables:
         own = f"table {table.name!r} of module {table.path!r}"
-        facts[f"constraints of {own}"] = stable(table.constraints)
+        facts[f"constraints of {own}"] = words(table.constraints)
         facts[own] = "; ".join(
             (
                 f"{table.rows} x {table.dim}",
@@ -51,7 +59,7 @@ def facts_of(
                 "pooled" if table.is_pooled else "sequences",
                 "weighted" if table.is_weighted else "unweighted",
                 f"{table.wire_bytes} bytes per value on the wire",
-                f"kernels {stable([*table.kernels.items()])}",
+                f"kernels {words(table.kernels)}",
             )
         )
     return facts

@@ -57,6 +57,7 @@ def tables_of(
     tables: list[PlannedTable] = []
     known: set[str] = set()
     met: set[str] = set()
+    none = ParameterConstraints()
     by_type = {sharder.module_type: sharder for sharder in sharders}
     for path, child in outermost(module, lambda found: type(found) in by_type):
         reader = _ModuleReader(path, child, by_type[type(child)], device, batch_size)
@@ -64,7 +65,7 @@ def tables_of(
         known.update(demands)
         met.update(name for name, found in demands.items() if found is not None)
         tables += reader.tables(
-            {name: found or ParameterConstraints() for name, found in demands.items()},
+            {name: found or none for name, found in demands.items()},
             {} if pooling_stats is None else pooling_stats.features,
         )
     for name in sorted(constraints.keys() - met):
@@ -149,16 +150,25 @@ class _ModuleReader:
         if self._is_elsewhere(demands):
             return
         self._check_bounds_modes(demands)
-        traffic = {name: self._traffic(name, of, stats) for name, of in demands.items()}
+        longest_seen = max((of.batch_size for of in stats.values()), default=0.0)
+        traffic = {
+            name: self._traffic(name, of, stats, longest_seen) for name, of in demands.items()
+        }
         # the samples of features with fewer are filled up with empty bags
         longest = max((t.bags for of in traffic.values() for t in of), default=1.0)
         names = POOLED_OPS if self._is_pooled else SEQUENCE_OPS
         there, back = codecs_for(getattr(self._sharder, "qcomm_codecs_registry", None), *names)
+        usual = _kernels(self._sharder, None, None, self._device)
         for name, weight in self.weights.items():
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
             _check_rounding(name, demands[name], optimizer)
             of_table = traffic[name]
             draws = sum(t.draws for t in of_table)
+            types, kernels = demands[name].sharding_types, demands[name].compute_kernels
+            if (types, kernels) != (None, None):
+                allowed = _kernels(self._sharder, types, kernels, self._device)
+            else:
+                allowed = usual
             yield PlannedTable(
                 path=self._path,
                 name=name,
@@ -179,7 +189,7 @@ class _ModuleReader:
                 is_weighted=self._is_weighted or demands[name].is_weighted,
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
                 constraints=demands[name],
-                kernels=_kernels(self._sharder, demands[name], self._device),
+                kernels=allowed,
             )
 
     def _runs_on_torch(
@@ -221,9 +231,13 @@ class _ModuleReader:
             )
 
     def _traffic(
-        self, name: str, demands: ParameterConstraints, stats: Mapping[str, Any]
+        self,
+        name: str,
+        demands: ParameterConstraints,
+        stats: Mapping[str, Any],
+        longest: float,
     ) -> list[_Traffic]:
-        features = self.features_of(name)
+        features, rows = self.features_of(name), self.weights[name].shape[0]
         given = {
             field: getattr(demands, field)
             for field in ("pooling_factors", "num_poolings", "batch_sizes")
@@ -234,11 +248,12 @@ class _ModuleReader:
                     f"ParameterConstraints.{field} of table {name!r} must have one number for each "
                     f"of its features {features}; received {numbers}."
                 )
-        order = demands.feature_names or features
-        longest = max((of.batch_size for of in stats.values()), default=0.0)
+        if not stats and not any(given.values()):
+            return [self._of_feature(1.0, 1.0, None, rows)] * len(features)
+        places = {feature: place for place, feature in enumerate(demands.feature_names or features)}
         found = []
         for feature in features:
-            place = order.index(feature)
+            place = places[feature]
             seen = stats.get(feature)
             factor, bags = 1.0, 1.0
             if given["pooling_factors"]:
@@ -251,7 +266,6 @@ class _ModuleReader:
                 bags = seen.batch_size / longest
             if given["num_poolings"]:
                 bags *= given["num_poolings"][place]
-            rows = self.weights[name].shape[0]
             skew = None if seen is None or not seen.histogram else IdSkew(seen, rows)
             found.append(self._of_feature(factor * bags, bags, skew, rows))
         return found
@@ -308,19 +322,23 @@ def check_kernels(
 
 
 def _kernels(
-    sharder: ModuleSharder[Any], constraints: ParameterConstraints, device: str
+    sharder: ModuleSharder[Any],
+    types: Sequence[str] | None,
+    asked: Sequence[str] | None,
+    device: str,
 ) -> dict[ShardingType, tuple[EmbeddingComputeKernel, ...]]:
     """Returns the sharding types that are allowed and executable, each with its kernels."""
     kernels = {}
     for name in sharder.sharding_types(device):
-        if name not in (constraints.sharding_types or [name]):
+        if name not in (types or [name]):
             continue
         executable = [EmbeddingComputeKernel(k) for k in sharder.compute_kernels(name, device)]
-        if constraints.compute_kernels is None:
+        if asked is None:
             usable = [kernel for kernel in executable if kernel not in UVM_KERNELS][:1]
         else:
-            asked = [EmbeddingComputeKernel(k) for k in constraints.compute_kernels]
-            usable = [kernel for kernel in asked if kernel in executable]
+            usable = [
+                kernel for kernel in map(EmbeddingComputeKernel, asked) if kernel in executable
+            ]
         if usable:
             kernels[ShardingType(name)] = tuple(usable)
     return kernels

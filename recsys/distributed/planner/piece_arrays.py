@@ -153,7 +153,11 @@ class PieceArrays:
         over = [np.maximum(self.memory_PM - room, 0).sum(axis=1) for room in rooms]
         misses = self._largest(np.min(over, axis=0), 0.0)
         floating = np.diff(self.first_O) > 0
+        least = list(zip(self.ranks.sorts, self.ranks.free_RM.min(axis=0).tolist(), strict=True))
         for option in np.flatnonzero(~floating):
+            runs = self.options[option].pieces
+            if all(run.memory[sort] <= free for run in runs for sort, free in least):
+                continue  # fits everywhere
             ranks, _, memory_NM = self.fixed_at(int(option))
             over = np.maximum(memory_NM - self.ranks.free_RM[ranks], 0).sum(axis=1)
             misses[option] = over.max()

@@ -7,11 +7,9 @@ sum of a replica's gradients, and the buffers of batches (see ``storage``).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.agreement import Facts
+from recsys.distributed.construction import no_collection
 from recsys.distributed.planner.agreement import check_agreement, facts_of
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.misfit import Misfit, check_fits
@@ -206,7 +205,7 @@ class EmbeddingShardingPlanner:
         plan = None
         if dist.get_rank(pg) == 0:
             try:
-                plan = self.plan(module, sharders)
+                plan = self._plan(module, sharders, tables)
                 answer = [_answer_of(plan)]
             except Exception as error:  # raised below, on every rank
                 answer = [error]
@@ -237,8 +236,17 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        with _no_collection():
-            listed = self._listed(module, sharders)
+        return self._plan(module, sharders)
+
+    def _plan(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+        tables: Sequence[PlannedTable] | None = None,
+    ) -> RatedPlan:
+        """Plans; ``tables`` are the model's, if they are known."""
+        with no_collection():
+            listed = self._listed(module, sharders, tables)
             tables = [table for table, _ in listed]
             rooms = self._rooms(module, tables)
             options = [options for _, options in listed]
@@ -415,11 +423,14 @@ class EmbeddingShardingPlanner:
         ]
 
     def _listed(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+        tables: Sequence[PlannedTable] | None,
     ) -> list[tuple[PlannedTable, list[TableOption]]]:
         """Returns every table with the options to choose from."""
         if self._enumerator is None:
-            tables = self._tables(module, sharders)
+            tables = self._tables(module, sharders) if tables is None else tables
             listed = [(table, self._lister.options_of(table)) for table in tables]
         else:
             found = self._enumerator.enumerate(module, sharders)
@@ -522,21 +533,6 @@ def _agreed(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | 
             f"beside {type(enumerator).__name__}. Give it to the enumerator alone."
         )
     return own
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pauses the garbage collector, which would look through all options again and again.
-
-    They are many small objects without cycles: a third of the time that it takes to list them.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 _Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
@@ -147,9 +148,9 @@ class PlannedTable:
         if not self.skews:
             return share * uniform_distinct(self.rows, draws)
         missed = 1.0
-        for part, skew in self.skews:
+        for (part, skew), times in Counter(self.skews).items():
             found = self._distinct(skew, part * draws)
-            missed *= 1 - found / self.rows
+            missed *= (1 - found / self.rows) ** times
         return share * self.rows * (1 - missed)
 
     def _distinct(self, skew: IdSkew | None, draws: float) -> float:

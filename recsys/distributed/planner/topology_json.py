@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, final
 
 from recsys.distributed.file_checks import (
+    MOST_RANKS,
     bracket,
     is_number,
     list_of,
@@ -93,7 +94,7 @@ def read(text: str, subject: str) -> Contents:
         )
     device = text_of(f"{subject}: compute_device", members["compute_device"])
     check_device(f"{subject}: Topology", device)
-    world_size = whole_of(f"{subject}: world_size", members["world_size"])
+    world_size = whole_of(f"{subject}: world_size", members["world_size"], most=MOST_RANKS)
     owner = f"{subject}: hardware"
     given = members_of(owner, members["hardware"], NUMBERS, ("name",), _HINT)
     columns = {}
