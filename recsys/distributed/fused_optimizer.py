@@ -23,6 +23,11 @@ from recsys.optim.specs import TableOptimizer, to_row_state, to_update_mode
 def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:
     """Returns the optimizer that a sharder's ``fused_params`` describe.
 
+    Its ``weight_decay`` acts on the rows of the batch, never on the rest of the table: on MovieLens
+    100K a DLRM comes to an AUC of 0.7821 so, and to 0.7877 with ``torch.optim.Adam``, which decays
+    all rows (1e-4; docs/optimizers.md). To decay all rows, give the table no optimizer of its own
+    and step ``torch.optim.Adam`` on it.
+
     Args:
         fused_params: ``optimizer`` (an :class:`~recsys.kernels.types.EmbOptimType`, FBGEMM's enum
             of the same name, or its name) and its hyperparameters: the fields of

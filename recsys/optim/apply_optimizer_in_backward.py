@@ -121,7 +121,9 @@ def apply_optimizer_in_backward(
     Args:
         optimizer_class: A class of torch.optim or recsys.optim.
         params: The parameters.
-        optimizer_kwargs: Arguments of the class, besides the parameters.
+        optimizer_kwargs: Arguments of the class, besides the parameters. `weight_decay` of tables
+            acts on the rows of the batch only: to decay all rows, attach nothing to the table and
+            step torch.optim.Adam on it (docs/optimizers.md has both measured).
         update_mode: Of tables. "deferred": backward only adds up row gradients, and `step()` of
             the sharded collection's (or model's) `fused_optimizer` applies them. Accumulating
             over several batches and clipping need it.

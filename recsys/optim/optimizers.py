@@ -92,7 +92,7 @@ class SGD(_RowOptimizer):
     Args:
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
-        weight_decay: L2 penalty.
+        weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
@@ -115,7 +115,7 @@ class Adagrad(_RowOptimizer):
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
         eps: Added to the square root.
-        weight_decay: L2 penalty.
+        weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
     """
 
     algorithm = EmbOptimType.EXACT_ADAGRAD
@@ -135,7 +135,7 @@ class RowWiseAdagrad(_RowOptimizer):
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
         eps: Added to the square root.
-        weight_decay: L2 penalty.
+        weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
     """
 
     algorithm = EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -172,7 +172,7 @@ class Adam(_AdamLike):
         lr: Learning rate.
         betas: Decay of the first and of the second moment.
         eps: Added to the square root.
-        weight_decay: Decoupled.
+        weight_decay: Decoupled; a table that owns it applies it to the rows of the batch only.
     """
 
     algorithm = EmbOptimType.ADAM
@@ -186,7 +186,7 @@ class PartialRowWiseAdam(_AdamLike):
         lr: Learning rate.
         betas: Decay of the first and of the second moment.
         eps: Added to the square root.
-        weight_decay: Decoupled.
+        weight_decay: Decoupled; a table that owns it applies it to the rows of the batch only.
     """
 
     algorithm = EmbOptimType.PARTIAL_ROWWISE_ADAM

@@ -4,8 +4,33 @@ import pytest
 import torch
 
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import optimizers
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.specs import optimizer_spec, supported_optimizer_classes
+from recsys.sparse import KeyedJaggedTensor
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_weight_decay_of_a_table_touches_the_rows_of_the_batch_only(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    tables = [EmbeddingBagConfig(num_embeddings=4, embedding_dim=2, name="t", feature_names=["f"])]
+    attached, stepped = (EmbeddingBagCollection(tables=tables) for _ in range(2))
+    stepping = optimizer(stepped.parameters(), **settings)  # type: ignore[arg-type]
+    apply_optimizer_in_backward(optimizer, attached.parameters(), settings)
+    batch = KeyedJaggedTensor(["f"], values=torch.tensor([2]), lengths=torch.tensor([1]))
+    moved = []
+    for collection in (attached, stepped):
+        (weight,) = collection.parameters()
+        before = weight.detach().clone()
+        collection(batch).values().sum().backward()
+        if collection is stepped:
+            stepping.step()
+        moved.append((weight != before).any(1).tolist())
+    assert moved == [[False, False, True, False], [True] * 4]
 
 
 @pytest.mark.parametrize("optimizer_class", supported_optimizer_classes())
