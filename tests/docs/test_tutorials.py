@@ -21,6 +21,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "engine.md",
+    ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
