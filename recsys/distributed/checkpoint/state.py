@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -22,7 +23,8 @@ def env_of(model: nn.Module) -> ShardingEnv:
     for module in model.modules():
         if isinstance(module, DistributedModelParallel | TableShards):
             return module.env
-    return ShardingEnv.default()
+    # a job may have ended its process group, and rank 0 go on with a model of its own
+    return ShardingEnv.default() if dist.is_initialized() else ShardingEnv.from_local()
 
 
 def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, Any]:

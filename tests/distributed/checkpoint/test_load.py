@@ -210,6 +210,15 @@ def test_a_model_on_a_part_of_the_ranks_is_saved_by_them_alone(
         torch.testing.assert_close(whole(value), saved[name], rtol=0, atol=0, msg=name)
 
 
+def test_a_process_of_a_job_without_a_group_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun's, after destroy_process_group()
+    model = nn.Linear(1, 1)
+    save_checkpoint(tmp_path, model, extra={"epoch": 1})
+    assert load_checkpoint(tmp_path, model) == {"epoch": 1}
+
+
 def _save_alone(path: str) -> None:
     if dist.get_rank() == 1:
         model = _single(Case(1, 1))
