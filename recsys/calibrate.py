@@ -277,12 +277,24 @@ class Calibration:
         self._collectives: list[list[CollectivePoint]] = []
         self._lookup: list[list[LookupPoint]] = []
 
-    def measure(self) -> None:
-        """Measures everything once, in some seconds."""
+    def measure(self, measured: Callable[[], None] = lambda: None) -> None:
+        """Measures everything once, in some seconds.
+
+        Args:
+            measured: called after the collectives if there are several ranks, after the memory,
+                and after the lookups of each dim.
+        """
         if self._usual.world_size > 1:
             self._collectives.append(list(measure_collectives(self._watch)))
+            measured()
         self._hardware.append([measure_hardware(self._watch, self._usual.slowest)])
-        self._lookup.append(list(measure_lookups(self._watch)))
+        measured()
+        points = []
+        for point in measure_lookups(self._watch):
+            points.append(point)
+            if point.pooling == POOLINGS[-1]:
+                measured()
+        self._lookup.append(points)
 
     def topology(self) -> Topology:
         """Returns the topology of these ranks, by the median of the rounds."""
@@ -307,18 +319,32 @@ def calibrate(device: torch.device) -> Topology:
         device: of this rank.
     """
     calibration = Calibration(device)
-    began = time.perf_counter()
-    _say(f"Measuring in {_ROUNDS} rounds of about 5 to 20 seconds each.")
-    for done in range(1, _ROUNDS + 1):
-        calibration.measure()
-        left = (time.perf_counter() - began) / done * (_ROUNDS - done)
-        _say(f"Round {done} of {_ROUNDS} is done, about {left:.0f} s left.")
+    parts = (dist.get_world_size() > 1) + 1 + len(DIMS)
+    progress = _Progress(_ROUNDS * parts)
+    for _ in range(_ROUNDS):
+        calibration.measure(progress.count)
     return calibration.topology()
 
 
-def _say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+@final
+class _Progress:
+    """Says on rank 0's standard error how much is done, and how long the rest takes.
+
+    Args:
+        total: things to do.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._began = time.perf_counter()
+
+    def count(self) -> None:
+        """Called when one more is done."""
+        self._done += 1
+        left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
+        if dist.get_rank() == 0:
+            text = f"{self._done} of {self._total} measured, about {left:.0f} s left."
+            print(text, file=sys.stderr, flush=True)
 
 
 def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
