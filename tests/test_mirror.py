@@ -15,6 +15,7 @@ BROAD = {
     "compat/test_signatures.py",
     "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
+    "distributed/test_step_cost.py",
     "metrics/test_sync.py",
     "test_bad_input.py",
     "test_docstrings.py",
@@ -78,7 +79,7 @@ def sources_with_public_names() -> list[str]:
 def test_every_test_file_has_a_source_file() -> None:
     tests = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")}
     about_one_file = {mirror_of(str(path.relative_to(SOURCE))) for path in SOURCE.rglob("*.py")}
-    folders = ("conformance", "docs", "examples", "gpu", "parity")
+    folders = ("conformance", "docs", "examples", "fuzz", "gpu", "parity")
     elsewhere = {t for t in tests if t.partition("/")[0] in folders}
     assert sorted(tests - about_one_file - BROAD - elsewhere) == []
     assert sorted(BROAD - tests) == []
