@@ -52,6 +52,12 @@ def _as_given(subject: str, value: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
+def _iterated(owner: str, configs: Any, kind: type) -> Any:
+    for _ in configs:  # a generator then has nothing left
+        pass
+    return configs
+
+
 def _alone(env: Any, what: str, work: Callable[[], Any]) -> list[Any]:
     """Work that other ranks hear nothing of."""
     result = [work()] * env.world_size
@@ -74,7 +80,6 @@ def _without_a_first(self: Any, batch: Any, *, has_batch: bool, error: Exception
     return batch
 
 
-_FEATURES = "modules.embedding_inputs:check_features"
 UNDONE: dict[str, Callable[[], Patches]] = {
     "lengths are checked": lambda: [_instead("sparse.validate:check_lengths", _nothing)],
     "inverse indices are checked": lambda: [
@@ -102,11 +107,8 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         )
     ],
     "tables may be a generator": lambda: [
-        _rewritten(
-            "modules.embedding_configs:check_tables",
-            "list(configs) if isinstance(configs, Iterable) else [configs]",
-            "(list(configs), configs)[1]",
-        )
+        _instead("modules.embedding_bag_collection:check_tables", _iterated),
+        _instead("modules.embedding_collection:check_tables", _iterated),
     ],
     "tied weights are refused": lambda: [
         _instead("distributed.shard:check_untied", _nothing),
