@@ -83,6 +83,7 @@ class PretendedCuda(TorchFunctionMode):
                 (torch.cuda, "Event", _Event),
                 (torch.cuda, "current_stream", lambda device=None: None),
                 (torch.cuda, "current_device", lambda: 0),
+                (torch.cuda, "set_device", lambda device: None),
                 (ops, "_FBGEMM_DEVICES", frozenset(("cpu", "cuda"))),
                 (torch.autograd, "_engine_run_backward", self._run_backward),
             ):
