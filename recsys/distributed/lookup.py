@@ -161,7 +161,7 @@ def _ids_of_tables(group: LookupGroup, bags: Bags) -> list[int] | None:
 def needs_one_width(
     settings: GroupSettings, dims: Sequence[int], device: torch.device, *, replicated: bool
 ) -> bool:
-    """Returns whether a lookup must serve rectangles of one width, lest it wait for the device.
+    """Returns whether a lookup on a GPU must serve rectangles of one width, lest it wait for it.
 
     PyTorch's kernels take a lookup of several widths apart, and the host must then know how many
     ids read each.
@@ -169,11 +169,9 @@ def needs_one_width(
     Args:
         settings: of the lookup.
         dims: columns of its rectangles.
-        device: where the tables are.
+        device: the GPU.
         replicated: whether the tables are replicated.
     """
-    if device.type != "cuda" or not dims:
-        return False
     choice = choose_backend(
         LookupSettings(
             device=device,

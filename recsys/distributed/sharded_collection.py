@@ -244,6 +244,8 @@ class ShardedCollection(ShardedModule):
         )
 
     def _needs_one_width(self, number: int, rects: Sequence[Rect]) -> bool:
+        if self._device.type != "cuda":
+            return False
         dims = [rect.num_cols for rect in rects] or [self._configs[number].embedding_dim]
         return needs_one_width(
             self._group_of(number, rects), dims, self._device, replicated=not rects
