@@ -93,6 +93,9 @@ def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
     if differing:
         name = differing[0]
         own = differs(stage, rank, name, first.get(name, "nothing"), lines.get(name, "nothing"))
+    elif list(first) != list(lines):
+        ours, theirs = next(p for p in zip(first, lines, strict=True) if p[0] != p[1])
+        own = differs(stage, rank, "the order", ours, theirs)
     found: list[str | None] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return next((text for text in found if text is not None), f"Ranks differ: {stage}.")

@@ -89,6 +89,7 @@ class Segments:
                 self.given.validate()
             except ValueError as error:
                 return error
+            return ValueError("The lengths or inverse indices of the batch do not fit its ids.")
         return None
 
     def sent_places(self, host: HostCounts) -> Tensor:
@@ -400,6 +401,7 @@ def _with_lengths(
 
 
 _ID_BITS = 40  # of an id beside its feature's number, in one word
+_ID_MASK = (1 << _ID_BITS) - 1  # ids that nobody reads may be larger
 
 
 def _distinct(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor]:
@@ -413,14 +415,14 @@ def _distinct(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor]:
     key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
         counts_K, output_size=num_ids
     )
-    words, order = torch.sort((key_N << _ID_BITS) + features.values())
+    words, order = torch.sort((key_N << _ID_BITS) + (features.values() & _ID_MASK))
     is_first = torch.ones_like(words, dtype=torch.bool)
     torch.ne(words[1:], words[:-1], out=is_first[1:])
     place_N = is_first.cumsum(0) - 1
     inverse = torch.empty_like(order).index_copy_(0, order, place_N)
     # an id that comes up again is written again to the same place
     distinct = torch.zeros_like(words).index_copy_(0, place_N, words)
-    values = (distinct & ((1 << _ID_BITS) - 1)).to(features.values().dtype)
+    values = (distinct & _ID_MASK).to(features.values().dtype)
     lengths = counts_K.new_zeros(num_keys + 1)
     lengths.index_add_(0, words >> _ID_BITS, is_first.to(lengths.dtype))
     lengths[num_keys] = num_ids - lengths.sum()

@@ -10,6 +10,7 @@ looks like, and an error of a rank's data is raised on all.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, unique
 from typing import Any, Generic, TypeVar, final
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recsys.distributed.agreement import agree
+from recsys.distributed.comm import failure_of, raise_failure
 from recsys.distributed.input_dist import LastBatches
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -60,7 +62,8 @@ class EvenBatches(Generic[B]):
     Raises:
         ValueError: if the policy is unknown, the model has no sharded collection, no rank has a
             batch, one has none under "drop", or a step passed without a call of the model.
-        Exception: on every rank, what the data of one raised in place of its first batch.
+        Exception: on every rank, what the data of one raised in place of a batch: of the first one
+            from here, of a later one from the model, which is then called with the batch before.
 
     Example:
         >>> import torch
@@ -117,7 +120,11 @@ class EvenBatches(Generic[B]):
             for stage in self._stages:
                 stage.last_batches = news
             while True:
-                following = missing if self.is_filler else next(batches, missing)
+                late: Exception | None = None
+                try:
+                    following = missing if self.is_filler else next(batches, missing)
+                except Exception as raised:
+                    late, following = raised, batch
                 news.is_last = following is missing
                 yield batch
                 said = news.heard()
@@ -129,6 +136,7 @@ class EvenBatches(Generic[B]):
                 ended = said.any() if self._policy is UnevenPolicy.DROP else said.all()
                 if ended:
                     return
+                news.error = late  # the next call of the model raises it on all ranks
                 if following is not missing:
                     batch = following
                 elif not self.is_filler:
@@ -165,12 +173,19 @@ class EvenBatches(Generic[B]):
             )
         source = have.index(True)
         box: list[Any] = [None]
+        failed: Exception | None = None
         if group.rank() == source:
-            box = [empty_batch(batch)]
+            try:
+                box = [pickle.dumps(empty_batch(batch))]
+            except Exception as raised:  # the other ranks wait for it
+                failed = raised
+                box = [failure_of(raised)]
         dist.broadcast_object_list(box, group=group, group_src=source)
+        if not isinstance(box[0], bytes):
+            raise_failure(source, box[0], failed)
         if has_batch:
             return batch
-        received: B = _map_batch(box[0], self._to_device, self._to_device)
+        received: B = _map_batch(pickle.loads(box[0]), self._to_device, self._to_device)
         return received
 
     def _to_device(self, part: Any) -> Any:

@@ -43,10 +43,12 @@ class LastBatches:
     Attributes:
         is_last: whether this rank's batch is its last; goes into the header.
         ranks: ``[R]`` bool, what the last header said; None before it.
+        error: what this rank's data raised in place of a batch; the next header takes it to all.
     """
 
     def __init__(self) -> None:
         self.is_last = False
+        self.error: Exception | None = None
         self.ranks: np.ndarray | None = None
 
     def heard(self) -> np.ndarray | None:
@@ -144,6 +146,8 @@ class InputDist:
 
     def cut(self, features: KeyedJaggedTensor | Exception) -> Segments | Exception:
         """Checks and cuts a batch; every rank hears of an error, which raises from the header."""
+        if self.last_batches is not None and self.last_batches.error is not None:
+            return self.last_batches.error
         try:
             return self.cutter.cut(features)
         except Exception as error:

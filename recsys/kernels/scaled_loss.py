@@ -42,7 +42,7 @@ def watch_grad_scaler() -> None:
         >>> GradScaler("cpu", init_scale=4.0).scale(weight * 2)
         tensor([8.], grad_fn=<MulBackward0>)
     """
-    if hasattr(GradScaler.scale, "__wrapped__"):
+    if hasattr(GradScaler.scale, "_checks_tables"):
         return
     scale = GradScaler.scale
 
@@ -54,6 +54,7 @@ def watch_grad_scaler() -> None:
             _check(self, [outputs] if isinstance(outputs, Tensor) else outputs)
         return scale(self, outputs)
 
+    scale_after_check._checks_tables = True  # type: ignore[attr-defined]
     GradScaler.scale = scale_after_check  # type: ignore[method-assign]
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import gcd
 from typing import NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -197,7 +198,7 @@ def _check_samples(features: KeyedJaggedTensor, is_pooled: bool) -> None:
                 f"stride_per_key={strides[:10]} and none. Pass inverse_indices to the "
                 "KeyedJaggedTensor."
             )
-    elif inverse[1].shape[1] and not all(strides):
+    elif is_pooled and inverse[1].shape[1] and not all(strides):
         key = features.keys()[strides.index(0)]
         raise ValueError(
             f"Each sample reads a bag of every feature; received inverse_indices of "
@@ -235,8 +236,10 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
     if inverse is not None and inverse[1].numel():
         keys, rows = inverse
         strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-        last = ops.upload([strides.get(key, 1) - 1 for key in keys], rows.device, rows.dtype)
-        safe_rows = torch.minimum(rows.clamp(min=0), last.unsqueeze(1))
+        numbers = torch.iinfo(rows.dtype)
+        limits = [(0, strides[k] - 1) if k in strides else (numbers.min, numbers.max) for k in keys]
+        low, high = ops.upload(np.array(limits), rows.device, rows.dtype).unbind(1)
+        safe_rows = torch.maximum(torch.minimum(rows, high.unsqueeze(1)), low.unsqueeze(1))
         is_bad = is_bad | (safe_rows != rows).any()
         inverse = keys, safe_rows
     safe = KeyedJaggedTensor.from_parts(

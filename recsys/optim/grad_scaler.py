@@ -21,8 +21,8 @@ class GradScaler(torch.amp.GradScaler):
 
     It also divides the gradients that deferred tables keep, and an inf or NaN that any rank finds
     makes all ranks skip the step and lower the scale: a table of which each rank holds a part
-    stays whole. Every rank must step alike. One number per optimizer and step is added up over the
-    ranks.
+    stays whole. Every rank must step alike. The largest of one number per rank is found for each
+    optimizer and step.
 
     Tables that are updated in backward cannot be scaled: :meth:`scale` refuses them. Train them in
     bf16, which needs no scaling.

@@ -299,3 +299,20 @@ def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str) -> None:
         assert found.values().shape[1] == 8
         with pytest.raises((ValueError, IndexError), match=text):
             tables.check_ids()
+
+
+def test_inverse_indices_of_features_that_were_left_out_are_no_fault() -> None:
+    whole = KeyedJaggedTensor(
+        ["f", "g", "x"],
+        torch.tensor([1, 2, 0]),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key=[1, 1, 1],
+        inverse_indices=(["x", "f", "g"], torch.tensor([[0, 9], [0, 0], [0, 0]])),
+    )
+    part = whole.permute([0, 1])
+    with PretendedCuda():
+        tables = _bags()
+        for table in tables.embedding_bags.values():
+            table.weight = nn.Parameter(torch.ones(3, 4, device=CUDA))
+        assert tables(part.to(CUDA)).values().shape == (2, 8)
+        tables.check_ids()

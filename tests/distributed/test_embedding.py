@@ -124,9 +124,9 @@ def _ids_sent(use_index_dedup: bool) -> int:
     sizes = []
     plain = comm.all_to_all
 
-    def spy(env: object, sent: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def spy(env: object, what: str, sent: torch.Tensor, *args: object, **kwargs: object) -> object:
         sizes.append(sent.numel())
-        return plain(env, sent, *args, **kwargs)  # type: ignore[arg-type]
+        return plain(env, what, sent, *args, **kwargs)  # type: ignore[arg-type]
 
     comm.all_to_all = spy  # type: ignore[assignment]
     try:
@@ -174,3 +174,22 @@ def _copied() -> bool:
 
 def test_a_copy_looks_up_the_same(ranks: RankPool) -> None:
     assert ranks(2, _copied) == [True, True]
+
+
+def _beside_large_ids_that_nobody_reads() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    batch = _batch(dist.get_rank())
+    keys, hashes = ["unread", *batch.keys()], torch.tensor([2**40 + 3, 2**62, -1, 5])
+    beside = KeyedJaggedTensor(
+        keys,
+        torch.cat([hashes, batch.values()]),
+        lengths=torch.cat([torch.tensor([2, 2]), batch.lengths()]),
+    )
+    found = _shard(ShardingType.ROW_WISE, use_index_dedup=True)(beside).wait()
+    right = _unsharded()(batch)
+    return [(found[key].values().detach(), right[key].values().detach()) for key in right]
+
+
+def test_distinct_ids_beside_large_ids_that_nobody_reads(ranks: RankPool) -> None:
+    for pairs in ranks(2, _beside_large_ids_that_nobody_reads):
+        for found, right in pairs:
+            torch.testing.assert_close(found, right)

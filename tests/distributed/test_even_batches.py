@@ -165,6 +165,53 @@ def test_data_that_fail_at_once_fail_on_all(ranks: RankPool) -> None:
     assert ranks(2, _with_failing_data, Case(4, 2)) == ["On rank 1: no such shard"] * 2
 
 
+def _with_data_that_fail_late(case: Case, policy: str) -> list[str]:
+    rank = dist.get_rank()
+
+    def batches() -> Iterator[KeyedJaggedTensor]:
+        yield case.batches(0)[rank]
+        if rank == 1:
+            raise OSError("a torn file")
+        yield case.batches(1)[rank]
+
+    model, said = shard(case), []
+    try:
+        for batch in EvenBatches(batches(), model, policy):
+            said.append("a step")
+            pooled, _ = model(batch)
+            _loss(pooled).backward()
+    except OSError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("policy", ["drop", "join"])
+def test_data_that_fail_late_fail_on_all(ranks: RankPool, policy: str) -> None:
+    said = ["a step", "a step", "On rank 1: a torn file"]
+    assert ranks(3, _with_data_that_fail_late, Case(4, 3), policy) == [said] * 3
+
+
+class _Unsendable:
+    """Rides along in a batch, and cannot be sent."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a lock cannot be sent")
+
+
+def _with_a_batch_that_cannot_be_sent(case: Case) -> str:
+    batches = [] if dist.get_rank() else [(case.batches(0)[0], _Unsendable())]
+    try:
+        list(EvenBatches(batches, shard(case), "join"))
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_batch_that_cannot_be_sent_fails_on_all(ranks: RankPool) -> None:
+    found = ranks(2, _with_a_batch_that_cannot_be_sent, Case(4, 2))
+    assert found == ["On rank 0: a lock cannot be sent"] * 2
+
+
 def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
     model = shard(Case(0, 1))
     batch = Case(0, 1).batches(1)[0]
