@@ -173,7 +173,7 @@ def test_another_setting_can_be_warmed_up() -> None:
         ({"max_iters": 0}, r"WarmupStage\.max_iters must be positive; received 0"),
         ({"decay_iters": 0}, r"decay_iters must be positive, or -1; received 0"),
         ({"decay_iters": -2}, r"decay_iters must be at least -1; received -2"),
-        ({"policy": "linaer"}, r"policy must be one of none, linear, .*; received 'linaer'"),
+        ({"policy": "lineal"}, r"policy must be one of none, linear, .*; received 'lineal'"),
         ({"value": float("nan")}, r"WarmupStage\.value must be finite; received nan"),
     ],
 )
