@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
-from recsys.kernels.arguments import repeated, shown
+from recsys.kernels.arguments import repeated, whole
 
 MOST_RANKS = 1 << 20
 """Of a job. Files that name more are refused before lists of so many are made."""
@@ -146,13 +146,8 @@ def whole_of(subject: str, value: object, least: int = 1, most: int | None = Non
         TypeError: if it is no whole number.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        wrong_type(subject, "a whole number", value)
-    if value < least:
-        rule = {0: "not be negative", 1: "be positive"}.get(least, f"be at least {least}")
-        raise ValueError(f"{subject} must {rule}; received {value}.")
-    if most is not None and value > most:
-        raise ValueError(f"{subject} must be at most {most}; received {shown(value)}.")
-    return value
+        wrong_type(subject, "a whole number", value)  # says what the file has, as JSON
+    return whole(subject, value, least, most)
 
 
 def choice_of(subject: str, value: object, choices: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 TYPES = (
     "data_parallel",
@@ -70,7 +70,6 @@ class Case:
     fault: str | None = None
     bad_rank: int = 0
     """On which the fault is; where it is one of a single rank."""
-    settings: dict[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kind = "sequence" if self.sequence else "weighted" if self.weighted else "pooled"
