@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from recsys.distributed.comm import Failure, failure_of, raise_failure
+from recsys.distributed.comm import broadcast_object, failure_of, gather_objects, raise_failure
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -53,8 +53,7 @@ def agree(
     text = "\0".join(part for line in lines.items() for part in line)
     digest = hashlib.sha256(text.encode()).hexdigest()
     report = (stage, failure_of(error), digest, own)
-    seen: list[tuple[str, Failure | None, str, T]] = [report] * group.size()
-    dist.all_gather_object(seen, report, group=group)
+    seen = gather_objects(group, stage, report)
     try:
         if error is not None and len({failure for _, failure, _, _ in seen}) == 1:
             raise error
@@ -76,7 +75,7 @@ def agree(
 
 
 def is_raised_on_all(error: BaseException) -> bool:
-    """Returns whether :func:`agree` raised this error, so that every rank knows of it."""
+    """Returns whether every rank has this error: of :func:`agree`, or that a rank is lost."""
     return getattr(error, "_raised_on_all_ranks", False)
 
 
@@ -85,9 +84,7 @@ def _raised_on_all(error: Exception) -> None:
 
 
 def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
-    box: list[Facts] = [lines]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    first, rank = box[0], dist.get_rank(group)
+    first, rank = broadcast_object(group, stage, lines), dist.get_rank(group)
     differing = [name for name in {**first, **lines} if first.get(name) != lines.get(name)]
     own = None
     if differing:
@@ -96,8 +93,7 @@ def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
     elif list(first) != list(lines):
         ours, theirs = next(p for p in zip(first, lines, strict=True) if p[0] != p[1])
         own = differs(stage, rank, "the order", ours, theirs)
-    found: list[str | None] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
+    found = gather_objects(group, stage, own)
     return next((text for text in found if text is not None), f"Ranks differ: {stage}.")
 
 

@@ -8,15 +8,18 @@ and does not block the host.
 from __future__ import annotations
 
 import builtins
+import re
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeAlias, final
+from typing import NoReturn, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 from torch import Tensor
 
 from recsys.distributed.types import ShardingEnv
 from recsys.distributed.wire import EXACT, WireFormat
+
+T = TypeVar("T")
 
 
 @final
@@ -52,14 +55,14 @@ class Pending:
         """Waits for the exchange and returns the tensor.
 
         Raises:
-            RuntimeError: if contact with another rank is lost.
+            LostContactError: if contact with another rank is lost.
         """
         if self._work is not None:
             try:
                 self._work.wait()
             except RuntimeError as error:
                 assert self._env is not None
-                raise lost_contact(self._env, self._what, error) from error
+                raise explain(error, self._env.process_group, self._what) from error
             self._work = self._keep = None
         if self._decode is not None:
             self._tensor = self._decode(self._tensor)
@@ -120,7 +123,7 @@ def all_to_all(
             received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
         )
     except RuntimeError as error:
-        raise lost_contact(env, what, error) from error
+        raise explain(error, env.process_group, what) from error
     if received is not out:  # while the others' stretches are under way
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
@@ -135,34 +138,86 @@ def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
     try:
         work = dist.all_reduce(tensor, group=env.process_group, async_op=True)
     except RuntimeError as error:
-        raise lost_contact(env, what, error) from error
+        raise explain(error, env.process_group, what) from error
     return Pending(tensor, work, env=env, what=what)
+
+
+class LostContactError(RuntimeError):
+    """Another rank is gone; every rank that is left finds out by itself."""
+
+    _raised_on_all_ranks = True
+
+
+def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T]:
+    """Returns what each rank has, by rank; every rank must call it.
+
+    Args:
+        group: the ranks; None for this process alone.
+        what: the ranks do in it, for messages, such as "agree on a plan".
+        own: what this rank has; small, and picklable.
+
+    Raises:
+        LostContactError: if contact with another rank is lost.
+    """
+    if group is None or group.size() == 1:
+        return [own]
+    gathered = [own] * group.size()
+    try:
+        dist.all_gather_object(gathered, own, group=group)
+    except RuntimeError as error:
+        raise explain(error, group, what) from error
+    return gathered
+
+
+def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 0) -> T:
+    """Returns what rank ``source`` of the group has; else as :func:`gather_objects`."""
+    box = [own]
+    try:
+        dist.broadcast_object_list(box, group=group, group_src=source)
+    except RuntimeError as error:
+        raise explain(error, group, what) from error
+    return box[0]
+
+
+def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
+    """Fills ``tensor`` on every rank with what rank 0 has; ``what`` as for :func:`all_to_all`."""
+    if env.world_size == 1:
+        return
+    try:
+        dist.broadcast(tensor, group=env.process_group, group_src=0)
+    except RuntimeError as error:
+        raise explain(error, env.process_group, what) from error
 
 
 _WAIT_FOR_SIGNS = 5.0
 """Seconds in which ranks that lost contact say so, to find those that do not."""
 
+_CONNECTION = re.compile("gloo/transport|NCCL|Connection (?:reset|closed)|Broken pipe|Timed out")
+"""What errors of process groups say when a rank is lost, beside their own type."""
 
-def lost_contact(env: ShardingEnv, what: str, error: Exception) -> RuntimeError:
-    """Says at which stage contact with the other ranks was lost, and with which, if it shows.
+
+def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> RuntimeError:
+    """Returns an error of an exchange; if contact was lost, one that says when, and with which.
 
     A rank that is left over fails, too, sooner or later, and says so in the store of the process
     group; the lost one is among those that say nothing.
 
     Args:
-        env: the ranks.
-        what: the ranks were to do.
         error: of the exchange.
+        group: the ranks.
+        what: the ranks were to do.
     """
+    if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
+        return error  # such as memory that ran out
     own = dist.get_rank()
     try:
-        silent = _silent_ranks(env, own)
+        silent = _silent_ranks(group, own)
     except Exception:  # the store is gone: rank 0 holds it, unless torchrun does
         silent = [0] if own else []
     who = "No rank could be told apart"
     if silent:
         who = f"Nothing is heard of {'rank' if len(silent) == 1 else 'ranks'} {_listed(silent)}"
-    return RuntimeError(
+    return LostContactError(
         f"Rank {own} of {dist.get_world_size()} lost contact with the others when the ranks were "
         f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "
         f"been killed, or be out of memory. The exchange said: {error}"
@@ -173,19 +228,19 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _silent_ranks(env: ShardingEnv, own: int) -> list[int]:
+def _silent_ranks(group: dist.ProcessGroup | None, own: int) -> list[int]:
     """Returns the ranks that do not say in time that they lost contact, too."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"recsys/lost_contact/{own}", "1")
     end = time.monotonic() + _WAIT_FOR_SIGNS
-    silent = dist.get_process_group_ranks(env.process_group)
+    silent = dist.get_process_group_ranks(group)
     while silent and time.monotonic() < end:
         silent = [r for r in silent if not store.check([f"recsys/lost_contact/{r}"])]
         time.sleep(0.1)
     return silent
 
 
-def raise_together(env: ShardingEnv, error: Exception | None) -> None:
+def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:
     """Raises the same error on every rank if any rank has one.
 
     Every rank must call it. The error of the lowest failing rank is raised, its message led by
@@ -193,16 +248,33 @@ def raise_together(env: ShardingEnv, error: Exception | None) -> None:
 
     Args:
         env: the ranks that take part.
+        what: they have done, for messages, such as "load a state dict".
         error: this rank's error, or None.
     """
-    mine = failure_of(error)
-    failures = [mine]
-    if env.world_size > 1:
-        failures = [None] * env.world_size
-        dist.all_gather_object(failures, mine, group=env.process_group)
-    for rank, failure in enumerate(failures):
+    if isinstance(error, LostContactError):
+        raise error
+    for rank, failure in enumerate(gather_objects(env.process_group, what, failure_of(error))):
         if failure is not None:
             raise_failure(rank, failure, error)
+
+
+def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
+    """Calls a function on every rank; an error on one of them is raised on all.
+
+    Args:
+        env: the ranks that take part; each must call it.
+        what: the function does, for messages, such as "load a state dict".
+        work: the function.
+    """
+    if env.world_size == 1:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:  # whatever it is: the other ranks go on otherwise
+        error = raised
+    raise_together(env, what, error)
+    return result  # type: ignore[return-value]  # no error: it is one
 
 
 Failure: TypeAlias = tuple[str, str]

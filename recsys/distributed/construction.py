@@ -106,7 +106,7 @@ class Construction:
             except Exception as failed:  # the other ranks go on exchanging: so does this one
                 error = error or failed
         if self._may_fail_alone:
-            comm.raise_together(self.env, error)
+            comm.raise_together(self.env, "fill the tables", error)
         if error is not None:
             raise error
         for change in self._last:
@@ -136,7 +136,7 @@ def constructing(env: ShardingEnv) -> Iterator[Construction]:
         try:
             yield own
         except Exception as error:
-            if not is_raised_on_all(error) and not isinstance(error, dist.DistError):
+            if not is_raised_on_all(error):
                 own.finish(error)
             raise
         finally:

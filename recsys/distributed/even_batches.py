@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, unique
 from typing import Any, Generic, TypeVar, final
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recsys.distributed.agreement import agree
-from recsys.distributed.comm import failure_of, raise_failure
+from recsys.distributed.comm import broadcast_object, failure_of, raise_failure
 from recsys.distributed.input_dist import LastBatches
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -172,20 +171,20 @@ class EvenBatches(Generic[B]):
                 "'join', or give each rank data."
             )
         source = have.index(True)
-        box: list[Any] = [None]
+        sample: Any = None
         failed: Exception | None = None
         if group.rank() == source:
             try:
-                box = [pickle.dumps(empty_batch(batch))]
+                sample = pickle.dumps(empty_batch(batch))
             except Exception as raised:  # the other ranks wait for it
                 failed = raised
-                box = [failure_of(raised)]
-        dist.broadcast_object_list(box, group=group, group_src=source)
-        if not isinstance(box[0], bytes):
-            raise_failure(source, box[0], failed)
+                sample = failure_of(raised)
+        sample = broadcast_object(group, "start an epoch of EvenBatches", sample, source)
+        if not isinstance(sample, bytes):
+            raise_failure(source, sample, failed)
         if has_batch:
             return batch
-        received: B = _map_batch(pickle.loads(box[0]), self._to_device, self._to_device)
+        received: B = _map_batch(pickle.loads(sample), self._to_device, self._to_device)
         return received
 
     def _to_device(self, part: Any) -> Any:

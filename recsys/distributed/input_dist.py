@@ -36,6 +36,14 @@ from recsys.sparse import KeyedJaggedTensor
 _FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST = 1, 2, 4, 8
 
 
+def _warnings_raise() -> bool:
+    """Whether Python is set to raise warnings, such as by ``python -W error``."""
+    for action, message, category, module, line in warnings.filters:
+        if message is None and module is None and line == 0 and issubclass(UserWarning, category):
+            return action == "error"
+    return False
+
+
 @final
 class LastBatches:
     """What ranks tell each other of the end of their data.
@@ -168,8 +176,12 @@ class InputDist:
             flag |= _IS_LAST
         head = ops.upload([flag, batch.batch_size], self.device)
         if batch.bad_N is not None:
-            is_fatal = self.cutter.mode is BoundsCheckMode.FATAL
-            head[FLAG] |= batch.bad_N.any() * (_FAILED if is_fatal else _WARNED)
+            mode = self.cutter.mode
+            # what is an error here must be one on all ranks
+            fails = mode is BoundsCheckMode.FATAL or (
+                mode is BoundsCheckMode.WARNING and _warnings_raise()
+            )
+            head[FLAG] |= batch.bad_N.any() * (_FAILED if fails else _WARNED)
         if batch.is_bad is not None:
             head[FLAG] |= batch.is_bad * _FAILED
         return torch.cat([head, batch.counts_G])[batch.routes.header]
@@ -364,7 +376,7 @@ class HeaderExchange:
                 if own_flag & _FAILED:
                     error = IndexError(message)
         if (host_RH[:, FLAG] & _FAILED).any():
-            comm.raise_together(stage.env, error)
+            comm.raise_together(stage.env, "tell of a bad batch", error)
         if stage.last_batches is not None:
             stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
         assert not isinstance(batch, Exception)
@@ -384,7 +396,6 @@ class HeaderExchange:
                 stage.env, "send ids to their owners", payload, send_sizes, recv_sizes
             )
         if message and stage.cutter.mode is BoundsCheckMode.WARNING:
-            # after the exchange has begun: where warnings are errors, the others need not wait
             warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
         host_counts = HostCounts(counts_G, given_counts, sent_counts)
         return IdExchange(stage, batch, host_counts, header_RH, host_RH, received)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol, final
 
 import torch
@@ -372,15 +373,8 @@ class DistributedModelParallel(nn.Module):
             ValueError: if ``assign`` is set.
             TypeError: if the state is no mapping.
         """
-        result, error = None, None
-        try:
-            result = self._load_state_dict(state_dict, strict, assign)
-        except Exception as raised:  # whatever it is: the other ranks go on otherwise
-            if self.env.world_size == 1:
-                raise
-            error = raised
-        comm.raise_together(self.env, error)
-        return result
+        load = partial(self._load_state_dict, state_dict, strict, assign)
+        return comm.together(self.env, "load a state dict", load)
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         if assign:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Self, final
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from recsys.distributed.agreement import in_words, stable
 from recsys.distributed.batch_segments import BatchCutter
+from recsys.distributed.comm import together
 from recsys.distributed.construction import constructing
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
@@ -300,6 +302,11 @@ class ShardedCollection(ShardedModule):
                 f"DistributedModelParallel.copy."
             )
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of any module; every rank must call it, and an error on one is raised on all."""
+        load = partial(super().load_state_dict, state_dict, *args, **kwargs)
+        return together(self._env, "load a state dict", load)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_to_pickle(self)

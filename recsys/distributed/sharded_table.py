@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from recsys.distributed.comm import gather_objects
+
 
 @final
 class ShardedTable(Tensor):
@@ -77,12 +79,8 @@ class ShardedTable(Tensor):
         """
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         filled = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
-        held: list[Any] = [[(offsets, tensor.cpu()) for offsets, tensor in self._shards]]
-        if self._group is not None:
-            mine = held[0]
-            held = [None] * torch.distributed.get_world_size(self._group)
-            torch.distributed.all_gather_object(held, mine, group=self._group)
-        for shards in held:
+        mine = [(offsets, tensor.cpu()) for offsets, tensor in self._shards]
+        for shards in gather_objects(self._group, "gather a table", mine):
             for offsets, tensor in shards:
                 whole[_region(offsets, tensor)] = tensor.to(self.device)
                 filled[_region(offsets, tensor)] = True

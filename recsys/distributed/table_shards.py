@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.distributed import comm
 from recsys.distributed.layout import PlacedTable
 from recsys.distributed.lookup import GroupSettings, LocalShard
 from recsys.distributed.sharded_table import ShardedTable
@@ -227,7 +227,7 @@ def _load(blocks: Sequence[_Block], env: ShardingEnv) -> None:
             flat = torch.cat([value.reshape(-1) for value in values]).to(device)
         else:
             flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=device)
-        dist.broadcast(flat, group=env.process_group, group_src=0)
+        comm.broadcast(env, "fill the tables", flat)
         values = [
             part.view(value.shape) for part, value in zip(flat.split(sizes), values, strict=True)
         ]

@@ -36,6 +36,7 @@ from recsys.optim.apply_optimizer_in_backward import (
     attached_optimizer,
     attachment_count,
     drop_hook,
+    mark,
 )
 from recsys.sparse import KeyedJaggedTensor
 
@@ -311,7 +312,7 @@ class TableCollection(nn.Module):
                 self._attached[config.name] = attached
             elif config.name in self._attached:
                 # a new parameter took the place of one whose table owns an optimizer
-                table.weight._in_backward_optimizers = [self._attached[config.name]]  # type: ignore[attr-defined]
+                mark(table.weight, self._attached[config.name])
 
     def _build_groups(self) -> list[LookupGroup]:
         tables = self._tables()

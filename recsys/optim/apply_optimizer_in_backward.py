@@ -63,6 +63,7 @@ class AttachedOptimizer:
         stochastic_rounding: bool = False,
     ) -> None:
         self.optimizer_class = optimizer_class
+        self.given = optimizer_kwargs
         self.param_groups: list[dict[str, Any]] = [dict(optimizer_kwargs)]
         self.update_mode = update_mode
         self.row_state = row_state
@@ -161,12 +162,17 @@ def apply_optimizer_in_backward(
                 f"{getattr(parameter, _ATTRIBUTE)}; received {attached} for it as well. Apply one."
             )
     for parameter in params:
-        setattr(parameter, _ATTRIBUTE, [attached])
-        setattr(parameter, _CLASSES, [optimizer_class])
-        setattr(parameter, _KWARGS, [optimizer_kwargs])
+        mark(parameter, attached)
         _hook(parameter, attached)
     _attachments += 1
     watch_grad_scaler()
+
+
+def mark(parameter: Tensor, attached: AttachedOptimizer) -> None:
+    """Note on a parameter which optimizer updates it in backward; public code reads it there."""
+    setattr(parameter, _ATTRIBUTE, [attached])
+    setattr(parameter, _CLASSES, [attached.optimizer_class])
+    setattr(parameter, _KWARGS, [attached.given])
 
 
 def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
@@ -232,6 +238,7 @@ def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
         )
     group = given[0].param_groups[0]
     attached = AttachedOptimizer(type(given[0]), group | {"params": []})
+    attached.given = getattr(parameter, _KWARGS, [attached.given])[0]
     given[0].param_groups = attached.param_groups  # a scheduler of it reaches the table
     for handle in sys.modules[_TORCH_HOOKS].param_to_optim_hook_handle_map.pop(parameter, ()):
         handle.remove()

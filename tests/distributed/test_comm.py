@@ -8,56 +8,105 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-_RANK = """
-import os, sys
-import torch, torch.distributed as dist
 from recsys.distributed import comm
+
+_STAGES = {
+    "all_reduce": (1, "add up numbers"),
+    "all_to_all": (0, "send numbers"),
+    "build": (2, "plan the model"),
+    "load": (1, "load a state dict"),
+    "save": (0, "meet in the stage 'Saving [^']+'"),
+}
+"""By what the ranks do: the rank that is lost, and what the others say of the stage."""
+
+_SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from recsys import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagConfig
+from recsys.distributed import comm
+from recsys.distributed.checkpoint import save_checkpoint
 from recsys.distributed.types import ShardingEnv
 
-rank, lost, folder, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-store = dist.TCPStore("127.0.0.1", int(sys.argv[5]), is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-env = ShardingEnv.from_process_group(dist.group.WORLD)
-comm.all_reduce(env, "warm up", torch.ones(3)).wait()
-if rank == lost:
-    os._exit(9)
-try:
-    if what == "all_reduce":
-        comm.all_reduce(env, "add up numbers", torch.ones(3)).wait()
-    else:
-        comm.all_to_all(env, "send numbers", torch.ones(3), [1] * 3, [1] * 3).wait()
-except RuntimeError as error:
-    print(error, flush=True)
-os._exit(0)
+folder, port, cases = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+comm._WAIT_FOR_SIGNS = 2.0
+
+
+def build():
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])
+    return DistributedModelParallel(torch.nn.Sequential(EmbeddingBagCollection(tables=[config])))
+
+
+def run(what, rank, lost):
+    store = dist.PrefixStore(what, dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    if what in ("load", "save"):
+        model = build()
+        state = model.state_dict()
+    comm.all_reduce(env, "warm up", torch.ones(3)).wait()
+    if rank == lost:
+        return "lost"
+    start = time.monotonic()
+    try:
+        if what == "all_reduce":
+            comm.all_reduce(env, "add up numbers", torch.ones(3)).wait()
+        elif what == "all_to_all":
+            comm.all_to_all(env, "send numbers", torch.ones(3), [1] * 3, [1] * 3).wait()
+        elif what == "build":
+            build()
+        elif what == "load":
+            model.load_state_dict(state)
+        elif what == "save":
+            save_checkpoint(folder, model)
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+
+
+children = []
+for case in cases:
+    what, lost = case.split(":")
+    for rank in range(3):
+        child = os.fork()
+        if child == 0:
+            try:
+                said = run(what, rank, int(lost))
+            except BaseException as error:
+                said = repr(error)
+            with open(f"{folder}/{what}-{rank}", "w") as file:
+                file.write(str(said))
+            os._exit(0)
+        children.append(child)
+for child in children:
+    os.waitpid(child, 0)
 """
 
 
-@pytest.mark.parametrize(("what", "lost"), [("all_reduce", 1), ("all_to_all", 0)])
-def test_a_lost_rank_is_named_with_the_stage(tmp_path: Path, what: str, lost: int) -> None:
-    from torch.distributed import TCPStore
-
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each rank of each case has said, in files."""
+    folder = tmp_path_factory.mktemp("lost")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = [str(lost), str(tmp_path), what, str(store.port)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    stage = "add up numbers" if what == "all_reduce" else "send numbers"
-    for rank, (out, err) in enumerate(said):
+    cases = [f"{what}:{lost}" for what, (lost, _) in _STAGES.items()]
+    command = [sys.executable, "-c", _SCRIPT, str(folder), str(store.port), *cases]
+    subprocess.run(command, timeout=240, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("what", _STAGES)
+def test_a_lost_rank_is_named_with_the_stage(said: Path, what: str) -> None:
+    lost, stage = _STAGES[what]
+    for rank in range(3):
+        text = (said / f"{what}-{rank}").read_text()
         if rank != lost:
-            start = f"Rank {rank} of 3 lost contact with the others when the ranks were to {stage}."
-            found = re.match(rf"{start} Nothing is heard of ranks? ([0-9, ]+): look for", out)
-            assert found, (out, err)
+            start = f"LostContactError Rank {rank} of 3 lost contact .* when the ranks were to"
+            found = re.match(rf"{start} {stage}\. Nothing is heard of ranks? ([0-9, ]+): ", text)
+            assert found, text
             assert str(lost) in found[1].split(", ")
             assert str(rank) not in found[1].split(", ")
+
+
+def test_what_is_no_lost_contact_is_not_told_as_such() -> None:
+    error = RuntimeError("Split sizes doesn't match total dim 0 size")
+    assert comm.explain(error, None, "send numbers") is error

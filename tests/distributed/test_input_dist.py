@@ -282,6 +282,23 @@ def test_row_0_is_read_only_where_the_user_chose_it(
         torch.testing.assert_close(values, good)
 
 
+def _warn_as_error(case: Case) -> str:
+    plan = case.plan()
+    for sharding in plan.plan["ebc"].values():
+        sharding.bounds_check_mode = BoundsCheckMode.WARNING
+    model = shard(case, plan).module.ebc
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _error_of(lambda: model(_with_id(2, 0, 0, 10**6 * dist.get_rank())))
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks(2, _warn_as_error, _case(0, KINDS[0], 2))
+    assert first == second
+    assert first.startswith("IndexError: On rank 1: "), first
+    assert "Id 1000000 of feature 'f0' is out of range" in first
+
+
 def _count_collectives(case: Case) -> dict[str, dict[str, int]]:
     model = shard(case)
     with counted_collectives() as forward:

@@ -191,12 +191,14 @@ def test_names_are_strict() -> None:
 
 
 def _load_less_on_one_rank(given: str) -> str:
-    model = shard(case_of(2))
+    whole = shard(case_of(2))
+    model: Any = whole.module.ebc if given == "less of a collection" else whole
     before = whole_state(model)
     state: Any = dict(model.state_dict())
     if dist.get_rank() == 1:
-        state.pop("over.bias")
-        state = state if given == "less" else None
+        state.pop("over.bias", None)
+        state.pop("embedding_bags.row_wise.weight", None)
+        state = None if given == "None" else state
     with pytest.raises((RuntimeError, TypeError)) as raised:
         model.load_state_dict(state)
     assert is_same(whole_state(model), before)  # exchanges go on
@@ -207,6 +209,7 @@ def _load_less_on_one_rank(given: str) -> str:
     ("given", "message"),
     [
         ("less", r'RuntimeError: On rank 1: .*Missing key\(s\) in state_dict: "over.bias"'),
+        ("less of a collection", r'RuntimeError: On rank 1: .*: "embedding_bags.row_wise.weight"'),
         ("None", r"TypeError: On rank 1: .*load_state_dict takes values by name, .* NoneType\. "),
     ],
 )

@@ -288,6 +288,18 @@ def test_torchs_own_attachment_after_a_first_forward_trains_as_torch_does() -> N
         copy.deepcopy(collection)
 
 
+@pytest.mark.parametrize("attach", [apply_optimizer_in_backward, _apply_optimizer_in_backward])
+def test_a_new_parameter_of_a_table_tells_the_optimizer_that_was_attached(attach: Any) -> None:
+    collection = build("user")
+    attach(torch.optim.Adam, collection.parameters(), {"lr": 0.5})
+    collection(batch())
+    table = collection.embedding_bags["a"]
+    table.weight = nn.Parameter(table.weight.detach().clone())
+    collection(batch()).values().sum().backward()
+    assert table.weight._optimizer_classes == [torch.optim.Adam]  # type: ignore[attr-defined]
+    assert table.weight._optimizer_kwargs == [{"lr": 0.5}]  # type: ignore[attr-defined]
+
+
 def test_a_learning_rate_scheduler_reaches_the_tables() -> None:
     ebc = build("table")
     attached = ebc.embedding_bags["a"].weight._in_backward_optimizers[0]

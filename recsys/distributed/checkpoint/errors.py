@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from recsys.distributed.comm import explain, gather_objects
 from recsys.distributed.types import ShardingEnv
 
 T = TypeVar("T")
@@ -41,10 +41,7 @@ def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]
     except Exception as raised:  # whatever it is: the other ranks wait
         error = raised
     mine = (result, None if error is None else (type(error).__name__, _text_of(what, error)))
-    outcomes = [mine]
-    if env.world_size > 1:
-        outcomes = [mine] * env.world_size
-        dist.all_gather_object(outcomes, mine, group=env.process_group)
+    outcomes = gather_objects(env.process_group, f"meet in the stage '{what}'", mine)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             name, text = failure
@@ -63,7 +60,7 @@ def _text_of(what: str, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def failures_named(message: str) -> Iterator[None]:
+def failures_named(message: str, env: ShardingEnv, what: str) -> Iterator[None]:
     """Raises what fails inside ``torch.distributed.checkpoint`` as a CheckpointError.
 
     Its own exception, raised alike on every rank, is no ``Exception``: it would pass the
@@ -71,6 +68,8 @@ def failures_named(message: str) -> Iterator[None]:
 
     Args:
         message: leads the reasons; names the path.
+        env: the ranks.
+        what: they do, for messages, such as "save a checkpoint".
     """
     try:
         yield
@@ -80,7 +79,10 @@ def failures_named(message: str) -> Iterator[None]:
             for rank, failure in sorted(error.failures.items())
         )
         raise CheckpointError(f"{message} {reasons}") from error
-    except Exception as error:  # such as a process group whose other end is gone
+    except RuntimeError as error:  # such as a process group whose other end is gone
+        told = explain(error, env.process_group, what) if env.world_size > 1 else error
+        raise CheckpointError(f"{message} {_reason(told)}") from error
+    except Exception as error:
         raise CheckpointError(f"{message} {_reason(error)}") from error
 
 

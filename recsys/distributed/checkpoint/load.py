@@ -95,7 +95,7 @@ def load_checkpoint(
     failed = (
         f"The checkpoint {folder} cannot be loaded. Load an earlier one, or copy this one anew."
     )
-    with failures_named(failed), without_expected_warnings():
+    with failures_named(failed, env, "load a checkpoint"), without_expected_warnings():
         load(
             state,
             storage_reader=reader,

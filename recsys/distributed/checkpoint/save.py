@@ -102,12 +102,19 @@ def save_checkpoint(
 
         folder = on_every_rank(env, what, claim)[0]
         assert folder is not None
-        until_saved.enter_context(failures_named(f"{folder} cannot be saved."))
+        until_saved.enter_context(
+            failures_named(f"{folder} cannot be saved.", env, "save a checkpoint")
+        )
         until_saved.enter_context(without_expected_warnings())
         writer = BlockWriter(folder, {"optimizer": settings})
         save(state, storage_writer=writer, process_group=group, no_dist=group is None)
-    if env.rank == 0:
-        keep_newest(Path(path), keep, folder)
+
+    def remove_old() -> None:
+        if env.rank == 0:
+            keep_newest(Path(path), keep, folder)
+
+    if keep is not None:
+        on_every_rank(env, what, remove_old)
 
 
 @contextlib.contextmanager

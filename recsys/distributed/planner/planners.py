@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.agreement import Facts
+from recsys.distributed.comm import broadcast_object
 from recsys.distributed.construction import no_collection
 from recsys.distributed.planner.agreement import check_agreement, facts_of
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
@@ -201,21 +202,21 @@ class EmbeddingShardingPlanner:
         except Exception as error:  # raised by check_agreement, on every rank
             facts = error
         check_agreement(pg, facts, self._topology)
-        answer: list[_Answer | Exception | None] = [None]
+        answer: _Answer | Exception | None = None
         plan = None
         if dist.get_rank(pg) == 0:
             try:
                 plan = self._plan(module, sharders, tables)
-                answer = [_answer_of(plan)]
+                answer = _answer_of(plan)
             except Exception as error:  # raised below, on every rank
-                answer = [error]
-        dist.broadcast_object_list(answer, group=pg, group_src=0)
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        assert answer[0] is not None
+                answer = error
+        answer = broadcast_object(pg, "take the plan of rank 0", answer)
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
         if plan is not None:
             return plan
-        options, rooms, placement = answer[0]
+        options, rooms, placement = answer
         rated = [
             RatedTable(table=table, option=option, ranks=tuple(choice.ranks))
             for table, option, choice in zip(tables, options, placement.choices, strict=True)
