@@ -293,13 +293,15 @@ def test_calls_are_linear_in_tables_and_features(
 
 
 def _seconds(num_tables: int, num_features: int) -> tuple[float, float]:
-    """CPU seconds of building the unsharded collection with its lookups, and of placing it."""
-    began = time.process_time()
+    """Seconds of building the unsharded collection with its lookups, and of placing it."""
+    began = time.perf_counter()
     collection = _many(num_tables, num_features)
     collection._groups()  # else built by the first batch
-    built = time.process_time()
+    built = time.perf_counter() - began
+    dist.barrier()  # else one rank's time holds what the other builds
+    began = time.perf_counter()
     DistributedModelParallel(collection, device=CPU)
-    return built - began, time.process_time() - built
+    return built, time.perf_counter() - began
 
 
 @pytest.mark.parametrize("size", [(2000, 2000), (1, 10_000)], ids=["tables", "features"])
@@ -308,12 +310,12 @@ def test_placing_costs_a_few_times_what_building_costs(
 ) -> None:
     ranks(2, _seconds, 2, 2)  # imports
     shares = []
-    for _ in range(3):  # about 3 for tables and 2 for features on a quiet machine
+    for _ in range(6):  # 2.1 to 2.7 on a quiet machine
         (building, placing), _ = ranks(2, _seconds, *size)
         shares.append(placing / building)
-        if shares[-1] <= 4:
+        if shares[-1] <= 3:
             break
-    assert min(shares) <= 4, shares
+    assert min(shares) <= 3, shares
 
 
 # -- devices ---------------------------------------------------------------------------------------

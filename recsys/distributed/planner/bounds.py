@@ -256,7 +256,13 @@ class _Bundles:
             rooms = np.unique(ranks.free_RM[mine], axis=0)
             fits_P = np.any(np.all(arrays.memory_PM[:, None] <= rooms, axis=2), axis=1)
             peak_PK[~fits_P, kind] = np.inf
-        fixed = [_fixed_bundle(arrays, int(o), of_kind_KR) for o in np.flatnonzero(~floating_O)]
+        known: dict[int, tuple[Floats, Floats, float]] = {}  # by the option, which tables may share
+        fixed = []
+        for option in np.flatnonzero(~floating_O).tolist():
+            key = id(arrays.options[option])
+            if key not in known:
+                known[key] = _fixed_bundle(arrays, option, of_kind_KR)
+            fixed.append(known[key])
         sorts = arrays.memory_PM.shape[1]
         no_cost, no_memory = np.zeros((0, kinds)), np.zeros((0, kinds, sorts))
         empty = not len(starts)  # which reduceat does not take

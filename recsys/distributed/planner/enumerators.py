@@ -87,4 +87,4 @@ class EmbeddingEnumerator:
             batch_size=self.batch_size,
             pooling_stats=self.pooling_stats,
         )
-        return [(table, self._lister.options_of(table)) for table in tables]
+        return [(table, list(self._lister.options_of(table))) for table in tables]

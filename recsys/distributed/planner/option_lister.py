@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import final
 
@@ -42,11 +42,23 @@ class OptionLister:
         self._estimator = estimator
         self.storage = StorageModel(topology, batch_size, batches_in_flight)
         of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
+        self._known: dict[Hashable, tuple[PlannedTable, list[TableOption]]] = {}
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
     def options_of(self, table: PlannedTable) -> list[TableOption]:
-        """Returns the ways that the user, the sharder and the optimizer allow, simplest first."""
-        options = [
+        """Returns the ways that the user, the sharder and the optimizer allow, simplest first.
+
+        Tables that differ in nothing but their names share one list.
+        """
+        if self._estimator is not None:  # it may look at names
+            return self.estimated(table, self._options_of(table))
+        key = table.same_options()
+        if key not in self._known:
+            self._known[key] = table, self._options_of(table)  # the table keeps the key true
+        return self._known[key][1]
+
+    def _options_of(self, table: PlannedTable) -> list[TableOption]:
+        return [
             option
             for sharding_type, of_type in (
                 (ShardingType.TABLE_WISE, self._table_wise),
@@ -61,7 +73,6 @@ class OptionLister:
             if table.allows(sharding_type, kernel)
             for option in of_type(table, kernel)
         ]
-        return self.estimated(table, options)
 
     def estimated(self, table: PlannedTable, options: Iterable[TableOption]) -> list[TableOption]:
         """Returns options with the estimator's figures, if there is one."""

@@ -82,7 +82,9 @@ class PieceArrays:
         sizes = [*(piece.memory for piece in pieces), *problem.ranks.base_memory]
         sorts = tuple(m for m in (0, 1) if any(both[m] for both in sizes))
         self.ranks = RankArrays.build(problem.ranks, sorts)
-        kept = [_undominated(options) for options in problem.tables]
+        lists = {id(options): options for options in problem.tables}  # some share one
+        undominated = {key: _undominated(options) for key, options in lists.items()}
+        kept = [undominated[id(options)] for options in problem.tables]
         self.options: list[Option] = [
             problem.tables[t][i] for t, indices in enumerate(kept) for i in indices
         ]
@@ -179,10 +181,10 @@ class PieceArrays:
 
     def fixed_at(self, option: int) -> tuple[Ints, Floats, Floats]:
         """Returns the ranks of a FIXED option, [N], and what it adds there, [N] and [N, M]."""
-        found = self._fixed.get(option)
+        fixed = self.options[option]
+        found = self._fixed.get(id(fixed))
         if found is not None:
             return found
-        fixed = self.options[option]
         key = _key(fixed.ranks)
         ranks = self._ranks_of.get(key)
         if ranks is None:
@@ -192,7 +194,7 @@ class PieceArrays:
         memory_NM = np.repeat(self._bytes(fixed.pieces), counts, axis=0)
         cost_N = cost_KN[self.ranks.kind_R[ranks], np.arange(len(ranks))]
         if self.num_ranks <= _FEW_RANKS:
-            self._fixed[option] = ranks, cost_N, memory_NM
+            self._fixed[id(fixed)] = ranks, cost_N, memory_NM
         return ranks, cost_N, memory_NM
 
     @property

@@ -203,26 +203,26 @@ class EmbeddingShardingPlanner:
             facts = error
         check_agreement(pg, facts, self._topology)
         answer: _Answer | Exception | None = None
-        plan = None
+        rating = None
         if dist.get_rank(pg) == 0:
             try:
-                plan = self._plan(module, sharders, tables)
-                answer = _answer_of(plan)
+                rating = self._rated(module, sharders, tables)
+                answer = _answer_of(rating)
             except Exception as error:  # raised below, on every rank
                 answer = error
         answer = broadcast_object(pg, "take the plan of rank 0", answer)
         if isinstance(answer, Exception):
             raise answer
         assert answer is not None
-        if plan is not None:
-            return plan
+        if rating is not None:
+            return self._plan_of(rating)
         options, rooms, placement = answer
         rated = [
             RatedTable(table=table, option=option, ranks=tuple(choice.ranks))
             for table, option, choice in zip(tables, options, placement.choices, strict=True)
         ]
         undemanded = self._undemanded(module, sharders)
-        return self._rated_plan(self._rating(rated, rooms, placement, undemanded))
+        return self._plan_of(self._rating(rated, rooms, placement, undemanded))
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard.
@@ -237,15 +237,15 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        return self._plan(module, sharders)
+        return self._plan_of(self._rated(module, sharders))
 
-    def _plan(
+    def _rated(
         self,
         module: nn.Module,
         sharders: Sequence[ModuleSharder[Any]],
         tables: Sequence[PlannedTable] | None = None,
-    ) -> RatedPlan:
-        """Plans; ``tables`` are the model's, if they are known."""
+    ) -> Rating:
+        """Chooses an option and ranks for each table; ``tables`` are the model's, if known."""
         with no_collection():
             listed = self._listed(module, sharders, tables)
             tables = [table for table, _ in listed]
@@ -278,9 +278,9 @@ class EmbeddingShardingPlanner:
             for table, of_table, choice in zip(tables, options, placement.choices, strict=True)
         ]
         undemanded = self._undemanded(module, sharders)
-        return self._rated_plan(self._rating(rated, rooms, placement, undemanded))
+        return self._rating(rated, rooms, placement, undemanded)
 
-    def _rated_plan(self, rating: Rating) -> RatedPlan:
+    def _plan_of(self, rating: Rating) -> RatedPlan:
         plan = RatedPlan(rating=rating, made_for=self._made_for)
         for rated in rating.tables:
             table = rated.table
@@ -540,9 +540,7 @@ _Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]
 """What rank 0 tells the others, who know the tables: the option of each, memory, and the search."""
 
 
-def _answer_of(plan: RatedPlan) -> _Answer:
-    rating = plan.rating
-    assert rating is not None
+def _answer_of(rating: Rating) -> _Answer:
     assert rating.placement is not None
     return [rated.option for rated in rating.tables], rating.rooms, rating.placement
 

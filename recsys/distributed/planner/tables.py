@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
@@ -122,6 +123,13 @@ class PlannedTable:
     wire_bytes: tuple[float, float] = (4.0, 4.0)
     constraints: ParameterConstraints
     kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
+
+    def same_options(self) -> Hashable:
+        """Returns what is the same for tables that may be placed in the same ways at the same cost.
+
+        Only while both tables exist: parts of it are known by their identity.
+        """
+        return id(self.constraints), id(self.kernels), _FACTS(self)
 
     @property
     def has_gradient(self) -> bool:
@@ -268,3 +276,12 @@ class PlannedTable:
             return True
         managed = kernel in UVM_KERNELS  # its lookups only fuse updates
         return optimizer.may_split_columns and not (managed and optimizer.exchanges_row_state)
+
+
+_FACTS = operator.attrgetter(
+    *(
+        field.name
+        for field in fields(PlannedTable)
+        if field.name not in ("path", "name", "constraints", "kernels")
+    )
+)

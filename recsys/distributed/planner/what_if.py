@@ -33,8 +33,9 @@ def problem_of(
         kinds=topology.kinds,
         node_size=topology.local_size,
     )
-    tables = [[option.for_search() for option in of_table] for of_table in options]
-    return Problem(ranks=ranks, tables=tables)
+    lists = {id(of_table): of_table for of_table in options}  # tables that are alike share one
+    asked = {key: [option.for_search() for option in of_table] for key, of_table in lists.items()}
+    return Problem(ranks=ranks, tables=[asked[id(of_table)] for of_table in options])
 
 
 def plan_again(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
@@ -15,6 +16,7 @@ from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.strategies import STRATEGIES
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+from recsys.optim.specs import TableOptimizer, optimizer_spec
 
 FUSED = EmbeddingComputeKernel.FUSED
 
@@ -52,6 +54,30 @@ def test_each_type_has_its_counts_of_ranks() -> None:
         "grid_shard": [8],
         "data_parallel": [8],
     }
+
+
+def test_tables_that_differ_in_names_alone_share_their_options() -> None:
+    lister = OptionLister(Topology(8, "cpu", ddr_cap=1 << 30, local_world_size=4), 16)
+    first = table()
+    of_first = lister.options_of(first)
+    assert lister.options_of(dataclasses.replace(first, name="other", path="else")) is of_first
+    adam = TableOptimizer(spec=optimizer_spec(torch.optim.Adam, {"lr": 0.1}))
+    for change in (
+        {"rows": 2000},
+        {"dim": 64},
+        {"element_bytes": 2},
+        {"optimizer": adam},
+        {"trains": False},
+        {"ids_per_sample": 3.0},
+        {"num_features": 2},
+        {"is_pooled": False},
+        {"is_weighted": True},
+        {"wire_bytes": (2.0, 2.0)},
+        {"constraints": ParameterConstraints(min_partition=64)},
+        {"kernels": {ShardingType.TABLE_WISE: (FUSED,)}},
+    ):
+        changed = dataclasses.replace(first, **change)  # type: ignore[arg-type]
+        assert lister.options_of(changed) == options(changed) != of_first, change
 
 
 def test_on_one_rank_a_table_is_whole_unless_asked_otherwise() -> None:
