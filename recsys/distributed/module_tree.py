@@ -61,14 +61,32 @@ def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
     """
     placed = {id(weight) for weight in weights}
     first: dict[int, str] = {}
+    spans: list[tuple[int, int, bool, str]] = []
     for path, module in model.named_modules():
         for name, weight in module._parameters.items():
-            if id(weight) not in placed:
+            if weight is None:
                 continue
             use = f"{path}.{name}" if path else name
-            if first.setdefault(id(weight), use) != use:
-                raise ValueError(
-                    f"The weight of a sharded table cannot be shared with another parameter; "
-                    f"received {first[id(weight)]!r} and {use!r}, which are one. Give each a "
-                    "parameter of its own: nn.Parameter(weight.detach().clone())."
-                )
+            if id(weight) in first:
+                if id(weight) in placed and use != first[id(weight)]:
+                    raise _tied(first[id(weight)], use)
+                continue
+            first[id(weight)] = use
+            if type(weight) is nn.Parameter and not weight.is_meta and weight.numel():
+                start = weight.data_ptr()
+                size = weight.numel() * weight.element_size()
+                spans.append((start, start + size, id(weight) in placed, use))
+    end, is_placed, before = 0, False, ""
+    for start, stop, placed_too, use in sorted(spans):
+        if start < end and (is_placed or placed_too):
+            raise _tied(before, use)
+        if stop > end:
+            end, is_placed, before = stop, placed_too, use
+
+
+def _tied(one: str, other: str) -> ValueError:
+    return ValueError(
+        "The weight of a sharded table cannot be shared with another parameter; received "
+        f"{one!r} and {other!r}, which are one or overlap in memory. Give each a parameter of its "
+        "own: nn.Parameter(weight.detach().clone())."
+    )

@@ -31,3 +31,15 @@ def test_a_weight_with_two_names_is_found() -> None:
     with pytest.raises(ValueError, match=r"'one\.weight' and 'other\.weight', which are one"):
         check_untied(model, one.parameters())
     check_untied(model, [one.bias])  # the tied one stays as it is
+
+
+def test_a_weight_in_the_memory_of_another_is_found() -> None:
+    table = nn.Embedding(6, 2)
+    model = nn.ModuleDict({"table": table, "last": nn.Linear(2, 2, bias=False)})
+    check_untied(model, table.parameters())
+    model["last"].weight = nn.Parameter(table.weight.detach()[4:])
+    with pytest.raises(ValueError, match=r"'table\.weight' and 'last\.weight', which .* overlap"):
+        check_untied(model, table.parameters())
+    check_untied(model, [])
+    model["last"].weight = nn.Parameter(table.weight.detach()[4:].clone())
+    check_untied(model, table.parameters())
