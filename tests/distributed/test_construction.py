@@ -143,7 +143,8 @@ OF_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         {"tied": True},
         "ValueError: On rank 1: The weight of a sharded table cannot be shared with another "
-        "parameter; received 'ebc.embedding_bags.b.weight' and 'over.weight', which are one or overlap in memory.",
+        "parameter; received 'ebc.embedding_bags.b.weight' and 'over.weight', which are one or "
+        "overlap in memory.",
     ),
 }
 
