@@ -6,13 +6,15 @@ The rooms, in the order in which a batch walks through them; each imports only f
 (authored on one device) -> ``distributed`` (placed on many) -> ``inference`` (quantized, exported).
 
 The names that nearly every script needs are here too: ``recsys.KeyedJaggedTensor``. They are
-imported when first used, so that ``import recsys`` costs nothing.
+imported when first used, so that ``import recsys`` costs nothing. So are its packages and their
+modules: after it, ``recsys.distributed.planner.Topology`` works as it stands.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from recsys.lazy import lazy_names
 
 if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.model_parallel import DistributedModelParallel
@@ -74,17 +76,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name in _ROOMS:
-        return importlib.import_module(f"recsys.{name}")
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'recsys' has no attribute {name!r}. Here are {', '.join(__all__)}; everything "
-            f"else is in its room, one of {', '.join(_ROOMS)}."
-        )
-    value: object = getattr(importlib.import_module(f"recsys.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

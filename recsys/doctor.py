@@ -41,6 +41,9 @@ __all__ = [
     "print_kernels",
 ]
 
+DISTRIBUTION = "recsys-torch"
+"""What pip calls this project; ``recsys`` on the package index is another one."""
+
 PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 """The FBGEMM release that was built for each torch release."""
 
@@ -96,6 +99,8 @@ class Facts:
     """Whether the environment variable RECSYS_KERNELS says so."""
     process_groups: tuple[str, ...] = ("gloo",)
     torchrec: str | None = None
+    namesakes: tuple[str, ...] = ()
+    """Other installed distributions whose package is called recsys, with versions."""
     num_cores: int = 1
     memory_bytes: int | None = None
 
@@ -118,12 +123,23 @@ def diagnose(facts: Facts) -> list[Finding]:
         'pip install "torch==2.13.*"'
     """
     return [
+        *_judge_namesakes(facts),
         *_judge_python_and_torch(facts),
         *_judge_fbgemm(facts),
         *_judge_backends(facts),
         *_judge_process_groups(facts),
         _judge_torchrec(facts),
     ]
+
+
+def _judge_namesakes(facts: Facts) -> Iterator[Finding]:
+    for found in facts.namesakes:
+        text = (
+            f"Another project's package called recsys is installed ({found}). Which of the two "
+            "`import recsys` means depends on the order of installation. Remove it, and install "
+            "this one again."
+        )
+        yield Finding("problem", text, f"pip uninstall -y {found.partition(' ')[0]}")
 
 
 def _judge_python_and_torch(facts: Facts) -> Iterator[Finding]:
@@ -136,7 +152,8 @@ def _judge_python_and_torch(facts: Facts) -> Iterator[Finding]:
     if facts.has_nvidia_driver and facts.torch_cuda is None:
         text = "The machine has an NVIDIA driver, but this torch is built for CPUs only."
         present = " ".join(["torch", *facts.distributions])
-        yield Finding("note", text, f'pip uninstall -y {present} && pip install "recsys[cuda]"')
+        pair = f'"torch=={_newest_torch()}.*" "fbgemm-gpu=={PAIRS[_newest_torch()]}.*"'
+        yield Finding("note", text, f"pip uninstall -y {present} && pip install {pair}")
     if facts.has_nvidia_driver and facts.torch_cuda is not None and not facts.gpus:
         yield Finding(
             "problem",
@@ -280,6 +297,7 @@ def collect_facts() -> Facts:
         is_forced_to_torch=os.environ.get("RECSYS_KERNELS") == "torch",
         process_groups=tuple(name for name, is_there in groups.items() if is_there),
         torchrec=_version_of("torchrec"),
+        namesakes=_namesakes(),
         num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),
     )
@@ -290,6 +308,13 @@ def _version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _namesakes() -> tuple[str, ...]:
+    """Returns the distributions that bring a package ``recsys`` and are not this one."""
+    found = importlib.metadata.packages_distributions().get("recsys", [])
+    others = {name for name in found if name.replace("_", "-") != DISTRIBUTION} | {"recsys"}
+    return tuple(f"{name} {version}" for name in sorted(others) if (version := _version_of(name)))
 
 
 def _memory_bytes() -> int | None:

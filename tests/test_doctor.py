@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from recsys.doctor import (
     Facts,
     Finding,
     Kernels,
+    _namesakes,
     diagnose,
     format_report,
 )
@@ -154,6 +156,11 @@ def test_without_fbgemm() -> None:
             None,
         ),
         (
+            Facts(namesakes=("recsys 0.0.1a3",)),
+            "Another project's package called recsys is installed (recsys 0.0.1a3).",
+            "pip uninstall -y recsys",
+        ),
+        (
             Facts(process_groups=()),
             "torch.distributed has no gloo, so models cannot be sharded across processes.",
             'pip install --force-reinstall "torch==2.13.*"',
@@ -225,6 +232,17 @@ def test_report_shows_the_fix_below_its_finding() -> None:
     assert lines[-2:] == ["problem  It is broken.", "         pip install it"]
     assert "gpu 0    H100, 80 GiB" in lines
     assert "machine  1 cores, 16 GiB" in lines
+
+
+def test_finds_another_recsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(_namesakes())
+    for name in ("recsys", "recommenders", "recsys_torch"):
+        info = tmp_path / f"{name}-0.0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.1\n")
+        (info / "top_level.txt").write_text("recsys\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert set(_namesakes()) - before == {"recsys 0.0.1", "recommenders 0.0.1"}
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

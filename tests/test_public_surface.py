@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,10 @@ SURFACE = {
     """,
     "recsys.compat": "",
     "recsys.datasets": "",
-    "recsys.distributed": "",
+    "recsys.distributed": """
+        Awaitable DistributedModelParallel ModuleSharder ParameterSharding ShardedModule ShardingEnv
+        get_local_rank get_local_size
+    """,
     "recsys.distributed.planner": """
         CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner
         FixedPercentageStorageReservation Hardware HeuristicalStorageReservation
@@ -58,8 +64,11 @@ def test_all_packages_are_frozen() -> None:
     assert {package for package in SURFACE if package.count(".") == 1} == rooms
 
 
-def test_top_level_names_are_what_type_checkers_see() -> None:
-    source = Path(recsys.__file__).read_text()
+@pytest.mark.parametrize(
+    "package", [recsys, recsys.distributed], ids=lambda package: package.__name__
+)
+def test_lazy_names_are_what_type_checkers_see(package: Any) -> None:
+    source = Path(package.__file__).read_text()
     seen = {
         alias.asname or alias.name
         for node in ast.walk(ast.parse(source))
@@ -68,7 +77,26 @@ def test_top_level_names_are_what_type_checkers_see() -> None:
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
     }
-    assert seen == set(recsys.__all__) == set(recsys._HOMES)
+    assert seen == set(package.__all__) == set(package._HOMES)
+
+
+def test_import_recsys_alone_reaches_the_documented_names() -> None:
+    names = [
+        "distributed.DistributedModelParallel",
+        "distributed.model_parallel.DistributedModelParallel",
+        "distributed.planner.EmbeddingShardingPlanner",
+        "distributed.embeddingbag.EmbeddingBagCollectionSharder",
+        "modules.embedding_configs.EmbeddingBagConfig",
+        "modules.dlrm.DLRM",
+        "sparse.KeyedJaggedTensor",
+        "optim.keyed.KeyedOptimizerWrapper",
+        "datasets.random.RandomRecDataset",
+        "inference.quantize_embeddings",
+        "compat.torchrec.install",
+    ]
+    lines = ["import sys, recsys", "assert 'torch' not in sys.modules"]
+    lines += [f"assert recsys.{name}.__name__ == {name.rpartition('.')[2]!r}" for name in names]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=240)
 
 
 def test_unknown_top_level_name() -> None:

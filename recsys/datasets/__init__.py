@@ -3,3 +3,7 @@
 ``utils`` says what a batch is and how ranks share one; ``random`` makes batches up, ``movielens``
 and ``criteo`` read real ones. Nothing here needs a process group: a reader is told its rank.
 """
+
+from recsys.lazy import lazy_names
+
+__getattr__ = lazy_names(__name__, {})

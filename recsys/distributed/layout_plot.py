@@ -34,7 +34,7 @@ def plot_layout(
     except ImportError as error:
         raise ImportError(
             "Layout.plot needs matplotlib; received an environment without it. Install the extra "
-            "that has it: pip install 'recsys[plot]'."
+            "that has it: pip install matplotlib."
         ) from error
     traffic = traffic_of(
         layout, samples_per_rank=samples_per_rank, ids_per_sample=ids_per_sample, pooled=pooled
