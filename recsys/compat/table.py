@@ -48,7 +48,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingCollectionInterface, get_embedding_names_by_table",
     ),
     ("torchrec.modules.activation", "recsys.modules.activation", "SwishLayerNorm"),
-    ("torchrec.modules.crossnet", "recsys.modules.crossnet", "CrossNet, LowRankCrossNet"),
+    (
+        "torchrec.modules.crossnet",
+        "recsys.modules.crossnet",
+        "CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet",
+    ),
     (
         "torchrec.modules.feature_processor",
         "recsys.modules.feature_processor",
@@ -71,6 +75,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.models.dlrm",
         "recsys.modules.dlrm",
         "DLRM, DLRMTrain, DenseArch, InteractionArch, OverArch, SparseArch",
+    ),
+    (
+        "torchrec.models.dlrm",
+        "recsys.modules.dlrm_variants",
+        "DLRM_DCN, DLRM_Projection, InteractionDCNArch, InteractionProjectionArch",
     ),
     # optim
     (

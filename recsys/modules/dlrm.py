@@ -97,6 +97,8 @@ class DenseArch(nn.Module):
         in_features: columns of the dense features.
         layer_sizes: of the MLP; the last is ``D``.
         device: where the parameters lie.
+        batch_norm: as in `MLP`.
+        dropout: as in `MLP`.
 
     Example:
         >>> DenseArch(13, [8, 4])(torch.ones(2, 13)).shape
@@ -104,10 +106,18 @@ class DenseArch(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, layer_sizes: list[int], device: torch.device | None = None
+        self,
+        in_features: int,
+        layer_sizes: list[int],
+        device: torch.device | None = None,
+        *,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.model = MLP(in_features, layer_sizes, device=device)
+        self.model = MLP(
+            in_features, layer_sizes, device=device, batch_norm=batch_norm, dropout=dropout
+        )
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Apply the MLP.
@@ -126,11 +136,11 @@ class InteractionArch(nn.Module):
     """Put the dot products of every two features beside the dense feature.
 
     Args:
-        num_sparse_features: ``F``.
+        num_sparse_features: ``F``; with 0 the dense feature is given back.
         device: where the pairs' positions lie; they move with the module.
 
     Raises:
-        ValueError: there is no sparse feature.
+        ValueError: the number is negative.
 
     Example:
         >>> InteractionArch(num_sparse_features=2)(torch.ones(5, 4), torch.ones(5, 2, 4)).shape
@@ -142,10 +152,7 @@ class InteractionArch(nn.Module):
 
     def __init__(self, num_sparse_features: int, device: torch.device | None = None) -> None:
         super().__init__()
-        if num_sparse_features < 1:
-            raise ValueError(
-                f"num_sparse_features must be at least 1; received {num_sparse_features}."
-            )
+        check_num_sparse(num_sparse_features)
         self.F: int = num_sparse_features
         for name, table in self._tables(device).items():
             self.register_buffer(name, table, persistent=False)
@@ -172,9 +179,26 @@ class InteractionArch(nn.Module):
         Returns:
             ``[B, D + P]``.
         """
+        if self.F == 0:
+            return dense_features
         vectors_BVD = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
         pairs_BP = dot_pairs(vectors_BVD, self.positions_P, self.pair_of_VV)
         return torch.cat([dense_features, pairs_BP], dim=1)
+
+
+def check_num_sparse(num_sparse_features: int) -> None:
+    """Refuse a negative number of sparse features.
+
+    Args:
+        num_sparse_features: ``F``.
+
+    Raises:
+        ValueError: it is negative.
+    """
+    if num_sparse_features < 0:
+        raise ValueError(
+            f"num_sparse_features must not be negative; received {num_sparse_features}."
+        )
 
 
 class OverArch(nn.Module):
@@ -184,6 +208,8 @@ class OverArch(nn.Module):
         in_features: columns of the interactions.
         layer_sizes: of the MLP, ending in 1; the last layer has no activation.
         device: where the parameters lie.
+        batch_norm: as in `MLP`, for all layers but the last.
+        dropout: as in `MLP`, for all layers but the last.
 
     Raises:
         ValueError: there is no layer.
@@ -194,7 +220,13 @@ class OverArch(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, layer_sizes: list[int], device: torch.device | None = None
+        self,
+        in_features: int,
+        layer_sizes: list[int],
+        device: torch.device | None = None,
+        *,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if not layer_sizes:
@@ -204,7 +236,7 @@ class OverArch(nn.Module):
             )
         hidden_sizes = layer_sizes[:-1]
         self.model = nn.Sequential(
-            MLP(in_features, hidden_sizes, device=device),
+            MLP(in_features, hidden_sizes, device=device, batch_norm=batch_norm, dropout=dropout),
             nn.Linear([in_features, *hidden_sizes][-1], layer_sizes[-1], device=device),
         )
 
@@ -225,15 +257,19 @@ class DLRM(nn.Module):
     """Predict a logit from dense and sparse features.
 
     Args:
-        embedding_bag_collection: tables of one embedding dim ``D``.
-        dense_in_features: columns of the dense features.
+        embedding_bag_collection: tables of one embedding dim ``D``; None for a model without sparse
+            features.
+        dense_in_features: columns of the dense features; without any, 0, a learned vector takes
+            their place.
         dense_arch_layer_sizes: of the first MLP; the last must be ``D``.
         over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
         dense_device: where the MLPs' parameters lie.
+        batch_norm: whether the MLPs' layers, but for the logit's, have batch norm; see `MLP`.
+        dropout: share of those layers' outputs that are set to 0 in training, in [0, 1).
 
     Raises:
-        ValueError: there is no table, tables differ in their dim, or the last dense layer has
-            another size than the embeddings.
+        ValueError: a collection without tables, tables that differ in their dim, a last dense layer
+            of another size than the embeddings, no layer, or a dropout out of its range.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -246,44 +282,64 @@ class DLRM(nn.Module):
         torch.Size([2, 1])
     """
 
+    sparse_arch: SparseArch | None
+    inter_arch: nn.Module
+
     def __init__(
         self,
-        embedding_bag_collection: EmbeddingBagCollection,
+        embedding_bag_collection: EmbeddingBagCollection | None,
         dense_in_features: int,
         dense_arch_layer_sizes: list[int],
         over_arch_layer_sizes: list[int],
         dense_device: torch.device | None = None,
+        *,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.sparse_arch = SparseArch(embedding_bag_collection)
-        embedding_dim, num_sparse_features = self.sparse_arch.D, self.sparse_arch.F
-        if dense_arch_layer_sizes[-1:] != [embedding_dim]:
-            raise ValueError(
-                "the last of dense_arch_layer_sizes must be the tables' embedding_dim "
-                f"{embedding_dim}; received {dense_arch_layer_sizes}. The interaction multiplies "
-                "the dense vector with the embeddings: make the two equal."
-            )
-        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
-        self.inter_arch = InteractionArch(num_sparse_features, dense_device)
-        num_pairs = (num_sparse_features + 1) * num_sparse_features // 2
-        self.over_arch = OverArch(embedding_dim + num_pairs, over_arch_layer_sizes, dense_device)
+        self.sparse_arch = None
+        self._dim, self._num_sparse = [dense_in_features, *dense_arch_layer_sizes][-1], 0
+        if embedding_bag_collection is not None:
+            self.sparse_arch = SparseArch(embedding_bag_collection)
+            self._dim, self._num_sparse = self.sparse_arch.D, self.sparse_arch.F
+            if dense_arch_layer_sizes[-1:] != [self._dim]:
+                raise ValueError(
+                    "the last of dense_arch_layer_sizes must be the tables' embedding_dim "
+                    f"{self._dim}; received {dense_arch_layer_sizes}. The interaction multiplies "
+                    "the dense vector with the embeddings: make the two equal."
+                )
+        self.dense_arch = DenseArch(
+            dense_in_features, dense_arch_layer_sizes, dense_device,
+            batch_norm=batch_norm, dropout=dropout,
+        )  # fmt: skip
+        self.inter_arch = InteractionArch(self._num_sparse, dense_device)
+        num_pairs = (self._num_sparse + 1) * self._num_sparse // 2
+        self.over_arch = OverArch(
+            self._dim + num_pairs, over_arch_layer_sizes, dense_device,
+            batch_norm=batch_norm, dropout=dropout,
+        )  # fmt: skip
 
     def forward(
-        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
+        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor | None
     ) -> torch.Tensor:
         """Predict.
 
         Args:
             dense_features: ``[B, dense_in_features]``.
-            sparse_features: the ids of all features, stride ``B``.
+            sparse_features: the ids of all features, stride ``B``; read only by a model with
+                tables.
 
         Returns:
-            ``[B, 1]`` logits.
+            ``[B, over_arch_layer_sizes[-1]]`` logits.
         """
-        # The lookup first: sharded, it is a message on its way while the dense MLP computes.
-        pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
-        dense = self.dense_arch(dense_features)
-        embedded = self.sparse_arch.stack(pooled)
+        if self.sparse_arch is None:
+            dense = self.dense_arch(dense_features)
+            embedded = dense.new_empty(dense.size(0), 0, dense.size(1))
+        else:
+            # The lookup first: sharded, it is a message on its way while the dense MLP computes.
+            pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
+            dense = self.dense_arch(dense_features)
+            embedded = self.sparse_arch.stack(pooled)
         logits: torch.Tensor = self.over_arch(self.inter_arch(dense, embedded))
         return logits
 

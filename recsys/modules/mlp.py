@@ -1,6 +1,7 @@
 """Stacks of linear layers. Shape: ``B`` samples."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import cast
 
@@ -17,12 +18,17 @@ class Perceptron(nn.Module):
     """One linear layer and its activation.
 
     Args:
-        in_size: columns of the input.
+        in_size: columns of the input; with 0 the output is the learned constant.
         out_size: columns of the output.
         bias: whether the layer adds a learned constant.
         activation: applied to the layer's output.
         device: where the parameters lie.
         dtype: of the parameters.
+        batch_norm: whether a ``BatchNorm1d`` stands between layer and activation.
+        dropout: share of the outputs that are set to 0 in training, in [0, 1).
+
+    Raises:
+        ValueError: ``dropout`` is out of its range.
 
     Example:
         >>> Perceptron(3, 2)(torch.ones(5, 3)).shape
@@ -37,13 +43,28 @@ class Perceptron(nn.Module):
         activation: Activation = torch.relu,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        *,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(
+                f"dropout must be in [0, 1); received {dropout}. It is the share of outputs that "
+                "are set to 0."
+            )
         self._in_size = in_size
         self._out_size = out_size
         # The names of the parts are those of checkpoints that users already have.
-        self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        with warnings.catch_warnings():
+            if in_size == 0:
+                warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+            self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        if in_size == 0 and bias:  # torch sets it to 0, where relu lets no gradient through
+            nn.init.uniform_(self._linear.bias, -1, 1)
+        self._norm = nn.BatchNorm1d(out_size, device=device, dtype=dtype) if batch_norm else None
         self._activation_fn = activation
+        self._dropout = nn.Dropout(dropout) if dropout else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer.
@@ -54,14 +75,20 @@ class Perceptron(nn.Module):
         Returns:
             ``[B, out_size]``.
         """
-        return self._activation_fn(self._linear(input))
+        output: torch.Tensor = self._linear(input)
+        if self._norm is not None:
+            output = self._norm(output)
+        output = self._activation_fn(output)
+        if self._dropout is not None:
+            output = self._dropout(output)
+        return output
 
 
 class MLP(nn.Module):
     """Layers one after another, each with its activation.
 
     Args:
-        in_size: columns of the input.
+        in_size: columns of the input; with 0 the first layer gives a learned constant.
         layer_sizes: columns of each layer's output; without layers the input is given back.
         bias: whether layers add a learned constant.
         activation: a function; a module, shared by all layers; a module class or a function without
@@ -69,10 +96,14 @@ class MLP(nn.Module):
             ``"sigmoid"``, ``"swish_layernorm"``.
         device: where the parameters lie.
         dtype: of the parameters.
-        activation_on_last: whether the last layer has the activation too.
+        activation_on_last: whether the last layer has the activation too; without it the last layer
+            has no batch norm and no dropout either.
+        batch_norm: whether layers have a ``BatchNorm1d`` before the activation.
+        dropout: share of each layer's outputs that are set to 0 in training, in [0, 1).
 
     Raises:
-        ValueError: an unknown activation name, or a size below 1.
+        ValueError: an unknown activation name, a layer size below 1, an input size below 0, or
+            ``dropout`` out of its range.
 
     Example:
         >>> MLP(3, [8, 2], activation="sigmoid")(torch.ones(5, 3)).shape
@@ -88,12 +119,15 @@ class MLP(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
         activation_on_last: bool = True,
+        *,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if min(in_size, *layer_sizes, in_size) < 1:
+        if in_size < 0 or min(layer_sizes, default=1) < 1:
             raise ValueError(
-                f"MLP sizes must be at least 1; received in_size {in_size} and layer_sizes "
-                f"{layer_sizes}."
+                f"MLP sizes must be at least 1, 0 for no input; received in_size {in_size} and "
+                f"layer_sizes {layer_sizes}."
             )
         layers = []
         for place, (size_in, size_out) in enumerate(
@@ -101,7 +135,12 @@ class MLP(nn.Module):
         ):
             active = activation_on_last or place < len(layer_sizes) - 1
             function = _activation(activation, size_out, device) if active else nn.Identity()
-            layers.append(Perceptron(size_in, size_out, bias, function, device, dtype))
+            layers.append(
+                Perceptron(
+                    size_in, size_out, bias, function, device, dtype,
+                    batch_norm=batch_norm and active, dropout=dropout if active else 0.0,
+                )
+            )  # fmt: skip
         self._mlp = nn.Sequential(*layers)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -199,5 +199,41 @@ def test_interaction_has_no_state_and_survives_meta():
     arch.reset_parameters()
     dense, sparse = torch.randn(2, 4), torch.randn(2, 3, 4)
     torch.testing.assert_close(arch(dense, sparse), InteractionArch(3)(dense, sparse))
-    with pytest.raises(ValueError, match="num_sparse_features must be at least 1; received 0"):
-        InteractionArch(0)
+    assert InteractionArch(0)(dense, sparse[:, :0]) is dense
+    with pytest.raises(ValueError, match="num_sparse_features must not be negative; received -1"):
+        InteractionArch(-1)
+
+
+def test_without_sparse_features():
+    dlrm = DLRM(None, 5, [8, 4], [8, 1])
+    assert not any(name.startswith("sparse_arch") for name in dlrm.state_dict())
+    dense = torch.randn(6, 5)
+    expected = dlrm.over_arch.model(dlrm.dense_arch.model(dense))
+    torch.testing.assert_close(dlrm(dense, random_batch().sparse_features), expected)
+    torch.testing.assert_close(dlrm(dense, None), expected)
+
+
+def test_without_dense_features():
+    torch.manual_seed(0)
+    dlrm, batch = DLRM(collection(), 0, [8, DIM], [8, 1]), random_batch()
+    dense = torch.zeros(6, 0)
+    found = dlrm(dense, batch.sparse_features)
+    naive_batch = Batch(dense, batch.sparse_features, batch.labels)
+    torch.testing.assert_close(found, naive(dlrm, naive_batch))
+    found.square().sum().backward()
+    assert dlrm.dense_arch.model._mlp[0]._linear.bias.grad.abs().sum() > 0
+
+
+def test_batch_norm_and_dropout_reach_all_layers_but_the_logit():
+    dlrm = DLRM(collection(), 5, [8, DIM], [8, 1], batch_norm=True, dropout=0.5)
+    norms = [name for name, child in dlrm.named_modules() if isinstance(child, nn.BatchNorm1d)]
+    assert norms == [
+        "dense_arch.model._mlp.0._norm",
+        "dense_arch.model._mlp.1._norm",
+        "over_arch.model.0._mlp.0._norm",
+    ]
+    assert sum(isinstance(child, nn.Dropout) for child in dlrm.modules()) == 3
+    batch = random_batch()
+    torch.testing.assert_close(
+        *(dlrm.eval()(batch.dense_features, batch.sparse_features) for _ in range(2))
+    )

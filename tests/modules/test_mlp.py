@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from recsys.modules.activation import SwishLayerNorm
 from recsys.modules.mlp import MLP, Perceptron
+from tests.formulas import assert_follows, randomise
 
 
 def test_equals_the_formula():
@@ -82,3 +84,57 @@ def test_swish_layer_norm_over_two_dimensions():
     x = torch.randn(2, 3, 4)
     expected = x * torch.sigmoid(nn.functional.layer_norm(x, (3, 4)))
     torch.testing.assert_close(SwishLayerNorm([3, 4])(x), expected)
+
+
+def test_batch_norm_follows_the_formula():
+    def formula(state, x):
+        for layer in range(2):
+            of = f"_mlp.{layer}."
+            x = x @ state[of + "_linear.weight"].T + state[of + "_linear.bias"]
+            if layer == 0:  # the last one has no activation here, and so no batch norm
+                x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+                x = np.tanh(x * state[of + "_norm.weight"] + state[of + "_norm.bias"])
+        return x
+
+    torch.manual_seed(0)
+    model = MLP(3, [4, 2], activation=torch.tanh, activation_on_last=False, batch_norm=True)
+    randomise(model)
+    assert_follows(model, formula, torch.randn(6, 3, dtype=torch.float64))
+
+
+def test_dropout_scales_what_it_keeps_and_ends_with_training():
+    torch.manual_seed(0)
+    model = MLP(3, [1000], activation=torch.abs, dropout=0.25)
+    x = torch.randn(1, 3)
+    whole = model.eval()(x)
+    torch.testing.assert_close(whole, model._mlp[0]._linear(x).abs())
+    dropped = model.train()(x)
+    kept = dropped != 0
+    assert 0.7 < kept.float().mean() < 0.8
+    torch.testing.assert_close(dropped[kept], whole[kept] / 0.75)
+
+
+def test_layers_without_activation_drop_nothing():
+    model = MLP(3, [4, 2], activation_on_last=False, dropout=0.5, batch_norm=True)
+    assert "_mlp.0._norm.running_mean" in model.state_dict()
+    assert "_mlp.1._norm.running_mean" not in model.state_dict()
+    assert [layer._dropout is None for layer in model._mlp] == [False, True]
+
+
+def test_norm_and_dropout_script_and_trace():
+    model = MLP(3, [4, 2], batch_norm=True, dropout=0.5).eval()
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+def test_no_input_gives_the_learned_constant():
+    model = MLP(0, [4])
+    found = model(torch.zeros(5, 0))
+    torch.testing.assert_close(found, model._mlp[0]._linear.bias.relu().expand(5, 4))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_bad_dropout(share):
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\); received"):
+        MLP(3, [4], dropout=share)

@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recsys.datasets.random import RandomRecDataset
+from recsys.modules.crossnet import LowRankCrossNet
+from recsys.modules.dlrm import DLRMTrain
+from recsys.modules.dlrm_variants import (
+    DLRM_DCN,
+    DLRM_Projection,
+    InteractionDCNArch,
+    InteractionProjectionArch,
+)
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from tests.formulas import assert_follows, randomise
+
+FEATURES = ["user", "film", "genre"]
+DIM = 4
+
+
+def collection():
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=f"{feature}s", embedding_dim=DIM, num_embeddings=20, feature_names=[feature]
+            )
+            for feature in FEATURES
+        ]
+    )
+
+
+def dcn(tables, dense=5, **more):
+    return DLRM_DCN(tables, dense, [8, DIM], [8, 1], dcn_num_layers=2, dcn_low_rank_dim=3, **more)
+
+
+def projection(tables, dense=5, **more):
+    return DLRM_Projection(tables, dense, [8, DIM], [8, 1], [6, 2 * DIM], [7, 3 * DIM], **more)
+
+
+def random_batch(size=6):
+    (batch,) = RandomRecDataset(
+        FEATURES, size, hash_size=20, ids_per_feature=3, min_ids_per_feature=0, num_dense=5,
+        manual_seed=0, num_batches=1,
+    )  # fmt: skip
+    return batch
+
+
+def mlp(state, prefix, x):
+    """Layers of `MLP`, by their names; relu after each."""
+    layer = 0
+    while f"{prefix}._mlp.{layer}._linear.weight" in state:
+        of = f"{prefix}._mlp.{layer}._linear."
+        x = np.maximum(x @ state[of + "weight"].T + state[of + "bias"], 0)
+        layer += 1
+    return x
+
+
+def crossed(state, prefix, x0):
+    x = x0
+    for layer in range(2):
+        wide, narrow = (state[f"{prefix}.{kind}_kernels.{layer}"] for kind in "WV")
+        x = x0 * (wide @ (narrow @ x) + state[f"{prefix}.bias.{layer}"]) + x
+    return x
+
+
+def projected(state, prefix, flat, dense):
+    first = mlp(state, f"{prefix}.interaction_branch1.model", flat).reshape(2, DIM)
+    second = mlp(state, f"{prefix}.interaction_branch2.model", flat).reshape(DIM, 3)
+    return np.concatenate([dense, (first @ second).reshape(-1)])
+
+
+def formula_of(interact):
+    """The whole model, one sample at a time."""
+
+    def formula(state, dense_features, ids):
+        logits = []
+        for row in range(len(dense_features)):
+            dense = mlp(state, "dense_arch.model", dense_features[row])
+            vectors = [dense]
+            for feature in FEATURES:
+                name = f"sparse_arch.embedding_bag_collection.embedding_bags.{feature}s.weight"
+                vectors.append(state[name][ids[feature].to_dense()[row].numpy()].sum(0))
+            hidden = mlp(
+                state, "over_arch.model.0", interact(state, np.concatenate(vectors), dense)
+            )
+            logits.append(state["over_arch.model.1.weight"] @ hidden)
+        return np.stack(logits) + state["over_arch.model.1.bias"]
+
+    return formula
+
+
+FORMULAS = {
+    dcn: formula_of(lambda state, flat, dense: crossed(state, "inter_arch.crossnet", flat)),
+    projection: formula_of(lambda state, flat, dense: projected(state, "inter_arch", flat, dense)),
+}
+
+
+@pytest.mark.parametrize("build", FORMULAS)
+def test_follows_the_formula(build):
+    torch.manual_seed(0)
+    model, batch = build(collection()), random_batch()
+    for part in (model.dense_arch, model.inter_arch, model.over_arch):
+        randomise(part)
+    with torch.no_grad():
+        for weight in model.sparse_arch.parameters():  # sums of which are exact in fp32
+            weight.copy_(torch.randint(-64, 65, weight.shape) / 64)
+    tables = {name: p for name, p in model.named_parameters() if name.startswith("sparse_arch")}
+
+    class InDouble(nn.Module):
+        """Tables stay fp32; what they give is widened."""
+
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def state_dict(self):
+            return {name: value.double() for name, value in self.model.state_dict().items()}
+
+        def named_parameters(self):
+            return ((n, p) for n, p in self.model.named_parameters() if n not in tables)
+
+        def forward(self, dense, ids):
+            embedded = self.model.sparse_arch(ids).double()
+            return self.model.over_arch(
+                self.model.inter_arch(self.model.dense_arch(dense), embedded)
+            )
+
+    assert_follows(
+        InDouble(), FORMULAS[build], batch.dense_features.double(), fixed=[batch.sparse_features]
+    )
+
+
+def test_state_dict_names_are_those_of_torchrec():
+    names = [name for name in dcn(collection()).state_dict() if name.startswith("inter_arch")]
+    assert names == [f"inter_arch.crossnet.{kind}_kernels.{i}" for kind in "WV" for i in (0, 1)] + [
+        "inter_arch.crossnet.bias.0",
+        "inter_arch.crossnet.bias.1",
+    ]
+    names = [name for name in projection(collection()).state_dict() if "inter_arch" in name]
+    assert names == [
+        f"inter_arch.interaction_branch{branch}.model._mlp.{layer}._linear.{kind}"
+        for branch in (1, 2)
+        for layer in (0, 1)
+        for kind in ("weight", "bias")
+    ]
+
+
+@pytest.mark.parametrize("build", FORMULAS)
+def test_trains_an_empty_batch(build):
+    train = DLRMTrain(build(collection()))
+    loss, _ = train(random_batch(0))
+    assert loss == 0
+    loss.backward()
+
+
+@pytest.mark.parametrize("build", FORMULAS)
+def test_without_sparse_or_dense_features(build):
+    dense = torch.randn(6, 5)
+    model = build(None)
+    torch.testing.assert_close(
+        model(dense, None), model.over_arch(model.dense_arch(dense)), rtol=0, atol=0
+    )
+    assert build(collection(), dense=0)(
+        torch.zeros(6, 0), random_batch().sparse_features
+    ).shape == (
+        6,
+        1,
+    )
+
+
+@pytest.mark.parametrize("build", FORMULAS)
+def test_dropout_and_batch_norm_reach_all_parts(build):
+    model = build(collection(), batch_norm=True, dropout=0.5)
+    names = [name for name, child in model.named_modules() if isinstance(child, nn.BatchNorm1d)]
+    assert {name.partition(".")[0] for name in names} == (
+        {"dense_arch", "inter_arch", "over_arch"}
+        if build is projection
+        else {"dense_arch", "over_arch"}
+    )
+    assert all(p.device.type == "meta" for p in build(None, dense_device="meta").parameters())
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        InteractionDCNArch(2, LowRankCrossNet(12, 2)),
+        InteractionProjectionArch(2, nn.Linear(12, 8), nn.Linear(12, 4)),
+    ],
+)
+def test_interactions_script_and_trace(arch):
+    inputs = torch.randn(3, 4), torch.randn(3, 2, 4)
+    torch.testing.assert_close(torch.jit.script(arch)(*inputs), arch(*inputs))
+    torch.testing.assert_close(torch.fx.symbolic_trace(arch)(*inputs), arch(*inputs))
+
+
+def test_projections_of_a_wrong_size():
+    expected = r"last of interaction_branch2_layer_sizes must be a multiple .* 4; received \[6, 9\]"
+    with pytest.raises(ValueError, match=expected):
+        DLRM_Projection(collection(), 5, [8, DIM], [8, 1], [6, 8], [6, 9])
+    with pytest.raises(ValueError, match="num_sparse_features must not be negative"):
+        InteractionDCNArch(-1, nn.Identity())
