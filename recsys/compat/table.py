@@ -53,6 +53,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.modules.crossnet",
         "CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet",
     ),
+    ("torchrec.modules.deepfm", "recsys.modules.deepfm", "DeepFM, FactorizationMachine"),
     (
         "torchrec.modules.feature_processor",
         "recsys.modules.feature_processor",
@@ -80,6 +81,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.models.dlrm",
         "recsys.modules.dlrm_variants",
         "DLRM_DCN, DLRM_Projection, InteractionDCNArch, InteractionProjectionArch",
+    ),
+    (
+        "torchrec.models.deepfm",
+        "recsys.modules.deepfm_model",
+        "DenseArch, FMInteractionArch, OverArch, SimpleDeepFMNN, SparseArch",
     ),
     # optim
     (

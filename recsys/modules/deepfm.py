@@ -1,0 +1,82 @@
+"""Factorization machines, and the deep network that shares their input.
+
+From Rendle, "Factorization Machines" (ICDM 2010); the deep network beside one, on the same
+embeddings, from Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247).
+
+Shapes: ``B`` samples, ``N`` columns of all embeddings of a sample together.
+"""
+
+import torch
+from torch import nn
+
+
+def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
+    """Flatten each embedding to ``[B, columns]`` and lay them side by side: ``[B, N]``."""
+    if len(embeddings) == 0 or min([embedding.dim() for embedding in embeddings]) < 2:
+        raise ValueError(
+            "embeddings must be a list of at least one tensor [B, ...]; received shapes "
+            f"{[embedding.shape for embedding in embeddings]}."
+        )
+    return torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)
+
+
+class DeepFM(nn.Module):
+    """Hand all embeddings of a sample, laid side by side, to a dense module.
+
+    Args:
+        dense_module: maps ``[B, N]`` to the output, such as an MLP.
+
+    Example:
+        >>> deep = DeepFM(nn.Linear(10, 2))
+        >>> deep([torch.ones(3, 4), torch.ones(3, 2, 3)]).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, dense_module: nn.Module) -> None:
+        super().__init__()
+        self.dense_module = dense_module
+
+    def forward(self, embeddings: list[torch.Tensor]) -> torch.Tensor:
+        """Apply the dense module.
+
+        Args:
+            embeddings: ``[B, ...]`` each, ``N`` columns together when flattened.
+
+        Returns:
+            What the dense module gives.
+
+        Raises:
+            ValueError: there is no embedding, or one of fewer than two dims.
+        """
+        output: torch.Tensor = self.dense_module(_beside_each_other(embeddings))
+        return output
+
+
+class FactorizationMachine(nn.Module):
+    """The sum of the products of every two columns, in time linear in their number.
+
+    ``sum_{i<j} v_i v_j = ((sum_i v_i)^2 - sum_i v_i^2) / 2``, which is Rendle's equation for the
+    pairs of features with one factor per column. Columns of all embeddings count, also two of one
+    embedding.
+
+    Example:
+        >>> FactorizationMachine()([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])])
+        tensor([[11.]])
+    """
+
+    def forward(self, embeddings: list[torch.Tensor]) -> torch.Tensor:
+        """Add up the products.
+
+        Args:
+            embeddings: ``[B, ...]`` each.
+
+        Returns:
+            ``[B, 1]``.
+
+        Raises:
+            ValueError: there is no embedding, or one of fewer than two dims.
+        """
+        values_BN = _beside_each_other(embeddings)
+        square_of_sum = values_BN.sum(dim=1, keepdim=True).square()
+        sum_of_squares = values_BN.square().sum(dim=1, keepdim=True)
+        return (square_of_sum - sum_of_squares) * 0.5
