@@ -158,6 +158,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection",
     ),
     (
+        "torchrec.distributed.embeddingbag",
+        "recsys.distributed.nn_embeddingbag",
+        "EmbeddingBagSharder, ShardedEmbeddingBag",
+    ),
+    (
         "torchrec.distributed.embedding",
         "recsys.distributed.embedding",
         "EmbeddingCollectionSharder, ShardedEmbeddingCollection",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 
-@final
 class ShardedEmbeddingBagCollection(ShardedCollection):
     """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` placed on many ranks.
 

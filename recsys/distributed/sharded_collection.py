@@ -192,9 +192,9 @@ class ShardedCollection(ShardedModule):
             if option.optimizer is not None:
                 for shard in shards[index]:
                     mark_in_backward(shard.parameter, option.source)
-        self.add_module(self.tables_name, tables)
+        self._hold_tables(tables)
         self._fused_optimizer = FusedTablesOptimizer(
-            {f"{self.tables_name}.{name}.weight": table for name, table in self._tables().items()},
+            {self._weight_name(name): table for name, table in self._tables().items()},
             [option.optimizer for option in options],
             self._finisher.deferred,
         )
@@ -252,6 +252,13 @@ class ShardedCollection(ShardedModule):
         return needs_one_width(
             self._group_of(number, rects), dims, self._device, replicated=not rects
         )
+
+    def _hold_tables(self, tables: TableDict) -> None:
+        self.add_module(self.tables_name, tables)
+
+    def _weight_name(self, table: str) -> str:
+        """Returns the name of a table's weight in the state dict."""
+        return f"{self.tables_name}.{table}.weight"
 
     def _tables(self) -> dict[str, TableShards]:
         tables: dict[str, TableShards] = dict(getattr(self, self.tables_name).items())

@@ -1,0 +1,250 @@
+"""A plain ``torch.nn.EmbeddingBag`` placed on many ranks: a collection of one table.
+
+Each bag is an exchange of its own; an EmbeddingBagCollection makes one of all its tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from recsys.distributed.table_shards import TableShards
+from recsys.distributed.types import (
+    LazyAwaitable,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+)
+from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    PoolingType,
+    dtype_to_data_type,
+)
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_tables import TableDict
+from recsys.sparse import KeyedJaggedTensor
+
+_TABLE = "weight"
+"""The name of the one table, in plans and in the state dict."""
+_POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+
+
+@final
+class _Settings(NamedTuple):
+    """What a call of an ``nn.EmbeddingBag`` depends on."""
+
+    mode: str
+    padding_idx: int | None
+    include_last_offset: bool
+    is_weighted: bool
+
+
+class _OneTable(EmbeddingBagCollection):
+    """A bag as a collection with the bag's own parameter."""
+
+    def __init__(self, bag: nn.EmbeddingBag, is_weighted: bool) -> None:
+        odd = {
+            name: value
+            for name in ("max_norm", "scale_grad_by_freq")
+            if (value := getattr(bag, name))
+        }
+        if bag.mode not in _POOLINGS or odd:
+            raise ValueError(
+                "An nn.EmbeddingBag to be sharded must have mode 'sum' or 'mean', no max_norm and "
+                f"no scale_grad_by_freq; received mode {bag.mode!r} and {odd or 'none of those'}. "
+                "Leave it out of the plan's sharders: it is replicated then."
+            )
+        self.settings = _Settings(
+            bag.mode, bag.padding_idx, bag.include_last_offset, is_weighted and bag.mode == "sum"
+        )
+        config = EmbeddingBagConfig(
+            bag.num_embeddings,
+            bag.embedding_dim,
+            _TABLE,
+            dtype_to_data_type(bag.weight.dtype),
+            ["input"],
+            init_fn=nn.init.normal_,  # what a bag on the meta device starts from
+            pooling=_POOLINGS[bag.mode],
+        )
+        super().__init__([config], self.settings.is_weighted, torch.device("meta"))
+        self.embedding_bags[_TABLE].weight = bag.weight
+
+
+@final
+class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
+    """A ``torch.nn.EmbeddingBag`` placed on many ranks.
+
+    Its output, gradients, weight and state dict are those of the unsharded bag, whatever the plan.
+    Every rank calls it with its own bags, also when it has none. Its sharder makes it.
+    """
+
+    _table: TableShards
+
+    def _adopt(self, module: Any) -> None:
+        super()._adopt(module)
+        self.settings: _Settings = module.settings
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> LazyAwaitable[Tensor]:
+        """Looks up and pools this rank's bags.
+
+        Args:
+            input: int32 or int64 ids: ``[N]`` with ``offsets``, or bags of one size ``[B, n]``.
+            offsets: ``[B]`` where each bag begins; ``[B + 1]`` with ``include_last_offset``.
+            per_sample_weights: one for each id, in the shape of ``input``; None: all 1.
+
+        Returns:
+            A pending ``[B, embedding_dim]``, in the dtype of the weight.
+
+        Raises:
+            IndexError: on every rank, if an id on any rank lies outside the table.
+            TypeError: on every rank, if ids are not integers.
+            ValueError: on every rank, if shapes or offsets of a rank do not fit, or weights come
+                where the bag takes none.
+        """
+        features: Any
+        try:
+            features = self._features_of(input, offsets, per_sample_weights)
+        except Exception as error:  # the input stage raises it on every rank
+            features = error
+        pooled = super().forward(features)
+        return LazyAwaitable(lambda: pooled.wait().values().to(self._table.dtype))
+
+    def _features_of(
+        self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> KeyedJaggedTensor:
+        if input.dim() == 2 and offsets is None:
+            lengths = input.new_full((input.size(0),), input.size(1))
+        elif input.dim() == 1 and offsets is not None and offsets.dim() == 1:
+            ends = offsets[1:]
+            if not self.settings.include_last_offset:
+                ends = torch.cat([ends, ends.new_full((1,), input.numel())])
+            lengths = ends - offsets[: ends.numel()]
+        else:
+            shape = None if offsets is None else list(offsets.shape)
+            raise ValueError(
+                "An EmbeddingBag takes ids [N] with offsets [B], or ids [B, n] without; received "
+                f"ids {list(input.shape)} and offsets {shape}."
+            )
+        if weights is not None and (not self.settings.is_weighted or weights.shape != input.shape):
+            raise ValueError(
+                "per_sample_weights need mode='sum', a sharder made with is_weighted=True, and the "
+                f"shape of the ids; received mode {self.settings.mode!r}, weights "
+                f"{list(weights.shape)} and ids {list(input.shape)}."
+            )
+        values = input.flatten()
+        if self.settings.is_weighted:
+            weights = (
+                torch.ones_like(values, dtype=torch.float32)
+                if weights is None
+                else weights.flatten().float()
+            )
+        if self.settings.padding_idx is not None:
+            kept = values != self.settings.padding_idx
+            before = nn.functional.pad(kept.cumsum(0), (1, 0))
+            starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
+            lengths = before[starts].diff()
+            values = values[kept]
+            weights = None if weights is None else weights[kept]
+        return KeyedJaggedTensor(["input"], values, weights, lengths)
+
+    # -- names: the table's weight is the module's ------------------------------------------------
+
+    def _hold_tables(self, tables: TableDict) -> None:
+        self.__dict__["_table"] = tables[_TABLE]
+
+    def _weight_name(self, table: str) -> str:
+        return "weight"
+
+    def _tables(self) -> dict[str, TableShards]:
+        return {_TABLE: self._table}
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields this module and its table by the same name, which is why parameters have it."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        yield from self._table.named_modules(memo, prefix, remove_duplicate)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._table._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._table._load_from_state_dict(*args)
+
+
+class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
+    """Shards ``torch.nn.EmbeddingBag``; not among the default sharders, so name it.
+
+    Args:
+        fused_params: optimizer settings for weights that have no optimizer attached; see
+            :class:`~recsys.distributed.embeddingbag.EmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
+            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+        is_weighted: whether bags of ``mode="sum"`` can be called with ``per_sample_weights``.
+            False saves 4 bytes per id on the wire.
+
+    Example:
+        >>> from recsys.distributed.model_parallel import DistributedModelParallel
+        >>> model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 1))
+        >>> model = DistributedModelParallel(
+        ...     model, device=torch.device("cpu"), sharders=[EmbeddingBagSharder()]
+        ... )
+        >>> list(model.state_dict()), model(torch.tensor([[1, 2], [3, 4]])).shape
+        (['0.weight', '1.weight', '1.bias'], torch.Size([2, 1]))
+    """
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        *,
+        is_weighted: bool = True,
+    ) -> None:
+        self.fused_params = dict(fused_params or {})
+        self.qcomm_codecs_registry = qcomm_codecs_registry
+        self._is_weighted = is_weighted
+
+    @property
+    def module_type(self) -> type[nn.EmbeddingBag]:
+        """The module type this sharder replaces."""
+        return nn.EmbeddingBag
+
+    def shard(
+        self,
+        module: nn.EmbeddingBag,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedEmbeddingBag:
+        """Returns the sharded bag with the given one's weight.
+
+        Raises:
+            ValueError: if the bag has another mode than "sum" or "mean", a ``max_norm`` or
+                ``scale_grad_by_freq``.
+        """
+        return ShardedEmbeddingBag(
+            _OneTable(module, self._is_weighted),
+            params,
+            env,
+            self.fused_params,
+            device,
+            self.qcomm_codecs_registry,
+        )
+
+    def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
+        """Returns the weight, by the name it has in plans: ``{"weight": module.weight}``."""
+        return {_TABLE: cast(nn.Parameter, module.weight)}
