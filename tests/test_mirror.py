@@ -48,6 +48,8 @@ TESTED_THROUGH = {
     "distributed/sharded_collection.py": "distributed/test_sharding.py",
     "distributed/sharded_table.py": "distributed/test_sharding.py",
     "distributed/table_shards.py": "distributed/test_sharding.py",
+    "inference/quantized_collection.py": "inference/test_quant_modules.py",
+    "inference/quantized_tables.py": "inference/test_quant_modules.py",
     "kernels/tbe_fbgemm.py": "kernels/test_tbe.py",
     "kernels/tbe_layout.py": "kernels/test_tbe.py",
     "kernels/tbe_torch.py": "kernels/test_tbe.py",

@@ -31,8 +31,9 @@ SURFACE = {
         ParameterConstraints PlannerError PoolingStats Topology
     """,
     "recsys.inference": """
-        QuantEmbeddingBagCollection export_torchscript quantize_embeddings shard_quant_model
-        trace_model
+        QuantEmbeddingBagCollection QuantEmbeddingCollection
+        QuantFeatureProcessedEmbeddingBagCollection export_torchscript quantize_embeddings
+        quantize_inference_model shard_quant_model trace_model
     """,
     "recsys.kernels": "",
     "recsys.metrics": """

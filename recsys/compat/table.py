@@ -38,7 +38,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.modules.embedding_configs",
         "recsys.modules.embedding_configs",
         "BaseEmbeddingConfig, DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig, EmbeddingConfig, "
-        "EmbeddingTableConfig, PoolingType, data_type_to_dtype, dtype_to_data_type, "
+        "EmbeddingTableConfig, PoolingType, QuantConfig, data_type_to_dtype, dtype_to_data_type, "
         "pooling_type_to_pooling_mode",
     ),
     (
@@ -241,7 +241,13 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
     # inference
-    ("torchrec.inference.modules", "recsys.inference", "quantize_embeddings, shard_quant_model"),
+    (
+        "torchrec.inference.modules",
+        "recsys.inference",
+        "QuantEmbeddingBagCollection, QuantEmbeddingCollection, "
+        "QuantFeatureProcessedEmbeddingBagCollection, quantize_embeddings, "
+        "quantize_inference_model, shard_quant_model",
+    ),
     (
         "torchrec.quant",
         "recsys.inference",
@@ -250,7 +256,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.quant.embedding_modules",
         "recsys.inference",
-        "QuantEmbeddingBagCollection as EmbeddingBagCollection",
+        "QuantEmbeddingBagCollection as EmbeddingBagCollection, "
+        "QuantEmbeddingCollection as EmbeddingCollection, "
+        "QuantFeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection",
     ),
     # datasets, metrics
     (

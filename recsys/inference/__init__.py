@@ -1,13 +1,21 @@
 """From a trained model to one that is served: quantize the tables, shard them, export a program."""
 
 from recsys.inference.export import export_torchscript, trace_model
-from recsys.inference.quantize import QuantEmbeddingBagCollection, quantize_embeddings
+from recsys.inference.quant_modules import (
+    QuantEmbeddingBagCollection,
+    QuantEmbeddingCollection,
+    QuantFeatureProcessedEmbeddingBagCollection,
+)
+from recsys.inference.quantize import quantize_embeddings, quantize_inference_model
 from recsys.inference.shard import shard_quant_model
 
 __all__ = [
     "QuantEmbeddingBagCollection",
+    "QuantEmbeddingCollection",
+    "QuantFeatureProcessedEmbeddingBagCollection",
     "export_torchscript",
     "quantize_embeddings",
+    "quantize_inference_model",
     "shard_quant_model",
     "trace_model",
 ]

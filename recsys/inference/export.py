@@ -15,14 +15,25 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
-from recsys.inference.quantize import QuantEmbeddingBagCollection, QuantizedBags
+from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quantized_tables import QuantizedTables
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class _Tracer(fx.Tracer):
+    """Sees quantized collections as their lookups, which are no part of any module until now."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, QuantizedBags) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, QuantizedTables) or super().is_leaf_module(m, module_qualified_name)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        if not isinstance(mod, QuantizedTables):
+            return super().path_of_module(mod)
+        root = self.root
+        if mod not in root.children():
+            root.add_module(f"lookups_{len(list(root.children()))}", mod)
+        return next(name for name, child in root.named_children() if child is mod)
 
 
 class _PlainInputs(nn.Module):
@@ -112,8 +123,7 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
             raise ValueError(
                 f"An exported model has quantized tables only; received the "
-                f"{type(child).__name__} {path!r}. quantize_embeddings quantizes "
-                "EmbeddingBagCollections."
+                f"{type(child).__name__} {path!r}. Call quantize_embeddings first."
             )
 
 
@@ -127,8 +137,8 @@ def _check_names(model: nn.Module, feature_names: Sequence[str]) -> None:
     read = {
         name
         for child in model.modules()
-        if isinstance(child, QuantEmbeddingBagCollection)
-        for config in child.embedding_bag_configs()
+        if isinstance(child, QuantizedCollection)
+        for config in child.configs()
         for name in config.feature_names
     }
     missing = sorted(read.difference(names))

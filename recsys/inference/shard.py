@@ -14,7 +14,7 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from recsys.inference.quantize import QuantEmbeddingBagCollection
+from recsys.inference.quantized_collection import QuantizedCollection
 
 
 def shard_quant_model(
@@ -56,7 +56,7 @@ def shard_quant_model(
     found = {
         path: child
         for path, child in model.named_modules()
-        if isinstance(child, QuantEmbeddingBagCollection)
+        if isinstance(child, QuantizedCollection)
     }
     if not found:
         raise ValueError(
@@ -77,7 +77,7 @@ def shard_quant_model(
     for path, child in found.items():
         module_plan = plan.get_plan_for_module(path) or EmbeddingModuleShardingPlan()
         devices = []
-        for config in child.embedding_bag_configs():
+        for config in child.configs():
             entry = module_plan.get(config.name)
             ranks = entry.ranks if entry is not None else None
             if entry is None or entry.sharding_type != ShardingType.TABLE_WISE.value or not ranks:
@@ -97,7 +97,7 @@ def shard_quant_model(
 
 
 def _spread(
-    found: dict[str, QuantEmbeddingBagCollection], world_size: int, compute_device: str
+    found: dict[str, QuantizedCollection], world_size: int, compute_device: str
 ) -> ShardingPlan:
     """Gives each table, the largest first, to the device that holds least."""
     load = [0] * world_size
@@ -105,7 +105,7 @@ def _spread(
     sized = [
         (size, path, config.name)
         for path, child in found.items()
-        for config, size in zip(child.embedding_bag_configs(), child.table_bytes(), strict=True)
+        for config, size in zip(child.configs(), child.table_bytes(), strict=True)
     ]
     for size, path, name in sorted(sized, key=lambda item: (-item[0], item[1], item[2])):
         rank = load.index(min(load))
@@ -123,7 +123,7 @@ def _spread(
                     device_type=compute_device,
                     compute_kernel=EmbeddingComputeKernel.QUANT,
                 )
-                for config in child.embedding_bag_configs()
+                for config in child.configs()
             }
         )
     return plan

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "EmbeddingConfig",
     "EmbeddingTableConfig",
     "PoolingType",
+    "QuantConfig",
     "check_tables",
     "data_type_to_dtype",
     "dtype_to_data_type",
@@ -270,26 +271,55 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     """Names of the outputs, one per feature."""
 
 
+@final
+class QuantConfig(NamedTuple):
+    """How a collection is quantized, for `torch.quantization.quantize_dynamic`.
+
+    Example:
+        >>> from torch.ao.quantization import PlaceholderObserver
+        >>> config = QuantConfig(
+        ...     activation=PlaceholderObserver.with_args(dtype=torch.float16),
+        ...     weight=PlaceholderObserver.with_args(dtype=torch.int8),
+        ... )
+        >>> config.weight().dtype
+        torch.int8
+    """
+
+    activation: Callable[[], Any]
+    """Makes an observer whose `dtype` is that of the looked up embeddings: float32, float16 or
+    bfloat16."""
+    weight: Callable[[], Any]
+    """Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
+    float32."""
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None
+    """Other dtypes by table name."""
+
+
 _TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
 _Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
 
 
-def check_tables(owner: str, configs: Iterable[_Config], kind: type[_Config]) -> list[_Config]:
-    """Raise if tables cannot be one trainable collection.
+def check_tables(
+    owner: str,
+    configs: Iterable[_Config],
+    kind: type[_Config],
+    data_types: Sequence[DataType] = _TRAINABLE,
+) -> list[_Config]:
+    """Raise if tables cannot be one collection.
 
     Args:
         owner: The collection's class, for messages.
         configs: Its tables, in any iterable.
         kind: The class of their configs.
+        data_types: Which element types the collection takes; those that can be trained.
 
     Returns:
         The tables. Each was checked once more, as configs can be changed after they were made.
 
     Raises:
-        ValueError: No tables, tables of the same name, without features, or of a dtype that
-            cannot be trained.
+        ValueError: No tables, tables of the same name, without features, or of another dtype.
         TypeError: Something is not a config of that class.
     """
     found: list[_Config] = list(configs) if isinstance(configs, Iterable) else [configs]
@@ -316,10 +346,11 @@ def check_tables(owner: str, configs: Iterable[_Config], kind: type[_Config]) ->
                 f"{owner} table '{config.name}' needs feature_names; received none. Name the keys "
                 "of the KeyedJaggedTensor that are looked up in it."
             )
-        if config.data_type not in _TRAINABLE:
+        if config.data_type not in data_types:
+            use = "trained" if data_types is _TRAINABLE else "served"
             raise ValueError(
-                f"{owner} table '{config.name}' needs a data_type that can be trained, one of "
-                f"{[str(d) for d in _TRAINABLE]}; received {config.data_type}. Quantize a trained "
+                f"{owner} table '{config.name}' needs a data_type that can be {use}, one of "
+                f"{[str(d) for d in data_types]}; received {config.data_type}. Quantize a trained "
                 "collection instead."
             )
     return found

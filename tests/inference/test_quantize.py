@@ -11,10 +11,37 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.inference import QuantEmbeddingBagCollection, quantize_embeddings
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.sparse import KeyedJaggedTensor
+from recsys.distributed.shard import shard
+from recsys.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from recsys.distributed.types import ShardingEnv
+from recsys.inference import (
+    QuantEmbeddingBagCollection,
+    QuantEmbeddingCollection,
+    QuantFeatureProcessedEmbeddingBagCollection,
+    quantize_embeddings,
+    quantize_inference_model,
+)
+from recsys.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    QuantConfig,
+)
+from recsys.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+)
+from recsys.modules.feature_processor import PositionWeightedModuleCollection
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+
+KINDS: Any = {
+    EmbeddingBagCollection: QuantEmbeddingBagCollection,
+    EmbeddingCollection: QuantEmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection: QuantFeatureProcessedEmbeddingBagCollection,
+}
 
 
 def _collection(is_weighted: bool = False) -> EmbeddingBagCollection:
@@ -27,6 +54,22 @@ def _collection(is_weighted: bool = False) -> EmbeddingBagCollection:
         ],
         is_weighted=is_weighted,
         device=torch.device("cpu"),
+    )
+
+
+def _mixed() -> nn.ModuleDict:
+    """One collection of each kind."""
+    rows = EmbeddingConfig(50, 8, "rows", feature_names=["x"])
+    bags = EmbeddingBagConfig(50, 8, "weighed", feature_names=["x"])
+    return nn.ModuleDict(
+        {
+            "pooled": _collection(),
+            "sequence": EmbeddingCollection(tables=[rows]),
+            "processed": FeatureProcessedEmbeddingBagCollection(
+                EmbeddingBagCollection(tables=[bags], is_weighted=True),
+                PositionWeightedModuleCollection({"x": 3}),
+            ),
+        }
     )
 
 
@@ -66,9 +109,7 @@ def test_order_of_the_batch_does_not_matter() -> None:
 
 
 def test_tables_may_have_different_dtypes() -> None:
-    quantized = QuantEmbeddingBagCollection.from_float(
-        _collection(), torch.int8, {"b": torch.quint4x2}
-    )
+    quantized = quantize_embeddings(_collection(), per_table_weight_dtype={"b": torch.quint4x2})
     assert quantized.table_bytes() == [50 * (4 + 8), 30 * (4 + 8), 20 * (4 + 8)]
 
 
@@ -97,14 +138,18 @@ def test_missing_feature_is_named() -> None:
 
 
 def test_unknown_dtype_and_table_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"torch.quint4x2 or torch.float16; received torch.int32"):
+    with pytest.raises(ValueError, match=r"torch.float16 or torch.float32; received torch.int32"):
         quantize_embeddings(_collection(), torch.int32)
-    with pytest.raises(ValueError, match=r"names \['d'\], which are not tables"):
-        QuantEmbeddingBagCollection.from_float(_collection(), torch.int8, {"d": torch.int8})
-    with pytest.raises(ValueError, match=r"torch\.float16; received 'int8'"):
+    with pytest.raises(ValueError, match=r"names \['d'\], which are not tables of the model"):
+        quantize_embeddings(_collection(), per_table_weight_dtype={"d": torch.int8})
+    with pytest.raises(ValueError, match=r"torch\.float32; received 'int8'"):
         quantize_embeddings(_collection(), "int8")
-    with pytest.raises(ValueError, match="has no EmbeddingBagCollection to quantize"):
+    with pytest.raises(ValueError, match=r"output_dtype must be .* received torch\.int8"):
+        quantize_embeddings(_collection(), output_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"has none of .* to quantize"):
         quantize_embeddings(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="once quantized it has none"):
+        quantize_embeddings(quantize_embeddings(_collection()))
 
 
 def _by_torch(spec: Any, dtype: torch.dtype = torch.qint8) -> nn.Module:
@@ -134,6 +179,48 @@ def test_quantize_dynamic_honours_the_qconfig(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found(_batch()).values(), expected(_batch()).values())
 
 
+@pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
+def test_quantize_dynamic_honours_the_quant_config(output: torch.dtype) -> None:
+    observer = torch.quantization.PlaceholderObserver
+    config = QuantConfig(
+        activation=observer.with_args(dtype=output),
+        weight=observer.with_args(dtype=torch.int8),
+        per_table_weight_dtype={"b": torch.quint4x2, "of another collection": torch.float16},
+    )
+    found = _by_torch({EmbeddingBagCollection: config})
+    expected = quantize_embeddings(
+        _collection(), output_dtype=output, per_table_weight_dtype={"b": torch.quint4x2}
+    )
+    assert found.table_bytes() == expected.table_bytes() == [50 * 12, 30 * 12, 20 * 12]
+    assert found(_batch()).values().dtype is found.output_dtype() is output
+    assert torch.equal(found(_batch()).values(), expected(_batch()).values())
+    other = config._replace(activation=observer.with_args(dtype=torch.quint8))
+    with pytest.raises(ValueError, match=r"output_dtype must be one of .* received torch.quint8"):
+        _by_torch({EmbeddingBagCollection: other})
+
+
+def test_quantize_dynamic_takes_every_kind_of_collection() -> None:
+    observer = torch.quantization.PlaceholderObserver
+    config = QuantConfig(
+        activation=observer.with_args(dtype=torch.float16),
+        weight=observer.with_args(dtype=torch.quint4x2),
+    )
+    model = _mixed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Any = torch.quantization.quantize_dynamic(
+            model,
+            qconfig_spec=dict.fromkeys(KINDS, config),
+            mapping=KINDS,
+            inplace=False,
+        )
+    assert [type(child) for child in found.values()] == list(KINDS.values())
+    for child in found.values():
+        assert {c.data_type for c in child.configs()} == {DataType.INT4}
+        assert child.output_dtype() is torch.float16
+    assert [type(child) for child in model.values()] == list(KINDS)
+
+
 def test_quantize_dynamic_honours_its_dtype() -> None:
     for dtype, size in ((torch.qint8, 12), (torch.quint4x2, 8), (torch.float16, 16)):
         assert _by_torch({EmbeddingBagCollection}, dtype).table_bytes()[0] == 50 * size
@@ -141,7 +228,7 @@ def test_quantize_dynamic_honours_its_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16])
 def test_quantize_dynamic_refuses_other_qconfigs_by_name(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"or torch.float16; received {dtype}"):
+    with pytest.raises(ValueError, match=f"or torch.float32; received {dtype}"):
         _by_torch({EmbeddingBagCollection: _qconfig(dtype)})
 
 
@@ -213,7 +300,7 @@ def test_weights_ids_and_lengths_are_checked() -> None:
         quantize_embeddings(_collection())(
             KeyedJaggedTensor(["x", "y", "z"], torch.rand(3), lengths=lengths)
         )
-    bags = quantize_embeddings(_collection()).bags
+    bags = quantize_embeddings(_collection()).lookups()
     for wrong in ([1, 1, 2], [1, 1, 0], [-1, 3, 1]):
         with pytest.raises(ValueError, match="add up to the number of ids, 3; received"):
             bags(torch.ones(3, dtype=torch.int64), torch.tensor(wrong), None, [0, 1, 2], 3)
@@ -227,3 +314,118 @@ def test_weights_may_be_of_any_precision() -> None:
         batch.keys(), batch.values(), batch.weights().double(), batch.lengths()
     )
     torch.testing.assert_close(module(double).values(), module(batch).values(), rtol=0, atol=0)
+
+
+# -- which modules ----------------------------------------------------------------------------
+
+
+def test_no_collection_stays_as_it_was() -> None:
+    model = _mixed()
+    quantized: Any = quantize_embeddings(model)
+    assert type(quantized["sequence"]) is QuantEmbeddingCollection
+    assert type(quantized["processed"].split()[1]) is QuantEmbeddingBagCollection
+    assert {b.dtype for n, b in quantized.named_buffers() if n.endswith("weight")} == {torch.uint8}
+    assert not hasattr(model["pooled"], "qconfig")
+
+
+def test_inference_models_have_every_kind_quantized() -> None:
+    model = _mixed()
+    quantized: Any = quantize_inference_model(
+        model,
+        per_table_weight_dtype={"b": torch.float16},
+        fp_weight_dtype=torch.quint2x4,
+        quantization_dtype=torch.quint4x2,
+        output_dtype=torch.bfloat16,
+    )
+    assert quantized is model
+    assert [type(child) for child in quantized.values()] == list(KINDS.values())
+    types = {c.name: str(c.data_type) for child in quantized.values() for c in child.configs()}
+    expected = {"a": "INT4", "b": "FP16", "c": "INT4", "rows": "INT4", "weighed": "INT2"}
+    assert types == expected
+    assert all(child.output_dtype() is torch.bfloat16 for child in quantized.values())
+    assert not quantized.training
+
+
+def test_a_mapping_names_what_is_replaced() -> None:
+    mapping: Any = {
+        "recsys.modules.embedding_modules.EmbeddingCollection": QuantEmbeddingCollection
+    }
+    quantized: Any = quantize_inference_model(_mixed(), mapping)
+    assert type(quantized["sequence"]) is QuantEmbeddingCollection
+    assert type(quantized["pooled"]) is EmbeddingBagCollection
+    for name, message in (
+        ("recsys.modules.Missing", r"must name classes, such as .* received 'recsys.modules.Miss"),
+        ("recsys.modules.mlp", "must name classes of modules; received 'recsys.modules.mlp'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize_inference_model(_mixed(), {name: QuantEmbeddingCollection})
+
+
+class _Half(nn.Module):
+    """Quantizes a linear layer: another class that is made by `from_float`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    @classmethod
+    def from_float(cls, module: nn.Module) -> _Half:
+        return cls(module.qconfig.weight().dtype)
+
+
+def test_other_classes_may_be_replaced_too() -> None:
+    model = nn.ModuleDict({"tables": _collection(), "dense": nn.Linear(2, 2)})
+    found: Any = quantize_embeddings(model, torch.float16, False, [nn.Linear], {nn.Linear: _Half})
+    assert found["dense"].dtype is torch.float16
+    assert isinstance(found["tables"], QuantEmbeddingBagCollection)
+    assert isinstance(model["dense"], nn.Linear)
+    for keys, mapping in (([nn.Linear], None), (None, {nn.Linear: _Half})):
+        with pytest.raises(ValueError, match=r"same classes; received \['Linear'\] in only one"):
+            quantize_embeddings(model, torch.float16, False, keys, mapping)
+
+
+class _Own(EmbeddingBagCollectionInterface):
+    """A collection of somebody's own."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        raise NotImplementedError
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return []
+
+    def is_weighted(self) -> bool:
+        return False
+
+
+def test_collections_that_cannot_be_quantized_are_named() -> None:
+    model = nn.ModuleDict({"tables": _collection(), "own": _Own()})
+    for quantize in (quantize_embeddings, quantize_inference_model):
+        with pytest.raises(ValueError, match=r"_Own 'ModuleDict.own' cannot be quantized"):
+            quantize(model)
+
+
+def test_sharded_collections_are_refused() -> None:
+    plan = construct_module_sharding_plan(
+        _collection(),
+        {name: table_wise(rank=0) for name in "abc"},
+        world_size=1,
+        device_type="cpu",
+    )
+    env = ShardingEnv.from_local(1, 0)
+    model = nn.ModuleDict({"sharded": shard(_collection(), plan, env), "plain": _collection()})
+    with pytest.raises(ValueError, match=r"'ModuleDict.sharded' cannot .* after loading its check"):
+        quantize_embeddings(model)
+
+
+def test_tables_may_be_named_in_any_collection() -> None:
+    quantized: Any = quantize_embeddings(_mixed(), per_table_weight_dtype={"rows": torch.float32})
+    assert quantized["sequence"].configs()[0].data_type is DataType.FP32
+    assert quantized["pooled"].configs()[0].data_type is DataType.INT8
+
+
+def test_a_subclass_of_a_collection_is_quantized() -> None:
+    class _Derived(EmbeddingBagCollection):
+        pass
+
+    table = EmbeddingBagConfig(9, 4, "t", feature_names=["x"])
+    assert isinstance(quantize_embeddings(_Derived(tables=[table])), QuantEmbeddingBagCollection)

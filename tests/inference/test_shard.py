@@ -48,14 +48,15 @@ def test_devices_that_do_not_exist_are_refused() -> None:
 def test_sharding_takes_the_rows_that_were_loaded() -> None:
     model, other = _model(), _model()
     state = {
-        name: value.flip(0) if name.endswith("lookups.0.weights") else value
+        name: value.flip(0) if name.endswith(".embedding_bags.a.weight") else value
         for name, value in model.state_dict().items()
     }
     other.load_state_dict(state)
     sharded, _ = shard_quant_model(other, 2, "cpu")
-    loaded = other.sparse_arch.embedding_bag_collection.bags.table_rows()
-    moved = sharded.sparse_arch.embedding_bag_collection.bags.table_rows()
-    original = model.sparse_arch.embedding_bag_collection.bags.table_rows()
+    loaded, moved, original = (
+        list(each.sparse_arch.embedding_bag_collection.state_dict().values())
+        for each in (other, sharded, model)
+    )
     assert not torch.equal(loaded[0], original[0])
     for one, another in zip(moved, loaded, strict=True):
         assert torch.equal(one, another)

@@ -11,7 +11,7 @@ from recsys.kernels.quantized import QuantizedLookup, dequantize_rows, quantize_
 from recsys.kernels.types import PoolingMode
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_values_are_within_half_a_step(bits: int) -> None:
     weight = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
     restored = dequantize_rows(quantize_rows(weight, bits), bits)
@@ -21,17 +21,18 @@ def test_values_are_within_half_a_step(bits: int) -> None:
     assert bool(((restored - weight).abs().amax(1) <= bound).all())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_equal_values_are_kept(bits: int) -> None:
-    weight = torch.tensor([[0.5, 0.5], [0.0, 0.0], [-2.0, -2.0]])
+    weight = torch.tensor([[0.5], [0.0], [-2.0]]).expand(3, 4)
     torch.testing.assert_close(dequantize_rows(quantize_rows(weight, bits), bits), weight)
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:
-    with pytest.raises(ValueError, match="to 16, 8 or 4 bits; received bits=2"):
-        quantize_rows(torch.zeros(1, 2), 2)
-    with pytest.raises(ValueError, match="even number of columns; received 3"):
-        quantize_rows(torch.zeros(1, 3), 4)
+    with pytest.raises(ValueError, match=r"to \[32, 16, 8, 4, 2\] bits; received bits=3"):
+        quantize_rows(torch.zeros(1, 2), 3)
+    for bits, multiple in ((4, 2), (2, 4)):
+        with pytest.raises(ValueError, match=f"that is divisible by {multiple}; received 3"):
+            quantize_rows(torch.zeros(1, 3), bits)
     with pytest.raises(ValueError, match="received NaN or infinity"):
         quantize_rows(torch.tensor([[float("nan"), 0.0]]), 8)
     with pytest.raises(ValueError, match=r"fp16 ends at 65504; received values from 0 to 70000\."):
@@ -45,7 +46,12 @@ def test_16_bits_are_fp16() -> None:
     assert torch.equal(dequantize_rows(rows, 16), weight.half().float())
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+def test_32_bits_are_fp32() -> None:
+    weight = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(dequantize_rows(quantize_rows(weight, 32), 32), weight)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
 def test_a_single_row_of_an_odd_width_is_read(bits: int) -> None:
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     rows = quantize_rows(weight, bits)
@@ -53,25 +59,38 @@ def test_a_single_row_of_an_odd_width_is_read(bits: int) -> None:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
-@pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4], [16, 16], [16, 4]])
+@pytest.mark.parametrize("pooling", PoolingMode)
+@pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4], [16, 16], [16, 4], [32, 2]])
+@pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("row_alignment", [1, 16])
 def test_fbgemm_and_torch_agree(
-    monkeypatch: pytest.MonkeyPatch, bits: list[int], pooling: PoolingMode, is_weighted: bool
+    monkeypatch: pytest.MonkeyPatch,
+    bits: list[int],
+    pooling: PoolingMode,
+    is_weighted: bool,
+    output: torch.dtype,
+    row_alignment: int,
 ) -> None:
+    if is_weighted and pooling is PoolingMode.NONE:
+        return
     generator = torch.Generator().manual_seed(0)
     tables = [
         quantize_rows(torch.randn(10, dim, generator=generator), b)
-        for dim, b in zip((6, 16), bits, strict=True)
+        for dim, b in zip((16 if pooling is PoolingMode.NONE else 6, 16), bits, strict=True)
     ]
+    settings: Any = {"output_dtype": output, "row_alignment": row_alignment}
     lengths = torch.tensor([2, 0, 1, 3, 1, 1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     indices = torch.randint(0, 10, (8,), generator=generator)
     weights = torch.rand(8, generator=generator) if is_weighted else None
-    lookup = QuantizedLookup(tables, bits, [0, 1, 1], pooling)
+    lookup = QuantizedLookup(tables, bits, [0, 1, 1], pooling, **settings)
     received = lookup(indices, offsets, weights)
+    assert received.dtype is output
     monkeypatch.setattr(quantized.ops, "HAS_FBGEMM", False)
-    reference = QuantizedLookup(tables, bits, [0, 1, 1], pooling)
+    reference = QuantizedLookup(tables, bits, [0, 1, 1], pooling, **settings)
     torch.testing.assert_close(received, reference(indices, offsets, weights))
+    none = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    assert lookup(*none, None).shape == reference(*none, None).shape
 
 
 def _lookup() -> QuantizedLookup:
@@ -143,3 +162,24 @@ def test_a_scripted_lookup_refuses_another_kind_of_device() -> None:
     lookup.device_type = "cuda"
     with pytest.raises(torch.jit.Error, match="exported for cuda; its tables are on cpu"):
         torch.jit.script(lookup)(torch.tensor([1, 9]), torch.tensor([0, 1, 2]), None)
+
+
+def test_lookups_that_cannot_be_are_refused() -> None:
+    rows = quantize_rows(torch.zeros(2, 4), 8), quantize_rows(torch.zeros(2, 8), 8)
+    with pytest.raises(
+        ValueError, match=r"tables of the same dim; received .*NONE.* dims \[4, 8\]"
+    ):
+        QuantizedLookup(rows, [8, 8], [0, 1], PoolingMode.NONE)
+    with pytest.raises(ValueError, match="needs a table"):
+        QuantizedLookup([], [], [], PoolingMode.SUM)
+    with pytest.raises(ValueError, match=r"received torch\.float64"):
+        QuantizedLookup(rows, [8, 8], [0, 1], PoolingMode.SUM, output_dtype=torch.float64)
+
+
+def test_a_lookup_that_was_emptied_knows_its_tables_again() -> None:
+    lookup = _lookup()
+    batch = (torch.tensor([1, 9, 3]), torch.tensor([0, 2, 3]), None)
+    expected, state = lookup(*batch), lookup.state_dict()
+    other = _lookup().to_empty(device="cpu")
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(*batch), expected, rtol=0, atol=0)

@@ -1,0 +1,416 @@
+"""Embedding collections of quantized rows, for inference.
+
+Legend: `B` batch size, `N` ids, `D` columns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+
+from recsys.inference.quantized_collection import (
+    SERVED,
+    QuantizedCollection,
+    Weights,
+    quantized_rows,
+)
+from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
+from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    check_tables,
+    pooling_type_to_pooling_mode,
+)
+from recsys.modules.embedding_inputs import expand_bags
+from recsys.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from recsys.modules.feature_processor import FeatureProcessorsCollection
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+__all__ = [
+    "QuantEmbeddingBagCollection",
+    "QuantEmbeddingCollection",
+    "QuantFeatureProcessedEmbeddingBagCollection",
+]
+
+
+class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterface):
+    """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` of quantized rows.
+
+    For inference: it has no gradients. Usually made from a trained collection by
+    :func:`~recsys.inference.quantize_embeddings` or :meth:`from_float`.
+
+    Args:
+        tables: The tables; their `data_type` (INT8, INT4, INT2, FP16 or FP32) says how rows are
+            stored.
+        is_weighted: Multiply each row by the weight of its id before pooling.
+        device: Where the tables live.
+        output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
+        table_name_to_quantized_weights: Per table its rows, uint8 [rows, bytes], and their scales
+            and biases, uint8 [rows, 4] (None: in front of each row, or none); None: all zeros.
+        register_tbes: Not supported: must be False.
+        quant_state_dict_split_scale_bias: Not supported: must be False.
+        row_alignment: Rows are stored in multiples of that many bytes; CUDA needs 16. On the CPU 1
+            saves memory.
+        cache_features_order: Has no effect: the order of a batch costs next to nothing here.
+
+    Attributes:
+        embedding_bags: Table name to the module that holds its `weight`, a buffer, uint8 [rows,
+            bytes per row].
+
+    Raises:
+        ValueError: No tables, repeated names, a table without features, pooling NONE, an element
+            type, width or output dtype that cannot be served, an option that is not supported, or
+            weights that do not fit the tables.
+        TypeError: A table is no EmbeddingBagConfig.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import DataType
+        >>> table = EmbeddingBagConfig(
+        ...     10, 64, "films", data_type=DataType.INT8, feature_names=["liked"]
+        ... )
+        >>> ebc = QuantEmbeddingBagCollection([table], False, torch.device("cpu"))
+        >>> {name: (buffer.shape, buffer.dtype) for name, buffer in ebc.named_buffers()}
+        {'embedding_bags.films.weight': (torch.Size([10, 80]), torch.uint8)}
+    """
+
+    _lookups = QuantizedBags
+    _tables_name = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingBagConfig],
+        is_weighted: bool,
+        device: torch.device,
+        output_dtype: torch.dtype = torch.float32,
+        table_name_to_quantized_weights: Weights | None = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int = 16,
+        cache_features_order: bool = False,
+    ) -> None:
+        tables = check_tables(type(self).__name__, tables, EmbeddingBagConfig, SERVED)
+        for config in tables:
+            if config.pooling is PoolingType.NONE:
+                raise ValueError(
+                    f"{type(self).__name__} pools bags; received PoolingType.NONE for table "
+                    f"'{config.name}'. Use a QuantEmbeddingCollection for one embedding per id."
+                )
+        super().__init__(
+            tables,
+            [pooling_type_to_pooling_mode(config.pooling) for config in tables],
+            device,
+            output_dtype,
+            table_name_to_quantized_weights,
+            row_alignment,
+            {
+                "register_tbes": register_tbes,
+                "quant_state_dict_split_scale_bias": quant_state_dict_split_scale_bias,
+            },
+        )
+        self._is_weighted = is_weighted
+        self._names = [n for names in get_embedding_names_by_table(tables) for n in names]
+        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+        self._bag_features = tuple(f for c in tables for f in c.feature_names)
+
+    @classmethod
+    def from_float(
+        cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
+    ) -> QuantEmbeddingBagCollection:
+        """Quantizes the tables of a trained collection.
+
+        Args:
+            module: The collection, unsharded; its `qconfig`, if it has one, says how: a
+                :class:`~recsys.modules.embedding_configs.QuantConfig` or torch's own QConfig.
+                Without, rows are int8 and outputs float32.
+            use_precomputed_fake_quant: Has no effect: tables have no fake quantization.
+
+        Raises:
+            ValueError: A dtype cannot be served, or a table cannot be quantized.
+        """
+        configs, weights, output_dtype = quantized_rows(module, module)
+        return cls(configs, module.is_weighted(), module.device, output_dtype, weights).eval()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up and pool a batch.
+
+        Args:
+            features: The ids, with every feature the tables read. With one batch size per key it
+                must carry inverse indices.
+
+        Returns:
+            [B, sum of D] in the output dtype, keys in the order of the float collection.
+
+        Raises:
+            IndexError: An id lies outside its table.
+            KeyError: The batch lacks a feature.
+            TypeError: Ids are not integers.
+            ValueError: The batch has no weights or inverse indices where they are needed, or
+                lengths that do not fit.
+        """
+        weights = features.weights_or_none() if self._is_weighted else None
+        if self._is_weighted and weights is None:
+            raise ValueError(
+                "The collection was built with is_weighted=True and needs one weight per id; "
+                "received a batch without weights. Pass weights= to the KeyedJaggedTensor, and "
+                "is_weighted=True to an export."
+            )
+        positions, num_keys = self._positions(features), len(features.keys())
+        lengths = self._lengths(features, is_pooled=True)
+        values = self.lookups()(features.values(), lengths, weights, positions, num_keys)
+        if features.variable_stride_per_key():
+            values = expand_bags(values, tuple(self._dims), self._bag_features, features)
+        return KeyedTensor.from_parts(self._names, self._dims, values)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables, in order."""
+        return cast(list[EmbeddingBagConfig], self.configs())
+
+    def is_weighted(self) -> bool:
+        """Whether ids come with weights."""
+        return self._is_weighted
+
+
+class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
+    """A `FeatureProcessedEmbeddingBagCollection` of quantized rows.
+
+    The feature processors stay as they are.
+
+    Args:
+        tables: As for :class:`QuantEmbeddingBagCollection`, and so are those not named here.
+        is_weighted: Must be True: the processors weigh the ids.
+        feature_processor: Weighs the ids of a batch.
+
+    Raises:
+        TypeError: `feature_processor` is none.
+        ValueError: `is_weighted` is False, or as :class:`QuantEmbeddingBagCollection`.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import DataType
+        >>> from recsys.modules.feature_processor import PositionWeightedModuleCollection
+        >>> table = EmbeddingBagConfig(
+        ...     10, 4, "films", data_type=DataType.INT8, feature_names=["liked"]
+        ... )
+        >>> ebc = QuantFeatureProcessedEmbeddingBagCollection(
+        ...     [table],
+        ...     True,
+        ...     torch.device("cpu"),
+        ...     feature_processor=PositionWeightedModuleCollection({"liked": 3}),
+        ... )
+        >>> list(ebc.state_dict())
+        ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingBagConfig],
+        is_weighted: bool,
+        device: torch.device,
+        output_dtype: torch.dtype = torch.float32,
+        table_name_to_quantized_weights: Weights | None = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int = 16,
+        feature_processor: FeatureProcessorsCollection | None = None,
+        cache_features_order: bool = False,
+    ) -> None:
+        super().__init__(
+            tables,
+            is_weighted,
+            device,
+            output_dtype,
+            table_name_to_quantized_weights,
+            register_tbes,
+            quant_state_dict_split_scale_bias,
+            row_alignment,
+            cache_features_order,
+        )
+        if not isinstance(feature_processor, FeatureProcessorsCollection):
+            raise TypeError(
+                f"{type(self).__name__}.feature_processor must be a FeatureProcessorsCollection; "
+                f"received {type(feature_processor).__name__}."
+            )
+        if not is_weighted:
+            raise ValueError(
+                f"{type(self).__name__} pools ids with the weights of its processor; received "
+                "is_weighted=False."
+            )
+        self.feature_processor = feature_processor
+
+    @classmethod
+    def from_float(  # type: ignore[override]
+        cls,
+        module: FeatureProcessedEmbeddingBagCollection,
+        use_precomputed_fake_quant: bool = False,
+    ) -> QuantFeatureProcessedEmbeddingBagCollection:
+        """Quantizes the tables of a trained collection; the processors are copied.
+
+        Arguments and errors as :meth:`QuantEmbeddingBagCollection.from_float`.
+        """
+        processors, tables = module.split()
+        configs, weights, output_dtype = quantized_rows(tables, module)
+        return cls(
+            configs,
+            True,
+            tables.device,
+            output_dtype,
+            weights,
+            feature_processor=copy.deepcopy(processors),
+        ).eval()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Weigh, look up and pool a batch.
+
+        As :meth:`QuantEmbeddingBagCollection.forward`, but weights are not needed.
+
+        Raises:
+            ValueError: Also as the processors, such as for a bag longer than its position weights.
+        """
+        return super().forward(self.feature_processor(features))
+
+
+class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
+    """An :class:`~recsys.modules.embedding_modules.EmbeddingCollection` of quantized rows.
+
+    Everything else is as in :class:`QuantEmbeddingBagCollection`.
+
+    Args:
+        tables: The tables, all of the same embedding_dim; their `data_type` says how rows are
+            stored.
+        device: Where the tables live.
+        need_indices: Return the ids too, as the weights of each JaggedTensor.
+        output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
+        table_name_to_quantized_weights: As there.
+        register_tbes: Not supported: must be False.
+        quant_state_dict_split_scale_bias: Not supported: must be False.
+        row_alignment: As there.
+        cache_features_order: Has no effect.
+
+    Attributes:
+        embeddings: Table name to the module that holds its `weight`, a buffer.
+
+    Raises:
+        ValueError: Tables of different dims, or as there.
+        TypeError: A table is no EmbeddingConfig.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import DataType
+        >>> table = EmbeddingConfig(
+        ...     10, 4, "films", data_type=DataType.INT4, feature_names=["liked"]
+        ... )
+        >>> ec = QuantEmbeddingCollection([table], torch.device("cpu"))
+        >>> bags = KeyedJaggedTensor(["liked"], torch.tensor([7, 8]), lengths=torch.tensor([2]))
+        >>> ec(bags)["liked"].values().shape
+        torch.Size([2, 4])
+    """
+
+    _lookups = QuantizedRows
+    _tables_name = "embeddings"
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingConfig],
+        device: torch.device,
+        need_indices: bool = False,
+        output_dtype: torch.dtype = torch.float32,
+        table_name_to_quantized_weights: Weights | None = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int = 16,
+        cache_features_order: bool = False,
+    ) -> None:
+        tables = check_tables(type(self).__name__, tables, EmbeddingConfig, SERVED)
+        dims = {config.name: config.embedding_dim for config in tables}
+        if len(set(dims.values())) > 1:
+            raise ValueError(
+                f"{type(self).__name__} needs tables of one embedding_dim; received {dims}. Use "
+                "one collection per dim."
+            )
+        super().__init__(
+            tables,
+            [PoolingMode.NONE] * len(tables),
+            device,
+            output_dtype,
+            table_name_to_quantized_weights,
+            row_alignment,
+            {
+                "register_tbes": register_tbes,
+                "quant_state_dict_split_scale_bias": quant_state_dict_split_scale_bias,
+            },
+        )
+        self._need_indices = need_indices
+        self._names_by_table = get_embedding_names_by_table(tables)
+        self._outputs = [  # (name, feature)
+            (name, feature)
+            for config, names in zip(tables, self._names_by_table, strict=True)
+            for name, feature in zip(names, config.feature_names, strict=True)
+        ]
+
+    @classmethod
+    def from_float(
+        cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
+    ) -> QuantEmbeddingCollection:
+        """Quantizes the tables of a trained collection.
+
+        Arguments and errors as :meth:`QuantEmbeddingBagCollection.from_float`.
+        """
+        configs, weights, output_dtype = quantized_rows(module, module)
+        return cls(configs, module.device, module.need_indices(), output_dtype, weights).eval()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look up a batch.
+
+        Args:
+            features: The ids, with every feature the tables read.
+
+        Returns:
+            By feature ("feature@table" if several tables read it): values [N, D] in the output
+            dtype, the feature's lengths, and its ids as weights if asked for.
+
+        Raises:
+            IndexError: An id lies outside its table.
+            KeyError: The batch lacks a feature.
+            TypeError: Ids are not integers.
+            ValueError: Lengths do not fit.
+        """
+        positions, keys = self._positions(features), features.keys()
+        lengths = self._lengths(features, is_pooled=False)
+        if features.variable_stride_per_key():
+            of_key = features.lengths().split_with_sizes(features.stride_per_key())
+        else:
+            of_key = lengths.view(len(keys), features.stride()).unbind(0)
+        rows, ids = self.lookups()(features.values(), lengths, None, positions, len(keys))
+        place = {key: i for i, key in enumerate(keys)}
+        return {
+            name: JaggedTensor.from_parts(
+                rows[i], ids[place[feature]] if self._need_indices else None, of_key[place[feature]]
+            )
+            for i, (name, feature) in enumerate(self._outputs)
+        }
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables, in order."""
+        return cast(list[EmbeddingConfig], self.configs())
+
+    def need_indices(self) -> bool:
+        """Whether the ids are returned too."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """Columns of every table."""
+        return self._configs[0].embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Per table the names of its outputs."""
+        return [list(names) for names in self._names_by_table]

@@ -1,0 +1,248 @@
+"""The tensor part of quantized collections: plain tensors in and out, compiled by TorchScript.
+
+Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels import ops
+from recsys.kernels.quantized import QuantizedLookup
+from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+
+__all__ = ["QuantizedBags", "QuantizedRows", "QuantizedTables"]
+
+
+class QuantizedTables(nn.Module):
+    """The lookups of a quantized collection.
+
+    Args:
+        configs: the tables.
+        poolings: how each table's bags are reduced.
+        rows: per table its quantized rows, on the device that looks them up.
+        shards: per table the number of the shard that owns it; each shard is looked up by itself.
+        output_dtype: of what is looked up.
+        row_alignment: rows are stored in multiples of that many bytes.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        poolings: Sequence[PoolingMode],
+        rows: Sequence[Tensor],
+        shards: Sequence[int],
+        output_dtype: torch.dtype,
+        row_alignment: int,
+    ) -> None:
+        super().__init__()
+        self.feature_names = list(dict.fromkeys(f for c in configs for f in c.feature_names))
+        keys = list(zip(shards, poolings, strict=True))  # a lookup: tables of a shard, pooled alike
+        self._tables_of_lookups = [
+            [t for t, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)
+        ]
+        slots = [
+            [(t, f) for t in tables for f in configs[t].feature_names]
+            for tables in self._tables_of_lookups
+        ]
+        self.lookups = nn.ModuleList(
+            QuantizedLookup(
+                [rows[t] for t in tables],
+                [DATA_TYPE_NUM_BITS[configs[t].data_type] for t in tables],
+                [tables.index(t) for t, _ in of_lookup],
+                poolings[tables[0]],
+                output_dtype=output_dtype,
+                row_alignment=row_alignment,
+            )
+            for tables, of_lookup in zip(self._tables_of_lookups, slots, strict=True)
+        )
+        place = {feature: i for i, feature in enumerate(self.feature_names)}
+        self.lookup_features = [[place[f] for _, f in of_lookup] for of_lookup in slots]
+        # the lookups' outputs, as (table, feature)
+        found = [slot for of_lookup in slots for slot in of_lookup]
+        wanted = [(t, f) for t, c in enumerate(configs) for f in c.feature_names]
+        self.widths = [configs[t].embedding_dim for t, _ in found]
+        place_of_slot = {slot: i for i, slot in enumerate(found)}
+        self.order = [place_of_slot[slot] for slot in wanted]
+        self.in_order = found == wanted
+        rows_of: dict[str, int] = {}
+        for config in configs:
+            for feature in config.feature_names:
+                least = rows_of.get(feature, config.num_embeddings)
+                rows_of[feature] = min(least, config.num_embeddings)
+        self.num_rows = [rows_of[feature] for feature in self.feature_names]
+
+    @torch.jit.unused
+    def stored_rows(self) -> list[Tensor]:
+        """Returns each table's rows as they are stored, zeros at the end of each: live views."""
+        found = {
+            table: cast(QuantizedLookup, lookup).stored_rows(i)
+            for lookup, tables in zip(self.lookups, self._tables_of_lookups, strict=True)
+            for i, table in enumerate(tables)
+        }
+        return [found[table] for table in sorted(found)]
+
+    def _look_up(
+        self,
+        values: Tensor,
+        lengths_KB: Tensor,
+        ids_per_key: list[int],
+        weights: Tensor | None,
+        positions: list[int],
+    ) -> list[Tensor]:
+        """Returns what each lookup finds, on the ids' device."""
+        self._check_ids(values, lengths_KB.sum(1), positions)
+        if weights is not None:
+            weights = weights.float()
+        outputs: list[Tensor] = []
+        for i, lookup in enumerate(self.lookups):
+            keys = [positions[f] for f in self.lookup_features[i]]
+            lengths_FB, ids, id_weights = lengths_KB, values, weights
+            if keys != list(range(lengths_KB.size(0))):
+                total = sum([ids_per_key[key] for key in keys])
+                order = _to_device(keys, values.device)
+                lengths_FB, ids, id_weights = _permute(order, lengths_KB, values, weights, total)
+            offsets = _cumsum(lengths_FB.flatten())
+            device = lookup.weights.device
+            if id_weights is not None:
+                id_weights = id_weights.to(device)  # type: ignore[arg-type]
+            found = lookup(ids.to(device), offsets.to(device), id_weights)  # type: ignore[arg-type]
+            outputs.append(found.to(values.device))
+        return outputs
+
+    def _check_ids(self, values: Tensor, ids_per_key: Tensor, positions: list[int]) -> None:
+        """Waits for the device: an answer is only given when its own ids are known to be good."""
+        rows = [-1] * ids_per_key.numel()  # of the tables that a key is looked up in; -1: in none
+        for feature, key in enumerate(positions):
+            rows[key] = self.num_rows[feature]
+        rows_N = torch.repeat_interleave(
+            _to_device(rows, values.device), ids_per_key, output_size=values.numel()
+        )
+        bad_N = (rows_N >= 0) & ((values < 0) | (values >= rows_N))
+        if bool(bad_N.any()):
+            where = int(bad_N.nonzero()[0].item())
+            key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
+            raise IndexError(
+                f"Feature {self.feature_names[positions.index(key)]} has the id "
+                f"{int(values[where])}, outside its table with {rows[key]} rows."
+            )
+
+
+@final
+class QuantizedBags(QuantizedTables):
+    """Looks up bags and pools them."""
+
+    def forward(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        positions: list[int],
+        num_keys: int,
+    ) -> Tensor:
+        """Looks up a batch.
+
+        Args:
+            values: ``[N]`` ids, feature-major.
+            lengths: ``[K * B]`` ids per bag.
+            weights: ``[N]`` fp32, or None.
+            positions: for each feature of the collection its place among the keys of the batch.
+            num_keys: ``K``, the keys of the batch.
+
+        Returns:
+            ``[B, sum of dims]``, on the ids' device.
+
+        Raises:
+            IndexError: if an id lies outside its table.
+            TypeError: if the ids are not integers.
+            ValueError: if the lengths do not fit the ids or the features.
+        """
+        lengths_KB = _by_key(values, lengths, num_keys)
+        sizes = _read_sizes(values, lengths_KB)
+        outputs = self._look_up(values, lengths_KB, sizes, weights, positions)
+        pooled = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if self.in_order:
+            return pooled
+        columns = pooled.split(self.widths, dim=1)
+        return torch.cat([columns[i] for i in self.order], dim=1)
+
+
+@final
+class QuantizedRows(QuantizedTables):
+    """Looks up one row per id."""
+
+    def forward(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        positions: list[int],
+        num_keys: int,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Looks up a batch, as :class:`QuantizedBags` does.
+
+        Returns:
+            Per feature of each table the rows, ``[N, D]``; and per key of the batch its ids,
+            ``[N]``.
+        """
+        lengths_KB = _by_key(values, lengths, num_keys)
+        sizes = _read_sizes(values, lengths_KB)
+        pieces: list[Tensor] = []
+        outputs = self._look_up(values, lengths_KB, sizes, weights, positions)
+        for i, rows in enumerate(outputs):
+            pieces.extend(rows.split([sizes[positions[f]] for f in self.lookup_features[i]]))
+        ids: list[Tensor] = []
+        ids.extend(values.split(sizes))
+        return [pieces[i] for i in self.order], ids
+
+
+def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
+    if values.is_floating_point():
+        raise TypeError("ids must be integers; received floats. Convert with values.long().")
+    if lengths.numel() % num_keys != 0:
+        raise ValueError(
+            f"lengths must have one value per feature and sample, {num_keys} features; "
+            f"received {lengths.numel()} values."
+        )
+    return lengths.view(num_keys, lengths.numel() // num_keys)
+
+
+def _read_sizes(values: Tensor, lengths_KB: Tensor) -> list[int]:
+    """Returns the number of ids of each key, as sizes for all that follows: one wait."""
+    num_negative = (lengths_KB < 0).sum().view(1)
+    found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
+    sizes = found[:-1]
+    if found[-1] > 0 or sum(sizes) != values.numel():
+        raise ValueError(
+            f"lengths must not be negative and must add up to the number of ids, {values.numel()}; "
+            f"received {found[-1]} negative ones and a sum of {sum(sizes)}."
+        )
+    return sizes
+
+
+def _to_device(values: list[int], device: torch.device) -> Tensor:
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":  # from pinned memory the copy does not wait for the device
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _permute(
+    order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None, total: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.fbgemm.permute_2D_sparse_data(  # type: ignore[no-any-return]
+            order.int(), lengths_KB, values, weights, total
+        )
+    return ops.permute_2d(order, lengths_KB, values, weights, total)
+
+
+def _cumsum(lengths: Tensor) -> Tensor:
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)  # type: ignore[no-any-return]
+    return ops.complete_cumsum(lengths)
