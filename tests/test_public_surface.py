@@ -22,8 +22,8 @@ SURFACE = {
     "recsys.compat": "",
     "recsys.datasets": "",
     "recsys.distributed": """
-        Awaitable DistributedModelParallel ModuleSharder ParameterSharding ShardedModule ShardingEnv
-        get_local_rank get_local_size
+        Awaitable DistributedModelParallel ModuleSharder NoWait ParameterSharding ShardedModule
+        ShardingEnv get_local_rank get_local_size
     """,
     "recsys.distributed.planner": """
         CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner

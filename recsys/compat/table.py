@@ -131,13 +131,14 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed",
         "recsys.distributed.types",
-        "Awaitable, ModuleSharder, ParameterSharding, ShardedModule, ShardingEnv",
+        "Awaitable, ModuleSharder, NoWait, ParameterSharding, ShardedModule, ShardingEnv",
     ),
+    ("torchrec.distributed", "recsys.distributed.node", "get_local_rank, get_local_size"),
     (
         "torchrec.distributed.types",
         "recsys.distributed.types",
         "Awaitable, CacheParams, EmbeddingModuleShardingPlan, EnumerableShardingSpec, "
-        "LazyAwaitable, LazyNoWait, ModuleSharder, ParameterSharding, ShardMetadata, "
+        "LazyAwaitable, LazyNoWait, ModuleSharder, NoWait, ParameterSharding, ShardMetadata, "
         "ShardedModule, ShardingEnv, ShardingPlan, ShardingType",
     ),
     ("torchrec.distributed.types", "recsys.distributed.wire", "CommOp, QuantizedCommCodecs"),
@@ -155,7 +156,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.embeddingbag",
         "recsys.distributed.embeddingbag",
-        "EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection",
+        "EmbeddingBagCollectionAwaitable, EmbeddingBagCollectionSharder, "
+        "ShardedEmbeddingBagCollection",
     ),
     (
         "torchrec.distributed.embeddingbag",
@@ -165,7 +167,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.embedding",
         "recsys.distributed.embedding",
-        "EmbeddingCollectionSharder, ShardedEmbeddingCollection",
+        "EmbeddingCollectionAwaitable, EmbeddingCollectionSharder, ShardedEmbeddingCollection",
     ),
     (
         "torchrec.distributed.model_parallel",

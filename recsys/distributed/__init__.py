@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.types import (
         Awaitable,
         ModuleSharder,
+        NoWait,
         ParameterSharding,
         ShardedModule,
         ShardingEnv,
@@ -30,6 +31,7 @@ __all__ = [
     "Awaitable",
     "DistributedModelParallel",
     "ModuleSharder",
+    "NoWait",
     "ParameterSharding",
     "ShardedModule",
     "ShardingEnv",
@@ -41,6 +43,7 @@ _HOMES = {
     "Awaitable": "distributed.types",
     "DistributedModelParallel": "distributed.model_parallel",
     "ModuleSharder": "distributed.types",
+    "NoWait": "distributed.types",
     "ParameterSharding": "distributed.types",
     "ShardedModule": "distributed.types",
     "ShardingEnv": "distributed.types",

@@ -27,6 +27,11 @@ from recsys.sparse.features import FeatureViews
 
 
 @final
+class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
+    """The embeddings of a batch's ids, on their way back from the ranks that own the tables."""
+
+
+@final
 class ShardedEmbeddingCollection(ShardedCollection):
     """An :class:`~recsys.modules.embedding_modules.EmbeddingCollection` placed on many ranks.
 
@@ -130,7 +135,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             )
             return JaggedTensor.from_views(self._names, views)
 
-        return LazyAwaitable(finish)
+        return EmbeddingCollectionAwaitable(finish)
 
     @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:

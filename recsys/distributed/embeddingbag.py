@@ -27,6 +27,11 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 
+@final
+class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
+    """The pooled embeddings of a batch, on their way back from the ranks that own the tables."""
+
+
 class ShardedEmbeddingBagCollection(ShardedCollection):
     """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` placed on many ranks.
 
@@ -88,7 +93,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 pooled_BD = expand_bags(pooled_BD, self._bag_dims, self._bag_features, features)
             return KeyedTensor.from_parts(self._names, self._dims, pooled_BD)
 
-        return LazyAwaitable(finish)
+        return EmbeddingBagCollectionAwaitable(finish)
 
     @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:

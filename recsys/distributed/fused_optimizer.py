@@ -195,14 +195,6 @@ class FusedTablesOptimizer(KeyedOptimizer):
             for shard in table.shards:
                 shard.kernel.drop_cache()
 
-    def __repr__(self) -> str:
-        groups = "; ".join(
-            f"{group['algorithm']} lr={group['lr']} of {len(group['params'])} "
-            f"{group['update_mode']} tables"
-            for group in self.param_groups
-        )
-        return f"FusedTablesOptimizer({groups})"
-
 
 class _LiveGroup(dict[str, Any]):
     """A parameter group whose ``lr`` is the kernels' own, so that schedulers reach them.

@@ -47,6 +47,7 @@ from recsys.optim.apply_optimizer_in_backward import (
     attached_optimizer,
     mark_in_backward,
 )
+from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 
 _LOCATIONS = {
@@ -193,11 +194,12 @@ class ShardedCollection(ShardedModule):
                 for shard in shards[index]:
                     mark_in_backward(shard.parameter, option.source)
         self._hold_tables(tables)
-        self._fused_optimizer = FusedTablesOptimizer(
+        tables_optimizer = FusedTablesOptimizer(
             {self._weight_name(name): table for name, table in self._tables().items()},
             [option.optimizer for option in options],
             self._finisher.deferred,
         )
+        self._fused_optimizer = CombinedOptimizer([tables_optimizer])
 
     def _group_of(self, number: int, rects: Sequence[Rect]) -> GroupSettings:
         """Returns what a table must have in common with those it shares a lookup with.
@@ -279,7 +281,7 @@ class ShardedCollection(ShardedModule):
         return (ahead or self.input_dist(features).send()).wait()
 
     @property
-    def fused_optimizer(self) -> FusedTablesOptimizer:
+    def fused_optimizer(self) -> CombinedOptimizer:
         """The keyed optimizer of the tables that update themselves; names as in the state dict."""
         return self._fused_optimizer
 

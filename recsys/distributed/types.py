@@ -420,11 +420,51 @@ _node_envs: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[int, Sharding
 
 
 class Awaitable(abc.ABC, Generic[T]):
-    """A result that is under way."""
+    """A result that is under way.
+
+    A class of your own defines ``_wait_impl``, which returns the result.
+
+    Example:
+        >>> class Ones(Awaitable[Tensor]):
+        ...     def _wait_impl(self) -> Tensor:
+        ...         return torch.ones(2)
+        >>> Ones().wait().tolist()
+        [1.0, 1.0]
+    """
+
+    _callbacks: list[Callable[[T], T]] | None = None
 
     @abc.abstractmethod
+    def _wait_impl(self) -> T:
+        """Blocks until the result is there and returns it."""
+
+    @property
+    def callbacks(self) -> list[Callable[[T], T]]:
+        """Functions that :meth:`wait` applies to the result, one after the other; append to it."""
+        if self._callbacks is None:
+            self._callbacks = []
+        return self._callbacks
+
     def wait(self) -> T:
-        """Blocks until the result is there and returns it; the same object at every call."""
+        """Blocks until the result is there and returns it."""
+        result = self._wait_impl()
+        for callback in self._callbacks or ():
+            result = callback(result)
+        return result
+
+
+class NoWait(Awaitable[T]):
+    """A result that is there already.
+
+    Args:
+        obj: the result.
+    """
+
+    def __init__(self, obj: T) -> None:
+        self._obj = obj
+
+    def _wait_impl(self) -> T:
+        return self._obj
 
 
 _UNSET: Any = object()
@@ -434,7 +474,8 @@ class LazyAwaitable(Awaitable[T]):
     """A result that is under way, and arrives by :meth:`wait` or by being used.
 
     Attributes, indexing, iteration, arithmetic and torch functions all wait first, so that code
-    written for the result itself works unchanged.
+    written for the result itself works unchanged. A class of your own may define ``_wait_impl`` in
+    place of passing ``finish``.
 
     Args:
         finish: computes the result; called once, at the first use.
@@ -445,23 +486,34 @@ class LazyAwaitable(Awaitable[T]):
         [2.0, 2.0, 2.0]
     """
 
-    def __init__(self, finish: Callable[[], T]) -> None:
-        self._finish: Callable[[], T] | None = finish
-        self._result: T = _UNSET
+    _finish: Callable[[], T] | None = None
+    _result: T = _UNSET
+
+    def __init__(self, finish: Callable[[], T] | None = None) -> None:
+        if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
+            raise TypeError(
+                f"{type(self).__name__} needs a way to its result: pass a function, or define "
+                "_wait_impl in a class of your own."
+            )
+        self._finish = finish
+
+    def _wait_impl(self) -> T:
+        assert self._finish is not None
+        return self._finish()
 
     def wait(self) -> T:
-        """Blocks until the result is there and returns it."""
-        if self._finish is not None:
-            self._result = self._finish()
+        """Blocks until the result is there and returns it; the same object at every call."""
+        if self._result is _UNSET:
+            self._result = super().wait()
             self._finish = None
         return self._result
 
     def __repr__(self) -> str:
-        state = "under way" if self._finish is not None else repr(self._result)
+        state = "under way" if self._result is _UNSET else repr(self._result)
         return f"{type(self).__name__}({state})"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_finish", "_result"):  # copying, pickling, probing
+        if name.startswith("__"):  # copying, pickling, probing
             raise AttributeError(name)
         return getattr(self.wait(), name)
 
@@ -540,10 +592,14 @@ LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class LazyNoWait(LazyAwaitable[T]):
-    """A result that is already there."""
+    """A result that is already there.
 
-    def __init__(self, result: T) -> None:
-        super().__init__(lambda: result)
+    Args:
+        obj: the result.
+    """
+
+    def __init__(self, obj: T) -> None:
+        super().__init__(lambda: obj)
         self.wait()
 
 

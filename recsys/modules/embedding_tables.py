@@ -28,7 +28,11 @@ from recsys.kernels.types import (
     TableSpec,
     UpdateMode,
 )
-from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+from recsys.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    data_type_to_dtype,
+)
 from recsys.modules.embedding_init import draw_seed, init_rows
 from recsys.modules.embedding_inputs import FeatureSelector, check_features, safe_features
 from recsys.optim.apply_optimizer_in_backward import (
@@ -66,10 +70,15 @@ class EmbeddingTable(nn.Module):
         self.num_embeddings = config.num_embeddings
         self.embedding_dim = config.embedding_dim
         self.weight = nn.Parameter(weight)
+        self._mode = config.pooling.name.lower() if isinstance(config, EmbeddingBagConfig) else ""
+
+    def _get_name(self) -> str:
+        return "EmbeddingBag" if self._mode else "Embedding"  # what it says of itself in print
 
     def extra_repr(self) -> str:
-        """Size, for repr."""
-        return f"{self.num_embeddings}, {self.embedding_dim}"
+        """Rows, columns and pooling, for repr."""
+        size = f"{self.num_embeddings}, {self.embedding_dim}"
+        return f"{size}, mode={self._mode!r}" if self._mode else size
 
 
 @final

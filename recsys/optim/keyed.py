@@ -336,6 +336,11 @@ class CombinedOptimizer(KeyedOptimizer):
         """The optimizers with their prefixes."""
         return self._optims
 
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"{prefix}: {optim!r}" if prefix else repr(optim) for prefix, optim in self._optims
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all."""
         for _, optim in self._optims:
@@ -406,10 +411,6 @@ class CombinedOptimizer(KeyedOptimizer):
         super().save_param_groups(save)
         for _, optim in self._optims:
             optim.save_param_groups(save)
-
-    def __repr__(self) -> str:
-        inner = ", ".join(f"{prefix or '-'}: {optim!r}" for prefix, optim in self._optims)
-        return f"CombinedOptimizer({inner})"
 
 
 def _state_of(optim: KeyedOptimizer) -> dict[str, Any]:

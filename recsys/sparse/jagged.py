@@ -11,7 +11,7 @@ from torch import Tensor
 from recsys.kernels import ops
 from recsys.sparse import validate
 from recsys.sparse.features import FeatureViews
-from recsys.sparse.text import format_jagged
+from recsys.sparse.text import format_jagged, show_jagged
 
 
 class JaggedTensor:
@@ -52,6 +52,7 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        lengths = validate.whole_numbers(lengths)
         validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
         if lengths is not None and lengths.dim() != 1:
             raise ValueError(
@@ -428,6 +429,9 @@ class JaggedTensor:
 
     def __repr__(self) -> str:
         return format_jagged(self)
+
+    def __str__(self) -> str:
+        return show_jagged(self)
 
     def __getstate__(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets

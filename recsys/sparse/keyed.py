@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recsys.sparse import validate
-from recsys.sparse.text import format_keyed
+from recsys.sparse.text import format_keyed, show_keyed
 
 
 class KeyedTensor:
@@ -287,6 +287,9 @@ class KeyedTensor:
 
     def __repr__(self) -> str:
         return format_keyed(self)
+
+    def __str__(self) -> str:
+        return show_keyed(self)
 
 
 Run = tuple[int, int, int]

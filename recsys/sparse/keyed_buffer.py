@@ -69,6 +69,7 @@ class KeyedBuffer:
         index_per_key: dict[str, int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
+        lengths = validate.whole_numbers(lengths)
         validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
         keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)

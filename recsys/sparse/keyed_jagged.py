@@ -20,7 +20,7 @@ from recsys.sparse.exchange import KeyedExchange
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_buffer import InverseIndices
-from recsys.sparse.text import format_keyed_jagged
+from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 
 _T = TypeVar("_T")
 
@@ -454,6 +454,9 @@ class KeyedJaggedTensor(KeyedExchange):
 
     def __repr__(self) -> str:
         return format_keyed_jagged(self)
+
+    def __str__(self) -> str:
+        return show_keyed_jagged(self)
 
 
 def _check_mergeable(

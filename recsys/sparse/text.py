@@ -1,7 +1,12 @@
-"""What jagged and keyed tensors look like when printed: sizes first, then a few of the values."""
+"""What jagged and keyed tensors look like.
+
+`print` shows the first values in TorchRec's layout; `repr`, which debuggers show, says sizes, types
+and devices first.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -60,6 +65,53 @@ def format_keyed(kt: KeyedTensor) -> str:
     return "\n".join(lines)
 
 
+def show_jagged(jt: JaggedTensor) -> str:
+    """What `print` shows of a JaggedTensor."""
+    if jt.values().is_meta:
+        return format_jagged(jt)
+    return _braces("JaggedTensor", _bags_by_part(jt, is_top=True))
+
+
+def show_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
+    """What `print` shows of a KeyedJaggedTensor."""
+    if kjt.values().is_meta:
+        return format_keyed_jagged(kjt)
+    try:
+        parts = [f'"{key}": {_bags_by_part(kjt[key])}' for key in kjt.keys()[:MAX_ITEMS]]
+    except ValueError:
+        return format_keyed_jagged(kjt)  # which says what is wrong with it
+    return _braces("KeyedJaggedTensor", _entries(parts, len(kjt.keys())))
+
+
+def show_keyed(kt: KeyedTensor) -> str:
+    """What `print` shows of a KeyedTensor."""
+    if kt.values().is_meta:
+        return format_keyed(kt)
+    parts = [f'"{key}": {_format_values(kt[key].detach())}' for key in kt.keys()[:MAX_ITEMS]]
+    return _braces("KeyedTensor", _entries(parts, len(kt.keys())))
+
+
+def _bags_by_part(jt: JaggedTensor, *, is_top: bool = False) -> str:
+    weights = jt.weights_or_none()
+    bags = _format_segments(jt.values(), jt)
+    if weights is None:
+        return bags
+    body = f'"values": {bags},\n"weights": {_format_segments(weights, jt)}'
+    return body if is_top else f"{{\n{_indented(body)}\n}}"
+
+
+def _entries(parts: list[str], total: int) -> str:
+    return ",\n".join([*parts, *["..."] * (total > len(parts))])
+
+
+def _braces(name: str, body: str) -> str:
+    return f"{name}({{\n{_indented(body)}\n}})" if body else f"{name}()"
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text, " " * 4)
+
+
 def _describe(values: Tensor, weights: Tensor | None) -> str:
     weighted = "" if weights is None else ", weighted"
     return f"{weighted}, {str(values.dtype).removeprefix('torch.')}, {values.device}"
@@ -87,7 +139,10 @@ def _format_segments(tensor: Tensor, jt: JaggedTensor) -> str:
 
 def _format_values(values: Tensor) -> str:
     if values.dim() == 0:
-        return f"{values.item():.4g}" if values.is_floating_point() else str(values.item())
+        if not values.is_floating_point():
+            return str(values.item())
+        text = f"{values.item():.4g}"
+        return text if set(text) & set(".en") else f"{text}.0"  # not 1e+04, inf and nan
     return _cut([_format_values(value) for value in values[: MAX_ITEMS + 1]])
 
 

@@ -377,6 +377,13 @@ def _describe_bag(position: int, keys: Sequence[str], stride_per_key: Sequence[i
     return f"bag {position}"
 
 
+def whole_numbers(lengths: Tensor | None) -> Tensor | None:
+    """Return lengths as they are, and as int64 if there are none: `torch.tensor([])` is fp32."""
+    if isinstance(lengths, Tensor) and not lengths.numel() and lengths.dtype not in _INT_DTYPES:
+        return lengths.long()
+    return lengths
+
+
 def _refuse_part(owner: str, name: str, part: object) -> NoReturn:
     raise TypeError(
         f"{owner}.{name} must be a torch.Tensor; received {type(part).__name__}. "

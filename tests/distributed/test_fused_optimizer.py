@@ -682,6 +682,21 @@ def test_fused_params_name_the_modes() -> None:
     assert (owned.update_mode, owned.row_state) == (UpdateMode.DEFERRED, RowState.PER_SHARD)
 
 
+def test_the_optimizer_of_a_collection_prints_its_rate() -> None:
+    case = _without_optimizer(EachType(0, 1))
+    sharder = EmbeddingBagCollectionSharder(
+        {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.02}
+    )
+    model = DistributedModelParallel(case.model(), sharders=[sharder], device=CPU)
+    optimizer = model.module.ebc.fused_optimizer
+    assert type(optimizer) is CombinedOptimizer
+    assert "Parameter Group 0\n" in repr(optimizer)
+    assert "    lr: 0.02\n" in repr(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert "    lr: 0.5\n" in repr(optimizer)
+    assert repr(model.fused_optimizer) == f"ebc: {optimizer!r}"
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

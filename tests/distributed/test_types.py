@@ -14,12 +14,14 @@ from torch import Tensor
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.strategies import parameter_sharding, rects_of
 from recsys.distributed.types import (
+    Awaitable,
     CacheParams,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     LazyAwaitable,
     LazyNoWait,
+    NoWait,
     ParameterSharding,
     ShardingEnv,
     ShardingPlan,
@@ -173,6 +175,51 @@ class TestLazyAwaitable:
     def test_no_wait_has_its_result(self) -> None:
         assert repr(LazyNoWait(3)) == "LazyNoWait(3)"
         assert LazyNoWait(3).wait() == 3
+
+    def test_callbacks_change_the_result_once(self) -> None:
+        lazy = later(torch.tensor(2))
+        lazy.callbacks.append(lambda value: value + 1)
+        lazy.callbacks.append(lambda value: value * 10)
+        assert (lazy + 0).item() == 30
+        assert lazy.wait().item() == 30
+
+    def test_a_subclass_defines_how_it_waits(self) -> None:
+        class Ones(LazyAwaitable[Tensor]):
+            def __init__(self, size: list[int]) -> None:
+                super().__init__()
+                self._size = size
+                self.calls = 0
+
+            def _wait_impl(self) -> Tensor:
+                self.calls += 1
+                return torch.ones(self._size)
+
+        ones = Ones([3, 2])
+        assert repr(ones) == "Ones(under way)"
+        assert (ones + 1).tolist() == [[2.0, 2.0]] * 3
+        assert ones.wait() is ones.wait()
+        assert ones.calls == 1
+        with pytest.raises(TypeError, match=r"LazyAwaitable needs a way to its result: pass a fun"):
+            LazyAwaitable()
+
+
+class TestAwaitable:
+    def test_a_subclass_defines_how_it_waits(self) -> None:
+        class Three(Awaitable[int]):
+            def _wait_impl(self) -> int:
+                return 3
+
+        three = Three()
+        assert three.wait() == 3
+        three.callbacks.append(lambda value: value + 1)
+        assert three.wait() == 4
+        with pytest.raises(TypeError, match="_wait_impl"):
+            Awaitable()  # type: ignore[abstract]
+
+    def test_no_wait_has_its_result(self) -> None:
+        result = object()
+        assert NoWait(result).wait() is result
+        assert NoWait(obj=result).wait() is result
 
 
 class TestPlacement:

@@ -364,7 +364,7 @@ def test_tables_with_an_optimizer_come_from_meta_by_to_empty(
 
 
 def test_repr_is_the_module_tree() -> None:
-    assert "(b): EmbeddingTable(30, 8)" in repr(build("user"))
+    assert "(b): EmbeddingBag(30, 8, mode='sum')" in repr(build("user"))
 
 
 def test_tables_on_two_devices_raise() -> None:

@@ -419,7 +419,9 @@ class TestCombinedOptimizer:
         assert other.optimizers[0][1].param_groups[0]["lr"] == 0.7
 
     def test_shows_its_parts(self) -> None:
-        assert repr(CombinedOptimizer([("a", wrap(layer()))])).startswith("CombinedOptimizer(a: ")
+        shown = repr(CombinedOptimizer([("a", wrap(layer())), wrap(layer(), sgd)]))
+        first, second = wrap(layer()), wrap(layer(), sgd)
+        assert shown == f"a: {first!r}\n{second!r}"
 
 
 def test_a_wrapper_shows_the_optimizer_through() -> None:

@@ -8,10 +8,10 @@ def test_jagged():
     assert repr(jt) == (
         "JaggedTensor(2 bags, 3 values, weighted, int64, cpu)\n"
         "    [[1, 2], [3]]\n"
-        "    weights [[0.5, 1], [2]]"
+        "    weights [[0.5, 1.0], [2.0]]"
     )
     rows = JaggedTensor(torch.ones(1, 2), lengths=torch.tensor([0, 1]))
-    assert repr(rows).endswith("[[], [[1, 1]]]")
+    assert repr(rows).endswith("[[], [[1.0, 1.0]]]")
 
 
 def test_keyed_jagged():
@@ -32,8 +32,8 @@ def test_keyed_jagged():
 def test_keyed():
     kt = KeyedTensor(["x", "y"], [1, 2], torch.arange(6.0).view(2, 3).requires_grad_())
     assert repr(kt) == (
-        'KeyedTensor(2 keys, shape (2, 3), float32, cpu)\n    "x": [[0], [3]]\n'
-        '    "y": [[1, 2], [4, 5]]'
+        'KeyedTensor(2 keys, shape (2, 3), float32, cpu)\n    "x": [[0.0], [3.0]]\n'
+        '    "y": [[1.0, 2.0], [4.0, 5.0]]'
     )
     assert repr(kt.to("meta")) == "KeyedTensor(2 keys, shape (2, 3), float32, meta)"
 
@@ -52,3 +52,36 @@ def test_a_broken_one_can_still_be_printed():
     kjt = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1]))
     assert "invalid: KeyedJaggedTensor.lengths must add up" in repr(kjt)
     assert repr(JaggedTensor(torch.arange(1), lengths=torch.tensor([2]))).endswith("[[0]]")
+
+
+def test_print_shows_the_documented_layout():
+    ids, lengths = torch.tensor([5, 7, 1]), torch.tensor([1, 2])
+    assert str(JaggedTensor(ids, lengths=lengths)) == "JaggedTensor({\n    [[5], [7, 1]]\n})"
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    assert str(JaggedTensor(ids, weights, lengths)) == (
+        'JaggedTensor({\n    "values": [[5], [7, 1]],\n    "weights": [[0.5], [1.0, 2.0]]\n})'
+    )
+    plain = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([1, 1, 0, 1]))
+    assert str(plain) == 'KeyedJaggedTensor({\n    "a": [[5], [7]],\n    "b": [[], [1]]\n})'
+    weighted = KeyedJaggedTensor(["a"], ids, weights, lengths)
+    assert str(weighted) == (
+        'KeyedJaggedTensor({\n    "a": {\n        "values": [[5], [7, 1]],\n'
+        '        "weights": [[0.5], [1.0, 2.0]]\n    }\n})'
+    )
+    kt = KeyedTensor(["x", "y"], [1, 2], torch.arange(6.0).view(2, 3))
+    assert str(kt) == (
+        'KeyedTensor({\n    "x": [[0.0], [3.0]],\n    "y": [[1.0, 2.0], [4.0, 5.0]]\n})'
+    )
+
+
+def test_print_of_what_is_empty_large_broken_or_not_there():
+    assert str(KeyedJaggedTensor([], torch.tensor([]), lengths=torch.tensor([]))) == (
+        "KeyedJaggedTensor()"
+    )
+    keys = [f"f{i}" for i in range(100)]
+    many = KeyedJaggedTensor(keys, torch.arange(200), lengths=torch.ones(200, dtype=torch.int64))
+    assert str(many).endswith('    "f7": [[14], [15]],\n    ...\n})')
+    broken = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1]))
+    assert "invalid: KeyedJaggedTensor.lengths must add up" in str(broken)
+    for made in (many, many["f1"], KeyedTensor(["x"], [2], torch.ones(1, 2))):
+        assert str(made.to(torch.device("meta"))) == repr(made.to(torch.device("meta")))
