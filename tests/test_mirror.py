@@ -13,6 +13,8 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "compat/test_signatures.py",
+    "compat/test_spec.py",
+    "compat/test_tutorial.py",
     "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
     "distributed/test_step_cost.py",
@@ -29,6 +31,7 @@ BROAD = {
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
+    "lazy.py": "test_public_surface.py",
     "datasets/utils.py": "datasets/test_random.py",
     "distributed/agreement.py": "distributed/test_construction.py",
     "distributed/batch_segments.py": "distributed/test_input_dist.py",

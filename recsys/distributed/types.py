@@ -231,17 +231,23 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
             if sharding.sharding_spec is not None
             for shard in sharding.sharding_spec.shards
         ]
-        return f"{format_table(head, rows)}\n\n{format_table(shard_head, shard_rows)}"
+        tables = (
+            format_table(*table, gap=" | ") for table in ((head, rows), (shard_head, shard_rows))
+        )
+        return "\n\n".join(tables)
 
 
 def format_table(
-    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: Container[int] = ()
+    head: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    numbers: Container[int] = (),
+    gap: str = "  ",
 ) -> str:
     """Returns text columns under a head, each as wide as its widest cell; numbers end right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, tuple("-" * width for width in widths), *rows]
     return "\n".join(
-        "  ".join(
+        gap.join(
             cell.rjust(width) if i in numbers else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
@@ -324,7 +330,9 @@ class ShardingPlan:
         return plan_json.read(*read_source(source, "Plan file"))
 
     def __str__(self) -> str:
-        return "\n\n".join(f"module: {path}\n{plan}" for path, plan in self.plan.items())
+        return "\n\n".join(
+            f"module: {path}".rstrip() + f"\n{plan}" for path, plan in self.plan.items()
+        )
 
 
 @final

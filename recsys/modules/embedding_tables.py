@@ -55,6 +55,9 @@ class TableDict(nn.ModuleDict):
         """Adds a table, whatever attributes a ModuleDict has."""
         self._modules[name] = module  # type: ignore[assignment]
 
+    def _get_name(self) -> str:
+        return "ModuleDict"  # what it says of itself in print
+
 
 @final
 class EmbeddingTable(nn.Module):

@@ -265,18 +265,18 @@ class TestPlan:
     def test_prints_as_the_table_users_know(self) -> None:
         assert str(self.plan()) == (
             "module: sparse.ebc\n"
-            "param  sharding type  compute kernel  ranks\n"
-            "-----  -------------  --------------  ------\n"
-            "users  row_wise       fused           [0, 1]\n"
-            "films  column_wise    fused           [1, 0]\n"
-            "days   data_parallel  dense           [0, 1]\n"
+            "param | sharding type | compute kernel | ranks\n"
+            "----- | ------------- | -------------- | ------\n"
+            "users | row_wise      | fused          | [0, 1]\n"
+            "films | column_wise   | fused          | [1, 0]\n"
+            "days  | data_parallel | dense          | [0, 1]\n"
             "\n"
-            "param  shard offsets  shard sizes  placement\n"
-            "-----  -------------  -----------  -------------\n"
-            "users  [0, 0]         [3, 8]       rank:0/cpu\n"
-            "users  [3, 0]         [2, 8]       rank:1/cpu\n"
-            "films  [0, 0]         [10, 4]      rank:1/cuda:1\n"
-            "films  [0, 4]         [10, 4]      rank:0/cuda:0"
+            "param | shard offsets | shard sizes | placement\n"
+            "----- | ------------- | ----------- | -------------\n"
+            "users | [0, 0]        | [3, 8]      | rank:0/cpu\n"
+            "users | [3, 0]        | [2, 8]      | rank:1/cpu\n"
+            "films | [0, 0]        | [10, 4]     | rank:1/cuda:1\n"
+            "films | [0, 4]        | [10, 4]     | rank:0/cuda:0"
         )
 
     def test_is_looked_up_by_module(self) -> None:
