@@ -27,7 +27,6 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 
-@final
 class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
     """The pooled embeddings of a batch, on their way back from the ranks that own the tables."""
 
