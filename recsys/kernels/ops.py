@@ -283,7 +283,9 @@ def jagged_to_padded_dense(
         tensor([[1, 0],
                 [2, 3]])
     """
-    if _fbgemm_serves(values_N) and values_N.dtype in _VALUE_DTYPES and values_N.dim() <= 2:
+    if _is_traced(values_N) or (
+        _fbgemm_serves(values_N) and values_N.dtype in _VALUE_DTYPES and values_N.dim() <= 2
+    ):
         return torch.ops.fbgemm.jagged_to_padded_dense(  # type: ignore[no-any-return]
             values_N, [offsets_M1], [max_length], padding_value
         )
@@ -318,6 +320,11 @@ def upload(
         return tensor.to(device)
     # from pageable memory a copy would wait for all work queued on the stream
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _is_traced(tensor: object) -> bool:
+    """Whether torch.fx is tracing: such a tensor says neither its device nor its dtype."""
+    return isinstance(tensor, torch.fx.Proxy)
 
 
 def _fbgemm_serves(tensor: Tensor) -> bool:

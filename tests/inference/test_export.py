@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from recsys.inference import export_torchscript, quantize_embeddings, trace_model
+from recsys.inference import (
+    export_torchscript,
+    quantize_embeddings,
+    shard_quant_model,
+    trace_model,
+)
 from recsys.modules.dlrm import DLRM, DLRMTrain
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import KeyedJaggedTensor
 
 SCORE = """
@@ -139,3 +144,55 @@ def test_models_that_cannot_be_exported_say_why() -> None:
     with pytest.raises(fx.proxy.TraceError) as caught:
         trace_model(_Wrapped(branches=True).eval(), names)
     assert "torch.where chooses" in caught.value.__notes__[0]
+
+
+class _Mixed(nn.Module):
+    """Pools bags, and reads sequences: sums of their rows, and of their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        bags = [EmbeddingBagConfig(30, 8, "bags", feature_names=["x"], pooling=PoolingType.MEAN)]
+        rows = [
+            EmbeddingConfig(30, 8, "rows", feature_names=["y", "x"]),
+            EmbeddingConfig(40, 8, "more", feature_names=["y"]),
+        ]
+        self.bags = EmbeddingBagCollection(tables=bags)
+        self.rows = EmbeddingCollection(tables=rows, need_indices=True)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        pooled = self.bags(features).values().sum(1, keepdim=True)
+        read = self.rows(features)
+        padded = read["y@rows"].to_padded_dense(4).sum((1, 2)).unsqueeze(1)
+        others = read["y@more"].values().sum() + read["x"].weights().sum()
+        return torch.cat([dense, pooled, padded], dim=1) + others
+
+
+@pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
+def test_models_with_sequences_are_exported(tmp_path: Path, output: torch.dtype) -> None:
+    keys = ["z", "y", "x"]
+    model = quantize_embeddings(_Mixed(), torch.quint4x2, output_dtype=output)
+    for each in (model, shard_quant_model(model, 3, "cpu")[0]):
+        export_torchscript(each, tmp_path / "model.pt", keys)
+        loaded = torch.jit.load(tmp_path / "model.pt")
+        for size in (5, 1, 0):
+            inputs = _inputs(size)
+            expected = _eager(model, inputs, keys)
+            assert expected.shape == (size, 7)
+            torch.testing.assert_close(_eager(each, inputs, keys), expected, rtol=0, atol=0)
+            torch.testing.assert_close(loaded(*inputs), expected, rtol=0, atol=0)
+
+
+def test_a_collection_that_is_used_twice_is_exported_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = _model().sparse_arch.embedding_bag_collection
+
+        def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+            return self.tables(features).values() + self.tables(features).values()
+
+    model, inputs = Twice().eval(), _inputs(3)
+    traced = trace_model(model, ["x", "y", "z"])
+    assert len([name for name, _ in traced.named_children() if name.startswith("lookups_")]) == 1
+    torch.testing.assert_close(traced(*inputs), _eager(model, inputs, ["x", "y", "z"]))
