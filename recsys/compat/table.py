@@ -55,6 +55,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.modules.deepfm", "recsys.modules.deepfm", "DeepFM, FactorizationMachine"),
     (
+        "torchrec.modules.embedding_tower",
+        "recsys.modules.embedding_tower",
+        "EmbeddingTower, EmbeddingTowerCollection, tower_input_params",
+    ),
+    (
+        "torchrec.modules.fused_embedding_modules",
+        "recsys.modules.fused_embedding_modules",
+        "FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer",
+    ),
+    (
         "torchrec.modules.feature_processor",
         "recsys.modules.feature_processor",
         "BaseFeatureProcessor, BaseGroupedFeatureProcessor, PositionWeightedProcessor",
@@ -165,6 +175,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingBagSharder, ShardedEmbeddingBag",
     ),
     (
+        "torchrec.distributed.fused_embeddingbag",
+        "recsys.distributed.fused_embedding",
+        "FusedEmbeddingBagCollectionSharder",
+    ),
+    (
+        "torchrec.distributed.fused_embedding",
+        "recsys.distributed.fused_embedding",
+        "FusedEmbeddingCollectionSharder",
+    ),
+    (
         "torchrec.distributed.embedding",
         "recsys.distributed.embedding",
         "EmbeddingCollectionAwaitable, EmbeddingCollectionSharder, ShardedEmbeddingCollection",
@@ -215,6 +235,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.distributed.planner.enumerators",
         "recsys.distributed.types",
         "EmbeddingComputeKernel",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.modules.embedding_tower",
+        "EmbeddingTower, EmbeddingTowerCollection",
     ),
     (
         "torchrec.distributed.planner.enumerators",

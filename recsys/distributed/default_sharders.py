@@ -9,6 +9,10 @@ from torch import nn
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from recsys.distributed.fused_embedding import (
+    FusedEmbeddingBagCollectionSharder,
+    FusedEmbeddingCollectionSharder,
+)
 from recsys.distributed.types import ModuleSharder
 
 
@@ -18,6 +22,8 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         EmbeddingBagCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
         EmbeddingCollectionSharder(),
+        FusedEmbeddingBagCollectionSharder(),
+        FusedEmbeddingCollectionSharder(),
     ]
 
 

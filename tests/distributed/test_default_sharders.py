@@ -5,6 +5,10 @@ from __future__ import annotations
 from recsys.distributed.default_sharders import get_module_to_default_sharders
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 
 
 def test_default_sharders_by_type() -> None:
@@ -13,4 +17,6 @@ def test_default_sharders_by_type() -> None:
         EmbeddingBagCollection,
         FeatureProcessedEmbeddingBagCollection,
         EmbeddingCollection,
+        FusedEmbeddingBagCollection,
+        FusedEmbeddingCollection,
     ]

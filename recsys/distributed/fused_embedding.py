@@ -1,0 +1,42 @@
+"""Sharders of the fused collections, which become the same sharded modules as the others."""
+
+from __future__ import annotations
+
+from recsys.distributed.embedding import EmbeddingCollectionSharder
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
+
+
+class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Shards ``FusedEmbeddingBagCollection``; its tables keep their optimizer.
+
+    Arguments are those of :class:`~recsys.distributed.embeddingbag.EmbeddingBagCollectionSharder`.
+
+    Example:
+        >>> FusedEmbeddingBagCollectionSharder().module_type.__name__
+        'FusedEmbeddingBagCollection'
+    """
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingBagCollection]:
+        """The module type this sharder replaces."""
+        return FusedEmbeddingBagCollection
+
+
+class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+    """Shards ``FusedEmbeddingCollection``; its tables keep their optimizer.
+
+    Arguments are those of :class:`~recsys.distributed.embedding.EmbeddingCollectionSharder`.
+
+    Example:
+        >>> FusedEmbeddingCollectionSharder().module_type.__name__
+        'FusedEmbeddingCollection'
+    """
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingCollection]:
+        """The module type this sharder replaces."""
+        return FusedEmbeddingCollection
