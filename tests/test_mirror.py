@@ -56,6 +56,8 @@ TESTED_THROUGH = {
     "kernels/tbe_fbgemm.py": "kernels/test_tbe.py",
     "kernels/tbe_layout.py": "kernels/test_tbe.py",
     "kernels/tbe_torch.py": "kernels/test_tbe.py",
+    "metrics/accumulators.py": "metrics/test_metric_module.py",
+    "metrics/batch.py": "metrics/test_rec_metric.py",
     "metrics/checks.py": "metrics/test_auc.py",
     "metrics/sums.py": "metrics/test_sync.py",
     "modules/activation.py": "modules/test_mlp.py",

@@ -37,7 +37,9 @@ SURFACE = {
     """,
     "recsys.kernels": "",
     "recsys.metrics": """
-        AUC BinnedAUC NormalizedEntropy ThroughputMetric auc log_loss normalized_entropy
+        AUC BinnedAUC MetricsConfig NormalizedEntropy RecMetricDef RecMetricEnum RecMetricModule
+        RecTaskInfo ThroughputDef ThroughputMetric auc generate_metric_module log_loss
+        normalized_entropy
     """,
     "recsys.modules": "",
     "recsys.optim": """

@@ -99,7 +99,7 @@ class NormalizedEntropy(Sums):
             ValueError: the inputs differ in size or device.
         """
         probs_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
-        loss_N = _cross_entropy(probs_N, labels_N)
+        loss_N = cross_entropy(probs_N, labels_N)
         self._sums += torch.stack(
             [(loss_N * weights_N).sum(), (labels_N * weights_N).sum(), weights_N.sum()]
         )
@@ -126,13 +126,47 @@ class NormalizedEntropy(Sums):
         Returns:
             Scalar float64; infinite if only one class was seen.
         """
-        base_rate = self.base_rate()
-        entropy = torch.special.entr(base_rate) + torch.special.entr(1.0 - base_rate)
-        normalized: torch.Tensor = self.log_loss() / entropy
-        return normalized
+        return normalize_entropy(self._sums[0], self._sums[1], self._sums[2])
 
 
-def _cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    probs_N = probs_N.clamp(EPSILON, 1.0 - EPSILON)
-    loss_N: torch.Tensor = -labels_N * probs_N.log() - (1.0 - labels_N) * torch.log1p(-probs_N)
-    return loss_N
+def cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Compute the binary cross entropy of each sample.
+
+    Args:
+        probs_N: ``[..., N]`` probabilities, float64.
+        labels_N: ``[..., N]``, from 0 to 1, float64.
+
+    Returns:
+        ``[..., N]``, in nats.
+    """
+    return positive_cross_entropy(probs_N, labels_N) + negative_cross_entropy(probs_N, labels_N)
+
+
+def positive_cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Compute what labels of 1 add to the cross entropy; arguments as of `cross_entropy`."""
+    return -labels_N * probs_N.clamp(min=EPSILON).log_()
+
+
+def negative_cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Compute what labels of 0 add to the cross entropy; arguments as of `cross_entropy`."""
+    # Not log1p, which takes eight times as long and says the same to 1e-16.
+    return (labels_N - 1.0) * (1.0 - probs_N).clamp_(min=EPSILON).log_()
+
+
+def normalize_entropy(
+    log_loss: torch.Tensor, positives: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Divide a mean log loss by the entropy of the base rate.
+
+    Args:
+        log_loss: any shape, summed over samples.
+        positives: alike, the weight of positives.
+        weight: alike, the weight of all.
+
+    Returns:
+        Alike; infinite for one class only, NaN for no weight.
+    """
+    base_rate = positives / weight
+    entropy = torch.special.entr(base_rate) + torch.special.entr(1.0 - base_rate)
+    normalized: torch.Tensor = log_loss / weight / entropy
+    return normalized

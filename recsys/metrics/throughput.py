@@ -2,26 +2,41 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from recsys.metrics.metrics_config import BatchSizeStage, validate_batch_size_stages
+from recsys.metrics.metrics_namespace import (
+    MetricName,
+    MetricNamespace,
+    MetricPrefix,
+    compose_metric_key,
+)
+
+_COUNTS = ("total_examples", "warmup_examples", "time_lapse_after_warmup", "num_batch")
 
 
 @final
-class ThroughputMetric:
+class ThroughputMetric(torch.nn.Module):
     """Count samples of all ranks per second.
 
     The first steps are left out: they build caches and compile kernels. Time is the host's; on a
-    GPU it is right once the queue of launched work is full, not for single steps.
+    GPU it is right once the queue of launched work is full, not for single steps. A state dict has
+    the counts, so that a run that goes on from a checkpoint counts on; the results that begin with
+    ``attempt_`` are of this process alone.
 
     Args:
         batch_size: samples per rank and step.
         world_size: number of ranks.
         window_seconds: span of the recent rate.
         warmup_steps: steps left out at the start.
+        batch_size_stages: batch sizes that change with the steps, in place of `batch_size`.
         clock: gives seconds.
 
     Raises:
-        ValueError: an argument is not positive (``warmup_steps`` may be 0).
+        ValueError: an argument is not positive (``warmup_steps`` may be 0), or the stages end.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 2.0])
@@ -31,8 +46,8 @@ class ThroughputMetric:
         ... )
         >>> for _ in range(3):
         ...     metric.update()
-        >>> metric.compute()
-        {'total_examples': 48, 'throughput': 16.0, 'window_throughput': 16.0}
+        >>> metric.compute()["throughput-throughput|window_throughput"].item()
+        16.0
     """
 
     def __init__(
@@ -42,8 +57,10 @@ class ThroughputMetric:
         world_size: int,
         window_seconds: int,
         warmup_steps: int = 100,
+        batch_size_stages: Sequence[BatchSizeStage] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         given = {
             "batch_size": batch_size,
             "world_size": world_size,
@@ -54,40 +71,116 @@ class ThroughputMetric:
                 raise ValueError(f"{name} must be positive; received {value}.")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps must be 0 or more; received {warmup_steps}.")
-        self._samples_per_step = batch_size * world_size
+        validate_batch_size_stages(list(batch_size_stages or ()))
+        self._batch_size = batch_size
+        self._world_size = world_size
         self._window_seconds = window_seconds
-        self._warmup_steps = warmup_steps
+        self._warmup_steps = max(1, warmup_steps)
+        self._stages = list(batch_size_stages or ())
         self._clock = clock
         self._steps = 0
-        self._start_s = 0.0
-        self._recent_s: deque[float] = deque()
+        self._num_batch = 0
+        self._total = self._warmup = self._attempt = self._attempt_warmup = 0
+        self._elapsed_s = self._attempt_s = 0.0
+        self._last_s = 0.0
+        # When each recent step ended, and its samples.
+        self._recent: deque[tuple[float, int]] = deque()
+        self._recent_samples = 0
+
+    def set_num_batch(self, num_batch: int) -> None:
+        """Say how many batches earlier processes have seen, for the stages of the batch size.
+
+        Args:
+            num_batch: their number.
+        """
+        self._num_batch = num_batch
+
+    def _current_batch_size(self) -> int:
+        end = 0
+        for stage in self._stages:
+            if stage.max_iters is None or self._num_batch <= (end := end + stage.max_iters):
+                return stage.batch_size
+        return self._batch_size
 
     def update(self) -> None:
         """Say that a step has ended."""
         now_s = self._clock()
         self._steps += 1
-        if self._steps <= max(1, self._warmup_steps):
-            self._start_s = now_s
-            self._recent_s.clear()
-        self._recent_s.append(now_s)
-        while now_s - self._recent_s[0] > self._window_seconds:
-            self._recent_s.popleft()
+        self._num_batch += 1
+        samples = self._current_batch_size() * self._world_size
+        self._total += samples
+        self._attempt += samples
+        if self._steps <= self._warmup_steps:
+            self._warmup += samples
+            self._attempt_warmup += samples
+            self._recent.clear()
+            self._recent_samples = 0
+        else:
+            self._elapsed_s += now_s - self._last_s
+            self._attempt_s += now_s - self._last_s
+            self._recent_samples += samples
+        self._last_s = now_s
+        self._recent.append((now_s, samples))
+        while now_s - self._recent[0][0] > self._window_seconds:
+            self._recent.popleft()
+            # The first that is left only says when the window begins.
+            self._recent_samples -= self._recent[0][1]
 
-    def compute(self) -> dict[str, float]:
+    def compute(self) -> dict[str, torch.Tensor]:
         """Compute the rates.
 
         Returns:
-            ``total_examples`` since the start, warm-up included; ``throughput`` since the warm-up
-            and ``window_throughput`` in samples per second, 0 while nothing has been timed.
+            Scalars by key, as of the namespace and task ``throughput``: ``total_examples`` and
+            ``attempt_examples`` since the start, warm-up included; once something has been timed,
+            ``lifetime_throughput`` since the warm-up, ``window_throughput`` and
+            ``attempt_throughput`` in samples per second; ``batch_size`` if it has stages.
         """
-        timed_steps = self._steps - max(1, self._warmup_steps)
-        now_s = self._recent_s[-1] if self._recent_s else 0.0
-        first_s = self._recent_s[0] if self._recent_s else 0.0
+        found: dict[tuple[MetricName, MetricPrefix], torch.Tensor] = {
+            (MetricName.TOTAL_EXAMPLES, MetricPrefix.DEFAULT): torch.tensor(self._total),
+            (MetricName.ATTEMPT_EXAMPLES, MetricPrefix.DEFAULT): torch.tensor(self._attempt),
+        }
+        window_s = self._last_s - self._recent[0][0] if self._recent else 0.0
+        for prefix, samples, seconds in (
+            (MetricPrefix.LIFETIME, self._total - self._warmup, self._elapsed_s),
+            (MetricPrefix.WINDOW, self._recent_samples, window_s),
+            (MetricPrefix.ATTEMPT, self._attempt - self._attempt_warmup, self._attempt_s),
+        ):
+            if self._steps > self._warmup_steps:
+                rate = samples / seconds if seconds > 0 else 0.0
+                found[MetricName.THROUGHPUT, prefix] = torch.tensor(rate, dtype=torch.float64)
+        if self._stages:
+            size = torch.tensor(self._current_batch_size(), dtype=torch.int32)
+            found[MetricName.BATCH_SIZE, MetricPrefix.DEFAULT] = size
+        namespace = MetricNamespace.THROUGHPUT
         return {
-            "total_examples": self._steps * self._samples_per_step,
-            "throughput": self._rate(timed_steps, now_s - self._start_s),
-            "window_throughput": self._rate(len(self._recent_s) - 1, now_s - first_s),
+            compose_metric_key(namespace, str(namespace), name, prefix): value
+            for (name, prefix), value in found.items()
         }
 
-    def _rate(self, steps: int, elapsed_s: float) -> float:
-        return steps * self._samples_per_step / elapsed_s if elapsed_s > 0 else 0.0
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        values = (self._total, self._warmup, self._elapsed_s, self._num_batch)
+        for name, value in zip(_COUNTS, values, strict=True):
+            dtype = torch.float64 if isinstance(value, float) else torch.int64
+            destination[prefix + name] = torch.tensor(value, dtype=dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        keys = [prefix + name for name in _COUNTS]
+        missing = [key for key in keys if key not in state_dict]
+        missing_keys += missing
+        if strict:
+            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in keys]
+        if not missing:
+            total, warmup, elapsed_s, num_batch = (state_dict[key].item() for key in keys)
+            self._total, self._warmup = int(total), int(warmup)
+            self._elapsed_s, self._num_batch = float(elapsed_s), int(num_batch)

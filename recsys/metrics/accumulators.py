@@ -1,0 +1,350 @@
+"""What metrics keep from batch to batch, and how the ranks' shares come together.
+
+Metrics of equal tasks are computed together: one tensor of all their sums, one window of rows.
+Shapes: ``T`` tasks, ``K`` sums, ``N`` samples.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch
+
+from recsys.metrics.batch import MetricBatch, TaskTensors, build_batch
+from recsys.metrics.metrics_namespace import (
+    MetricPrefix,
+    compose_customized_metric_key,
+    compose_metric_namespace,
+)
+from recsys.metrics.windows import RowWindow, SumWindow, gather_rows
+
+if TYPE_CHECKING:
+    from recsys.metrics.rec_metric import RecMetric
+
+
+class _TaskGroup:
+    """The sums and rows of metrics that have the same tasks."""
+
+    def __init__(self, metrics: Sequence[RecMetric]) -> None:
+        self.metrics = metrics
+        self.tasks = metrics[0].tasks
+        self.num_classes = metrics[0].num_classes
+        quantities = {q.name: q for metric in metrics for q in metric.quantities()}
+        # In the order in which sums are computed.
+        self.weighted = [q for q in quantities.values() if q.is_weighted and not q.width]
+        self.unweighted = [q for q in quantities.values() if not q.is_weighted and not q.width]
+        self.wide = [q for q in quantities.values() if q.width]
+        self.quantities = [*self.weighted, *self.unweighted, *self.wide]
+        num_sums = sum(q.width or 1 for q in self.quantities)
+        self.lifetime = torch.zeros(len(self.tasks), num_sums, dtype=torch.float64)
+        windows = {metric.local_window for metric in metrics if metric.quantities()}
+        self.windows = {size: SumWindow(size) for size in sorted(windows)}
+        ranked = [metric for metric in metrics if metric.ranks_rows]
+        self.row_inputs = sorted({name for m in ranked for name in m.get_required_inputs()})
+        self.rows = {size: RowWindow(size) for size in sorted({m.local_window for m in ranked})}
+        self.validates = any(metric.should_validate_update for metric in metrics)
+
+    def update(
+        self,
+        predictions: TaskTensors,
+        labels: TaskTensors,
+        weights: TaskTensors | None,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        batch = build_batch(
+            self.tasks, predictions, labels, weights, inputs, num_classes=self.num_classes
+        )
+        num_samples = batch.labels.size(1)
+        if num_samples == 0 or (self.validates and not batch.weights.any()):
+            return
+        if self.windows:
+            sums_TK = self._sum(batch)
+            self.lifetime += sums_TK
+            for window in self.windows.values():
+                window.add(sums_TK, num_samples)
+        if self.rows:
+            extra = [batch.input(name).long() for name in self.row_inputs]
+            empty = torch.empty(0, num_samples, dtype=torch.int64, device=batch.rows.device)
+            for rows in self.rows.values():
+                rows.add(batch.rows, torch.stack(extra) if extra else empty)
+
+    def _sum(self, batch: MetricBatch) -> torch.Tensor:
+        sums = []
+        if self.weighted:
+            values_TKN = torch.stack([q.of(batch) for q in self.weighted], dim=1)
+            sums.append(torch.bmm(values_TKN, batch.weights.unsqueeze(2)).squeeze(2))
+        if self.unweighted:
+            sums.append(torch.stack([q.of(batch).sum(1) for q in self.unweighted], dim=1))
+        sums += [quantity.of(batch) for quantity in self.wide]
+        return torch.cat(sums, dim=1)
+
+    def window_totals(self) -> dict[int, torch.Tensor]:
+        """The sums of each window, by its size on one rank."""
+        zeros = torch.zeros_like(self.lifetime)
+        return {
+            size: torch.stack(tuple(window.sums)).sum(0) if window.sums else zeros
+            for size, window in self.windows.items()
+        }
+
+    def window_rows(self, size: int) -> MetricBatch:
+        """The rows of a window, as if they were one batch."""
+        rows_3TN, extra_EN = self._rows(size)
+        inputs = dict(zip(self.row_inputs, extra_EN, strict=True))
+        return MetricBatch(self.tasks, rows_3TN, None, inputs)
+
+    def gather(
+        self,
+        size: int,
+        num_rows_R: Sequence[int],
+        is_double: bool,
+        process_group: torch.distributed.ProcessGroup | None,
+        to_all: bool,
+    ) -> RowWindow:
+        """The rows of a window of all ranks."""
+        window = RowWindow(size * len(num_rows_R))
+        if sum(num_rows_R):
+            rows, extra = self._rows(size)
+            rows = rows.double() if is_double else rows
+            rows = gather_rows(rows, num_rows_R, process_group, to_all)
+            if self.row_inputs:
+                extra = gather_rows(extra, num_rows_R, process_group, to_all)
+            else:
+                extra = extra.new_empty(0, rows.size(-1))
+            window.add(rows, extra)
+        return window
+
+    def _rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.lifetime.device
+        return self.rows[size].rows() or (
+            torch.empty(3, len(self.tasks), 0, device=device),
+            torch.empty(len(self.row_inputs), 0, dtype=torch.int64, device=device),
+        )
+
+    def named(self, sums_TK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The columns of sums, by name."""
+        columns = {}
+        place = 0
+        for quantity in self.quantities:
+            end = place + (quantity.width or 1)
+            columns[quantity.name] = sums_TK[:, place:end] if quantity.width else sums_TK[:, place]
+            place = end
+        return columns
+
+    def entries(self) -> Iterator[tuple[str, int, int | slice]]:
+        """How the state dict calls each sum, its task's place, and its column."""
+        names = self.named(torch.arange(self.lifetime.size(1)).expand_as(self.lifetime))
+        for place, task in enumerate(self.tasks):
+            for name, columns in names.items():
+                first = columns[0]
+                column = slice(int(first[0]), int(first[-1]) + 1) if first.dim() else int(first)
+                yield f"{task.name}.{name}", place, column
+
+    def reset(self) -> None:
+        self.lifetime = torch.zeros_like(self.lifetime)
+        self.windows = {size: SumWindow(size) for size in self.windows}
+        self.rows = {size: RowWindow(size) for size in self.rows}
+
+
+@final
+class Accumulators(torch.nn.Module):
+    """The sums and rows of some metrics.
+
+    The state dict has the sums, of the lifetime and of the windows, by task and name. Rows are not
+    in it: a window of rows may be big, and fills again.
+
+    Args:
+        metrics: what is accumulated for.
+    """
+
+    def __init__(self, metrics: Sequence[RecMetric]) -> None:
+        super().__init__()
+        together: dict[Any, list[RecMetric]] = {}
+        for metric in metrics:
+            together.setdefault((metric.tasks, metric.num_classes), []).append(metric)
+        self._groups = [_TaskGroup(metrics) for metrics in together.values()]
+        self._metrics = tuple(metrics)
+        self._own: list[tuple[Any, ...]] | None = None
+
+    @torch.no_grad()
+    def update(
+        self,
+        predictions: TaskTensors,
+        labels: TaskTensors,
+        weights: TaskTensors | None,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            predictions: of all tasks.
+            labels: of all tasks.
+            weights: of all tasks; ``None`` for ones.
+            inputs: other outputs of the model.
+
+        Raises:
+            TypeError: something is no tensor.
+            ValueError: something is missing, or sizes or devices differ.
+            RuntimeError: it is called between `sync` and `unsync`.
+        """
+        if self._own is not None:
+            raise RuntimeError("update() must not be called while synced. Call unsync() first.")
+        for group in self._groups:
+            group.update(predictions, labels, weights, inputs)
+
+    def sync(self, to_all: bool = True) -> None:
+        """Take in what all ranks have seen; every rank must call it.
+
+        All sums travel in one all-reduce, and each window of rows in one exchange.
+
+        Args:
+            to_all: or rows to the first rank alone.
+
+        Raises:
+            RuntimeError: it is synced already.
+        """
+        import torch.distributed as dist
+
+        if self._own is not None:
+            raise RuntimeError("sync() must not be called twice. Call unsync() in between.")
+        self._own = [(g.lifetime, g.windows, g.rows) for g in self._groups]
+        if not self._groups or not (dist.is_available() and dist.is_initialized()):
+            return
+        process_group = self._metrics[0].process_group
+        num_ranks = dist.get_world_size(process_group)
+        if num_ranks == 1:
+            return
+        rank = dist.get_rank(process_group)
+        windows = [group.window_totals() for group in self._groups]
+        rows = [window for group in self._groups for window in group.rows.values()]
+        # Each rank fills in its own columns: how many rows, and whether they are float64.
+        sizes = torch.zeros(2, len(rows), num_ranks, dtype=torch.float64)
+        for place, window in enumerate(rows):
+            sizes[0, place, rank] = window.num_rows
+            sizes[1, place, rank] = window.is_double
+        parts = [sizes.to(self._groups[0].lifetime.device)]
+        for group, totals in zip(self._groups, windows, strict=True):
+            parts += [group.lifetime, *totals.values()]
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(packed, group=process_group)
+        summed = iter(packed.split([part.numel() for part in parts]))
+        exchanges = iter(next(summed).view_as(sizes).long().transpose(0, 1).tolist())
+        for group in self._groups:
+            group.lifetime = next(summed).view_as(group.lifetime)
+            group.windows = {size: SumWindow(size * num_ranks) for size in group.windows}
+            for sums in group.windows.values():
+                sums.add(next(summed).view_as(group.lifetime), 0)
+            synced = {}
+            for size in group.rows:
+                num_rows, is_double = next(exchanges)
+                synced[size] = group.gather(size, num_rows, any(is_double), process_group, to_all)
+            group.rows = synced
+
+    def unsync(self) -> None:
+        """Go back to what this rank has seen.
+
+        Raises:
+            RuntimeError: it is not synced.
+        """
+        if self._own is None:
+            raise RuntimeError("unsync() must come after sync().")
+        for group, own in zip(self._groups, self._own, strict=True):
+            group.lifetime, group.windows, group.rows = own
+        self._own = None
+
+    def compute(self, of: Sequence[RecMetric], prefix: str = "") -> dict[str, torch.Tensor]:
+        """Compute results over what is there, synced or not.
+
+        Args:
+            of: the metrics that are wanted.
+            prefix: is put before the name of each result.
+
+        Returns:
+            Scalars, or a vector per result of several values, by key.
+        """
+        results: dict[str, torch.Tensor] = {}
+        for group in self._groups:
+            lifetime = group.named(group.lifetime)
+            windows = {size: group.named(sums) for size, sums in group.window_totals().items()}
+            for metric in group.metrics:
+                if all(metric is not wanted for wanted in of):
+                    continue
+                found = []
+                if metric.quantities():
+                    found += [(MetricPrefix.LIFETIME, v) for v in metric.values(lifetime)]
+                    in_window = metric.values(windows[metric.local_window])
+                    found += [(MetricPrefix.WINDOW, v) for v in in_window if v.prefix is None]
+                if metric.ranks_rows:
+                    rows = group.window_rows(metric.local_window)
+                    found += [(MetricPrefix.WINDOW, v) for v in metric.window_values(rows)]
+                for span, value in found:
+                    name = f"{prefix}{value.prefix or span}{value.name}"
+                    for task, of_task in zip(group.tasks, value.values_T, strict=True):
+                        key = compose_metric_namespace(metric.namespace, task.name)
+                        results[compose_customized_metric_key(key, name, value.description)] = (
+                            of_task
+                        )
+        return results
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._own = None
+        for group in self._groups:
+            group.reset()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move to a device; sums stay float64 whatever is asked for."""
+        for group in self._groups:
+            device = fn(torch.empty(0, device=group.lifetime.device)).device
+            group.lifetime = group.lifetime.to(device)
+            for window in group.windows.values():
+                window.sums = deque(sums.to(device) for sums in window.sums)
+            for rows in group.rows.values():
+                rows.to(device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for group in self._groups:
+            for key, task, columns in group.entries():
+                destination[f"{prefix}lifetime.{key}"] = group.lifetime[task, columns]
+            for size, window in group.windows.items():
+                parts = torch.stack([torch.zeros_like(group.lifetime), *window.sums])[1:]
+                for key, task, columns in group.entries():
+                    destination[f"{prefix}window_{size}.{key}"] = parts[:, task, columns]
+                counts = torch.tensor(window.counts, dtype=torch.int64)
+                for owner in group.tasks:
+                    destination[f"{prefix}window_{size}.{owner.name}.part_sizes"] = counts
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        expected: dict[str, Any] = {}
+        self._save_to_state_dict(expected, prefix, keep_vars=False)
+        missing = [key for key in expected if key not in state_dict]
+        missing_keys += missing
+        if strict:
+            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
+        if missing:
+            return
+        for group in self._groups:
+            for key, task, columns in group.entries():
+                group.lifetime[task, columns] = state_dict[f"{prefix}lifetime.{key}"]
+            for size in group.windows:
+                counts = state_dict[f"{prefix}window_{size}.{group.tasks[0].name}.part_sizes"]
+                parts = group.lifetime.new_zeros(len(counts), *group.lifetime.shape)
+                for key, task, columns in group.entries():
+                    parts[:, task, columns] = state_dict[f"{prefix}window_{size}.{key}"]
+                group.windows[size] = SumWindow(size)
+                for sums, count in zip(parts, counts.tolist(), strict=True):
+                    group.windows[size].add(sums, count)

@@ -1,0 +1,203 @@
+"""What metrics see of a batch. Shapes: ``T`` tasks, ``N`` samples, ``C`` classes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+
+from recsys.metrics.entropy import negative_cross_entropy, positive_cross_entropy
+from recsys.metrics.metrics_config import RecTaskInfo
+
+TaskTensors = torch.Tensor | Mapping[str, torch.Tensor]
+"""``[T, N]`` in the order of the tasks, or by the tasks' names."""
+
+
+@final
+class MetricBatch:
+    """Predictions, labels and weights of tasks in one batch, as one tensor.
+
+    What several metrics are built from is computed once.
+
+    Args:
+        tasks: the tasks.
+        rows_3TN: ``[3, T, N]`` predictions, labels and weights, of any float dtype. Predictions of
+            classes are apart, and zero here.
+        classes_TNC: ``[T, N, C]`` predictions of classes, if there are.
+        inputs: other outputs of the model, by name.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[RecTaskInfo],
+        rows_3TN: torch.Tensor,
+        classes_TNC: torch.Tensor | None,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.tasks = tasks
+        self.rows = rows_3TN
+        self.classes = classes_TNC
+        self.predictions, self.labels, self.weights = rows_3TN.double().unbind()
+        self._inputs = inputs
+        self._decisions: dict[float, torch.Tensor] = {}
+
+    @cached_property
+    def ones(self) -> torch.Tensor:
+        """``[T, N]`` ones, float64."""
+        return torch.ones_like(self.labels)
+
+    @cached_property
+    def log_loss_positive(self) -> torch.Tensor:
+        """``[T, N]`` what a label of 1 adds to the log loss."""
+        return positive_cross_entropy(self.predictions, self.labels)
+
+    @cached_property
+    def log_loss(self) -> torch.Tensor:
+        """``[T, N]`` binary cross entropy, in nats."""
+        return self.log_loss_positive + negative_cross_entropy(self.predictions, self.labels)
+
+    @cached_property
+    def errors(self) -> torch.Tensor:
+        """``[T, N]`` predictions less labels."""
+        return self.predictions - self.labels
+
+    def decisions(self, threshold: float) -> torch.Tensor:
+        """Tell which predictions are at least a threshold.
+
+        Args:
+            threshold: the least.
+
+        Returns:
+            ``[T, N]`` 0 or 1, float64.
+        """
+        if threshold not in self._decisions:
+            decided = torch.ge(self.predictions, threshold, out=torch.empty_like(self.predictions))
+            self._decisions[threshold] = decided
+        return self._decisions[threshold]
+
+    def input(self, name: str) -> torch.Tensor:
+        """Look up another output of the model.
+
+        Args:
+            name: its key.
+
+        Returns:
+            ``[N]`` values.
+
+        Raises:
+            ValueError: there is none, or its size is not the batch's.
+        """
+        if name not in self._inputs:
+            raise ValueError(
+                f"a metric needs the model output '{name}'; received {sorted(self._inputs)}. "
+                "Add it to what update() is given."
+            )
+        values = self._inputs[name]
+        if values.numel() != self.labels.size(1):
+            raise ValueError(
+                f"the model output '{name}' must have one value per sample, "
+                f"{self.labels.size(1)}; received shape {list(values.shape)}."
+            )
+        return values.reshape(-1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What is summed over samples. Sums are all that metrics of constant memory keep."""
+
+    name: str
+    """Equal names mean the same sum: metrics share it, and a state dict names it so."""
+    of: Callable[[MetricBatch], torch.Tensor]
+    """Gives ``[T, N]`` values, float64; or sums, as `width` says."""
+    is_weighted: bool = True
+    """Whether values are summed times the weights."""
+    width: int = 0
+    """If not 0, `of` gives ``[T, width]`` sums itself."""
+
+
+def build_batch(
+    tasks: Sequence[RecTaskInfo],
+    predictions: TaskTensors,
+    labels: TaskTensors,
+    weights: TaskTensors | None,
+    inputs: Mapping[str, torch.Tensor],
+    num_classes: int = 1,
+) -> MetricBatch:
+    """Put the tensors of tasks together.
+
+    Args:
+        tasks: whose.
+        predictions: ``N`` values a task, or ``N`` times `num_classes`.
+        labels: ``N`` values a task.
+        weights: ``N`` values a task; ``None`` for ones.
+        inputs: other outputs of the model.
+        num_classes: predictions per sample.
+
+    Returns:
+        The batch.
+
+    Raises:
+        TypeError: something is no tensor.
+        ValueError: a task is missing, or sizes or devices differ.
+    """
+    places = range(len(tasks))
+    found = [
+        [_of_task(kind, given, place, tasks[place]) for place in places]
+        for kind, given in (("predictions", predictions), ("labels", labels))
+    ]
+    if weights is None:
+        found.append([torch.ones_like(label) for label in found[1]])
+    else:
+        found.append([_of_task("weights", weights, place, tasks[place]) for place in places])
+    num_samples = found[1][0].numel()
+    classes = None
+    if num_classes > 1:
+        _check_sizes("predictions", found[0], tasks, num_samples * num_classes)
+        classes = torch.stack([t.reshape(num_samples, num_classes) for t in found[0]])
+        found[0] = [torch.zeros_like(label) for label in found[1]]
+    for kind, tensors in zip(("predictions", "labels", "weights"), found, strict=True):
+        _check_sizes(kind, tensors, tasks, num_samples)
+    flat = [_as_row(tensor) for tensors in found for tensor in tensors]
+    if len({tensor.device for tensor in flat}) > 1:
+        devices = sorted({str(tensor.device) for tensor in flat})
+        raise ValueError(
+            f"predictions, labels and weights must be on one device; received {devices}. "
+            "Move them with .to(device)."
+        )
+    return MetricBatch(tasks, torch.cat(flat).view(3, len(tasks), num_samples), classes, inputs)
+
+
+def _of_task(kind: str, given: TaskTensors, place: int, task: RecTaskInfo) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        return given[place]
+    if task.name not in given:
+        raise ValueError(
+            f"{kind} must have every task; received {sorted(given)}, and not '{task.name}'."
+        )
+    tensor = given[task.name]
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{kind} of the task '{task.name}' must be a tensor; received {type(tensor).__name__}."
+        )
+    return tensor
+
+
+def _check_sizes(
+    kind: str, tensors: Sequence[torch.Tensor], tasks: Sequence[RecTaskInfo], size: int
+) -> None:
+    for tensor, task in zip(tensors, tasks, strict=True):
+        if tensor.numel() != size:
+            raise ValueError(
+                f"all tasks of a metric must have equally many predictions, labels and weights, "
+                f"here {size}; received {kind} of shape {list(tensor.shape)} for the task "
+                f"'{task.name}'. Give a sample without a label the weight 0."
+            )
+
+
+def _as_row(tensor: torch.Tensor) -> torch.Tensor:
+    # Whole numbers may be too big for the float32 of the others.
+    if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+        tensor = tensor.double()
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)

@@ -1,0 +1,399 @@
+"""All metrics of a model, as one configuration asks for them."""
+
+import abc
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from recsys.metrics.metrics_config import (
+    BatchSizeStage,
+    MetricsConfig,
+    RecMetricDef,
+    RecMetricEnum,
+    RecMetricEnumBase,
+    RecTaskInfo,
+    StateMetricEnum,
+)
+from recsys.metrics.metrics_namespace import (
+    MetricNamespace,
+    compose_customized_metric_key,
+    compose_metric_namespace,
+)
+from recsys.metrics.rec_metric import RecMetric, RecMetricList
+from recsys.metrics.sum_metrics import (
+    AccuracyMetric,
+    AverageMetric,
+    CalibrationMetric,
+    CTRMetric,
+    LogLossMetric,
+    MAEMetric,
+    MSEMetric,
+    MulticlassRecallMetric,
+    NEMetric,
+    NEPositiveMetric,
+    NMSEMetric,
+    NumMissingLabelsMetric,
+    NumPositiveSamplesMetric,
+    PrecisionMetric,
+    RecalibratedCalibrationMetric,
+    RecalibratedNEMetric,
+    RecallMetric,
+    ScalarMetric,
+    SegmentedNEMetric,
+    ServingCalibrationMetric,
+    ServingNEMetric,
+    SumWeightsMetric,
+    TensorWeightedAvgMetric,
+    UnweightedNEMetric,
+    WeightedAvgMetric,
+    WeightedSumPredictionsMetric,
+)
+from recsys.metrics.throughput import ThroughputMetric
+
+REC_METRICS_MAPPING: dict[RecMetricEnumBase, type[RecMetric]] = {
+    RecMetricEnum.ACCURACY: AccuracyMetric,
+    RecMetricEnum.AVERAGE: AverageMetric,
+    RecMetricEnum.CALIBRATION: CalibrationMetric,
+    RecMetricEnum.CTR: CTRMetric,
+    RecMetricEnum.LOG_LOSS: LogLossMetric,
+    RecMetricEnum.MAE: MAEMetric,
+    RecMetricEnum.MSE: MSEMetric,
+    RecMetricEnum.MULTICLASS_RECALL: MulticlassRecallMetric,
+    RecMetricEnum.NE: NEMetric,
+    RecMetricEnum.NE_POSITIVE: NEPositiveMetric,
+    RecMetricEnum.NMSE: NMSEMetric,
+    RecMetricEnum.NUM_MISSING_LABELS: NumMissingLabelsMetric,
+    RecMetricEnum.NUM_POSITIVE_SAMPLES: NumPositiveSamplesMetric,
+    RecMetricEnum.PRECISION: PrecisionMetric,
+    RecMetricEnum.RECALIBRATED_CALIBRATION: RecalibratedCalibrationMetric,
+    RecMetricEnum.RECALIBRATED_NE: RecalibratedNEMetric,
+    RecMetricEnum.RECALL: RecallMetric,
+    RecMetricEnum.SCALAR: ScalarMetric,
+    RecMetricEnum.SEGMENTED_NE: SegmentedNEMetric,
+    RecMetricEnum.SERVING_CALIBRATION: ServingCalibrationMetric,
+    RecMetricEnum.SERVING_NE: ServingNEMetric,
+    RecMetricEnum.SUM_WEIGHTS: SumWeightsMetric,
+    RecMetricEnum.TENSOR_WEIGHTED_AVG: TensorWeightedAvgMetric,
+    RecMetricEnum.UNWEIGHTED_NE: UnweightedNEMetric,
+    RecMetricEnum.WEIGHTED_AVG: WeightedAvgMetric,
+    RecMetricEnum.WEIGHTED_SUM_PREDICTIONS: WeightedSumPredictionsMetric,
+}
+"""What serves each name of a metric; put your own here to have it in a configuration."""
+
+
+class StateMetric(abc.ABC):
+    """What has numbers of its own to report, such as an optimizer's rate."""
+
+    @abc.abstractmethod
+    def get_metrics(self) -> dict[str, torch.Tensor | float]:
+        """Give the numbers, by name."""
+
+
+class RecMetricModule(torch.nn.Module):
+    """All metrics of a model.
+
+    Call `update` in each step, and `compute` when `should_compute` says so, on every rank.
+
+    Args:
+        batch_size: samples per rank and step.
+        world_size: number of ranks.
+        rec_tasks: what is measured.
+        rec_metrics: by which metrics.
+        throughput_metric: counts samples per second.
+        state_metrics: numbers that others report, by namespace.
+        compute_interval_steps: `should_compute` says yes once in so many steps.
+        min_compute_interval: seconds between two computations at least.
+        max_compute_interval: at most. With one of the two given, the interval in steps is set anew
+            after each `compute`, alike on all ranks.
+
+    Raises:
+        ValueError: an interval is not positive, or the least exceeds the greatest.
+
+    Example:
+        >>> from recsys.metrics.metrics_config import DefaultMetricsConfig
+        >>> metrics = generate_metric_module(
+        ...     RecMetricModule, DefaultMetricsConfig, batch_size=2, world_size=1, my_rank=0,
+        ...     state_metrics_mapping={}, device=torch.device("cpu"),
+        ... )
+        >>> metrics.update({
+        ...     "prediction": torch.tensor([0.5, 0.5]),
+        ...     "label": torch.tensor([0.0, 1.0]),
+        ...     "weight": torch.tensor([1.0, 1.0]),
+        ... })
+        >>> metrics.compute()["ne-DefaultTask|window_ne"].item()
+        1.0
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        world_size: int,
+        rec_tasks: Sequence[RecTaskInfo] | None = None,
+        rec_metrics: RecMetricList | None = None,
+        throughput_metric: ThroughputMetric | None = None,
+        state_metrics: Mapping[str, StateMetric] | None = None,
+        compute_interval_steps: int = 100,
+        min_compute_interval: float = 0.0,
+        max_compute_interval: float = float("inf"),
+    ) -> None:
+        super().__init__()
+        if compute_interval_steps < 1:
+            raise ValueError(
+                f"compute_interval_steps must be positive; received {compute_interval_steps}."
+            )
+        if not 0.0 <= min_compute_interval <= max_compute_interval:
+            raise ValueError(
+                "min_compute_interval must be from 0 to max_compute_interval, in seconds; received "
+                f"{min_compute_interval} and {max_compute_interval}."
+            )
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.rec_tasks = list(rec_tasks or ())
+        self.rec_metrics = rec_metrics if rec_metrics is not None else RecMetricList([])
+        self._tasks = list({task for m in self.rec_metrics.rec_metrics for task in m.tasks})
+        self._inputs = self.get_required_inputs() or []
+        self.throughput_metric = throughput_metric
+        self.state_metrics = dict(state_metrics or {})
+        self.trained_batches = 0
+        self.compute_count = 0
+        self.compute_interval_steps = compute_interval_steps
+        self.min_compute_interval = min_compute_interval
+        self.max_compute_interval = max_compute_interval
+        self.last_compute_time = -1.0
+        self._steps_at_compute = 0
+
+    def get_required_inputs(self) -> list[str] | None:
+        """Name the model outputs that metrics need besides the tasks' own.
+
+        Returns:
+            Their keys, sorted; ``None`` for none.
+        """
+        return self.rec_metrics.get_required_inputs()
+
+    def update(self, model_out: Mapping[str, torch.Tensor], **kwargs: torch.Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            model_out: ``[N]`` predictions, labels and weights under the names that the tasks give
+                them, and the required inputs. What else is in it is not looked at.
+            **kwargs: more required inputs.
+
+        Raises:
+            TypeError: something is no tensor.
+            ValueError: something is missing, or sizes or devices differ.
+        """
+        if len(self.rec_metrics):
+            inputs = {name: model_out[name] for name in self._inputs if name in model_out}
+            self.rec_metrics.update(
+                predictions={t.name: _find(model_out, t.prediction_name, t) for t in self._tasks},
+                labels={t.name: _find(model_out, t.label_name, t) for t in self._tasks},
+                weights={t.name: _find(model_out, t.weight_name, t) for t in self._tasks},
+                **(inputs | kwargs),
+            )
+        if self.throughput_metric is not None:
+            self.throughput_metric.update()
+        self.trained_batches += 1
+
+    def should_compute(self) -> bool:
+        """Say whether it is time to compute.
+
+        Returns:
+            Whether the steps so far are a multiple of the interval.
+        """
+        return self.trained_batches % self.compute_interval_steps == 0
+
+    def compute(self) -> dict[str, torch.Tensor | float]:
+        """Compute all results over all ranks; every rank must call it.
+
+        Returns:
+            Metrics' results by key, such as ``ne-click|window_ne``: float64 scalars, on rank 0
+            alone unless the metrics are made otherwise; throughput; what state metrics report.
+        """
+        self.compute_count += 1
+        self._adjust_compute_interval()
+        results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.compute())
+        return results | self._others()
+
+    def local_compute(self) -> dict[str, torch.Tensor | float]:
+        """Compute all results over this rank's samples.
+
+        Returns:
+            As `compute` does, with ``local_`` at the beginning of metrics' names.
+        """
+        results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.local_compute())
+        return results | self._others()
+
+    def _others(self) -> dict[str, torch.Tensor | float]:
+        results: dict[str, torch.Tensor | float] = {}
+        if self.throughput_metric is not None:
+            results.update(self.throughput_metric.compute())
+        for namespace, metric in self.state_metrics.items():
+            for name, value in metric.get_metrics().items():
+                results[compose_customized_metric_key(namespace, name)] = value
+        return results
+
+    def sync(self) -> None:
+        """Take in what all ranks have seen, until `unsync`; every rank must call it.
+
+        The state dict then has the sums of all ranks.
+        """
+        self.rec_metrics.sync()
+
+    def unsync(self) -> None:
+        """Go back to what this rank has seen."""
+        self.rec_metrics.unsync()
+
+    def reset(self) -> None:
+        """Forget what metrics have seen; throughput and the count of steps stay."""
+        self.rec_metrics.reset()
+
+    def _adjust_compute_interval(self) -> None:
+        """Bring the seconds between two computations into their limits."""
+        if self.min_compute_interval == 0.0 and self.max_compute_interval == float("inf"):
+            return
+        now_s, steps = time.monotonic(), self.trained_batches - self._steps_at_compute
+        elapsed_s = now_s - self.last_compute_time
+        if self.last_compute_time >= 0 and steps:
+            elapsed_s = self._mean_over_ranks(elapsed_s)
+            if not self.min_compute_interval <= elapsed_s <= self.max_compute_interval:
+                wanted_s = max(self.min_compute_interval, 1e-3)
+                if self.max_compute_interval != float("inf"):
+                    wanted_s = (self.min_compute_interval + self.max_compute_interval) / 2
+                self.compute_interval_steps = max(1, round(steps * wanted_s / elapsed_s))
+        self.last_compute_time = now_s
+        self._steps_at_compute = self.trained_batches
+
+    def _mean_over_ranks(self, seconds: float) -> float:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()) or not len(self.rec_metrics):
+            return seconds
+        group = self.rec_metrics[0].process_group
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        total = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=group)
+        return total.item() / dist.get_world_size(group)
+
+
+def generate_metric_module(
+    metric_class: type[RecMetricModule],
+    metrics_config: MetricsConfig,
+    batch_size: int,
+    world_size: int,
+    my_rank: int,
+    state_metrics_mapping: Mapping[StateMetricEnum, StateMetric],
+    device: torch.device,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    batch_size_stages: Sequence[BatchSizeStage] | None = None,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> RecMetricModule:
+    """Build the metrics that a configuration asks for.
+
+    Args:
+        metric_class: what is built.
+        metrics_config: the configuration.
+        batch_size: samples per rank and step.
+        world_size: number of ranks.
+        my_rank: this one.
+        state_metrics_mapping: what serves the state metrics of the configuration.
+        device: where the sums are kept: that of the predictions.
+        process_group: the ranks; ``None`` for all.
+        batch_size_stages: batch sizes that change, for throughput.
+        module_kwargs: more arguments for `metric_class`.
+
+    Returns:
+        The module, on the device.
+
+    Raises:
+        ValueError: a metric has no tasks, or tasks given twice; it is not known; a state metric is
+            missing; or a metric refuses its arguments.
+    """
+    metrics = [
+        _build_metric(
+            name, definition, metrics_config, batch_size, world_size, my_rank, process_group
+        )
+        for name, definition in metrics_config.rec_metrics.items()
+    ]
+    throughput = None
+    if metrics_config.throughput_metric is not None:
+        throughput = ThroughputMetric(
+            batch_size=batch_size,
+            world_size=world_size,
+            window_seconds=metrics_config.throughput_metric.window_size,
+            warmup_steps=metrics_config.throughput_metric.warmup_steps,
+            batch_size_stages=batch_size_stages,
+        )
+    state_metrics = {}
+    for kind in metrics_config.state_metrics:
+        if kind not in state_metrics_mapping:
+            raise ValueError(
+                f"state_metrics_mapping must have all of the configuration's state metrics; "
+                f"received {sorted(map(str, state_metrics_mapping))}, and not '{kind}'."
+            )
+        namespace = compose_metric_namespace(MetricNamespace(kind.value), str(kind))
+        state_metrics[namespace] = state_metrics_mapping[kind]
+    module = metric_class(
+        batch_size=batch_size,
+        world_size=world_size,
+        rec_tasks=metrics_config.rec_tasks,
+        rec_metrics=RecMetricList(metrics),
+        throughput_metric=throughput,
+        state_metrics=state_metrics,
+        compute_interval_steps=metrics_config.compute_interval_steps,
+        min_compute_interval=metrics_config.min_compute_interval,
+        max_compute_interval=metrics_config.max_compute_interval,
+        **(module_kwargs or {}),
+    )
+    return module.to(device)
+
+
+def _build_metric(
+    name: RecMetricEnumBase,
+    definition: RecMetricDef,
+    config: MetricsConfig,
+    batch_size: int,
+    world_size: int,
+    my_rank: int,
+    process_group: "torch.distributed.ProcessGroup | None",
+) -> RecMetric:
+    if name not in REC_METRICS_MAPPING:
+        raise ValueError(
+            f"rec_metrics must be some of {sorted(map(str, REC_METRICS_MAPPING))}; received "
+            f"'{name}'. Put a metric of your own into REC_METRICS_MAPPING."
+        )
+    if bool(definition.rec_tasks) == bool(definition.rec_task_indices):
+        raise ValueError(
+            f"the metric '{name}' must have either rec_tasks or rec_task_indices; received "
+            f"{definition.rec_tasks} and {definition.rec_task_indices}."
+        )
+    tasks = definition.rec_tasks or [config.rec_tasks[i] for i in definition.rec_task_indices]
+    unknown = [task.name for task in tasks if task not in config.rec_tasks]
+    if unknown:
+        raise ValueError(
+            f"tasks of the metric '{name}' must be among the configuration's rec_tasks; "
+            f"received {unknown}."
+        )
+    return REC_METRICS_MAPPING[name](
+        world_size=world_size,
+        my_rank=my_rank,
+        batch_size=batch_size,
+        tasks=tasks,
+        compute_mode=config.rec_compute_mode,
+        window_size=definition.window_size,
+        fused_update_limit=config.fused_update_limit,
+        compute_on_all_ranks=config.compute_on_all_ranks,
+        should_validate_update=config.should_validate_update,
+        process_group=process_group,
+        **(definition.arguments or {}),
+    )
+
+
+def _find(model_out: Mapping[str, torch.Tensor], name: str, task: RecTaskInfo) -> torch.Tensor:
+    if name not in model_out:
+        raise ValueError(
+            f"model_out must have '{name}', as the task '{task.name}' says; received "
+            f"{sorted(model_out)}."
+        )
+    return model_out[name]

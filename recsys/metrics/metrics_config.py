@@ -1,0 +1,219 @@
+"""What is measured: metrics, tasks, windows, and when results are computed."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from recsys.metrics.metrics_namespace import StrValueMixin
+
+
+class RecMetricEnumBase(StrValueMixin, enum.Enum):
+    """What names of metrics have in common; derive from it for metrics of your own."""
+
+
+class RecMetricEnum(RecMetricEnumBase):
+    """The metrics that a configuration can ask for."""
+
+    ACCURACY = "accuracy"
+    AVERAGE = "average"
+    CALIBRATION = "calibration"
+    CTR = "ctr"
+    LOG_LOSS = "log_loss"
+    MAE = "mae"
+    MSE = "mse"
+    MULTICLASS_RECALL = "multiclass_recall"
+    NE = "ne"
+    NE_POSITIVE = "ne_positive"
+    NMSE = "nmse"
+    NUM_MISSING_LABELS = "num_missing_labels"
+    NUM_POSITIVE_SAMPLES = "num_positive_samples"
+    PRECISION = "precision"
+    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
+    RECALIBRATED_NE = "recalibrated_ne"
+    RECALL = "recall"
+    SCALAR = "scalar"
+    SEGMENTED_NE = "segmented_ne"
+    SERVING_CALIBRATION = "serving_calibration"
+    SERVING_NE = "serving_ne"
+    SUM_WEIGHTS = "sum_weights"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
+    UNWEIGHTED_NE = "unweighted_ne"
+    WEIGHTED_AVG = "weighted_avg"
+    WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
+
+
+@dataclass(unsafe_hash=True)
+class SessionMetricDef:
+    """How metrics per session rank.
+
+    Raises:
+        ValueError: ``top_threshold`` is not positive.
+    """
+
+    session_var_name: str
+    """Which model output says what session a sample belongs to."""
+    top_threshold: int | None = None
+    """So many best predictions of a session count as predicted positive."""
+    run_ranking_of_labels: bool = False
+    """Whether so many highest labels count as positive, in place of labels that are 1."""
+
+    def __post_init__(self) -> None:
+        if self.top_threshold is not None and self.top_threshold < 1:
+            raise ValueError(
+                f"SessionMetricDef.top_threshold must be positive; received {self.top_threshold}."
+            )
+
+
+@dataclass(unsafe_hash=True)
+class RecTaskInfo:
+    """What is predicted, and under which names a model's output has it."""
+
+    name: str = "DefaultTask"
+    """Is part of the results' names."""
+    label_name: str = "label"
+    """The key of the labels in the model's output."""
+    prediction_name: str = "prediction"
+    """The key of the predictions."""
+    weight_name: str = "weight"
+    """The key of the weights."""
+    session_metric_def: SessionMetricDef | None = None
+    """For metrics per session."""
+    is_negative_task: bool = False
+    """Whether low predictions and labels are the good ones, for NDCG."""
+    tensor_name: str | None = None
+    """The key of what a tensor's weighted average is of."""
+    weighted: bool = True
+    """Whether that average is weighted."""
+
+
+class RecComputeMode(enum.Enum):
+    """How tasks are laid out in memory in TorchRec.
+
+    Here all tasks of a metric are always computed at once, so it changes nothing.
+    """
+
+    FUSED_TASKS_COMPUTATION = 1
+    UNFUSED_TASKS_COMPUTATION = 2
+    FUSED_TASKS_AND_STATES_COMPUTATION = 3
+
+
+@dataclass
+class RecMetricDef:
+    """For which tasks a metric is computed, and over which window."""
+
+    rec_tasks: list[RecTaskInfo] = field(default_factory=list)
+    """The tasks; or else `rec_task_indices`."""
+    rec_task_indices: list[int] = field(default_factory=list)
+    """Places in `MetricsConfig.rec_tasks`."""
+    window_size: int = 10_000_000
+    """Samples of all ranks together that the ``window_`` results are over."""
+    arguments: dict[str, Any] | None = None
+    """What the metric takes besides, by name."""
+
+
+class StateMetricEnum(StrValueMixin, enum.Enum):
+    """Whose own numbers are reported along with the metrics."""
+
+    OPTIMIZERS = "optimizers"
+    MODEL_CONFIGURATOR = "model_configurator"
+
+
+@dataclass
+class ThroughputDef:
+    """How samples per second are counted."""
+
+    window_size: int = 100
+    """Seconds."""
+    warmup_steps: int = 100
+    """Steps that are not timed."""
+
+
+@dataclass
+class MetricsConfig:
+    """All that a `RecMetricModule` computes.
+
+    Example:
+        >>> click = RecTaskInfo("click", "click_label", "click_prediction", "click_weight")
+        >>> config = MetricsConfig(
+        ...     rec_tasks=[click],
+        ...     rec_metrics={
+        ...         RecMetricEnum.NE: RecMetricDef(rec_tasks=[click], window_size=100_000),
+        ...         RecMetricEnum.AUC: RecMetricDef(rec_tasks=[click], window_size=100_000),
+        ...     },
+        ... )
+    """
+
+    rec_tasks: list[RecTaskInfo] = field(default_factory=list)
+    """All tasks."""
+    rec_metrics: dict[RecMetricEnum, RecMetricDef] = field(default_factory=dict)
+    """All metrics."""
+    throughput_metric: ThroughputDef | None = None
+    """Whether and how samples per second are counted."""
+    rec_compute_mode: RecComputeMode = RecComputeMode.UNFUSED_TASKS_COMPUTATION
+    """Has no effect."""
+    fused_update_limit: int = 0
+    """Has no effect: an update is one computation anyway."""
+    state_metrics: list[StateMetricEnum] = field(default_factory=list)
+    """Whose own numbers are reported."""
+    compute_interval_steps: int = 100
+    """`RecMetricModule.should_compute` says yes once in so many steps."""
+    min_compute_interval: float = 0.0
+    """Seconds between two computations at least; steps between them are adjusted."""
+    max_compute_interval: float = float("inf")
+    """Seconds at most."""
+    compute_on_all_ranks: bool = False
+    """Whether all ranks get results, not rank 0 alone."""
+    should_validate_update: bool = False
+    """Whether a batch whose weights are all zero is left out, windows included."""
+    enable_pt2_compile: bool = False
+    """Has no effect."""
+    should_clone_update_inputs: bool = False
+    """Has no effect: nothing given to an update is kept or changed."""
+    use_cpu_offloaded_rec_metric_module: bool | None = None
+    """Has no effect."""
+
+
+@dataclass
+class BatchSizeStage:
+    """A batch size for some steps."""
+
+    batch_size: int = 0
+    """Samples per rank and step."""
+    max_iters: int | None = 0
+    """For so many steps; ``None`` for the rest of the run."""
+
+
+DefaultTaskInfo = RecTaskInfo()
+"""A task with the default names."""
+
+DefaultMetricsConfig = MetricsConfig(
+    rec_tasks=[DefaultTaskInfo],
+    rec_metrics={RecMetricEnum.NE: RecMetricDef(rec_tasks=[DefaultTaskInfo])},
+    throughput_metric=ThroughputDef(),
+)
+"""Normalized entropy and throughput of one task."""
+
+EmptyMetricsConfig = MetricsConfig()
+"""Nothing."""
+
+
+def validate_batch_size_stages(batch_size_stages: list[BatchSizeStage] | None) -> None:
+    """Check that the stages last to the end of a run.
+
+    Args:
+        batch_size_stages: in order; ``None`` or empty for none.
+
+    Raises:
+        ValueError: the last stage ends, or an earlier one does not.
+
+    Example:
+        >>> validate_batch_size_stages([BatchSizeStage(256, 100), BatchSizeStage(512, None)])
+    """
+    if not batch_size_stages:
+        return
+    ends = [stage.max_iters for stage in batch_size_stages]
+    if ends[-1] is not None or None in ends[:-1]:
+        raise ValueError(
+            "batch_size_stages must end with a stage without end, and only there; received "
+            f"max_iters {ends}. Give the last stage max_iters=None, and the others a count."
+        )

@@ -1,0 +1,211 @@
+"""How a result is called: ``namespace-task|prefix_name``, say ``ne-click|window_ne``."""
+
+import enum
+import re
+
+
+class StrValueMixin:
+    """An enumeration whose members print as their value."""
+
+    value: str
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class MetricNameBase(StrValueMixin, enum.Enum):
+    """What names of results have in common; derive from it for metrics of your own."""
+
+
+class MetricName(MetricNameBase):
+    """What a result says."""
+
+    DEFAULT = ""
+    ACCURACY = "accuracy"
+    ATTEMPT_EXAMPLES = "attempt_examples"
+    AUC = "auc"
+    AUPRC = "auprc"
+    BATCH_SIZE = "batch_size"
+    BINNED_AUC = "binned_auc"
+    CALIBRATION = "calibration"
+    CTR = "ctr"
+    GAUC = "gauc"
+    GAUC_NUM_SAMPLES = "gauc_num_samples"
+    GROUPED_AUC = "grouped_auc"
+    GROUPED_AUPRC = "grouped_auprc"
+    GROUPED_RAUC = "grouped_rauc"
+    LABEL_AVERAGE = "label_average"
+    LOG_LOSS = "logloss"
+    MAE = "mae"
+    MSE = "mse"
+    MULTICLASS_RECALL = "multiclass_recall"
+    NDCG = "ndcg"
+    NE = "ne"
+    NE_POSITIVE = "ne_positive"
+    NMSE = "nmse"
+    NRMSE = "nrmse"
+    NUM_MISSING_LABELS = "num_missing_labels"
+    NUM_POSITIVE_SAMPLES = "num_positive_samples"
+    PRECISION = "precision"
+    PRECISION_SESSION_LEVEL = "precision_session_level"
+    PREDICTION_AVERAGE = "prediction_average"
+    RAUC = "rauc"
+    RECALL = "recall"
+    RECALL_SESSION_LEVEL = "recall_session_level"
+    RMSE = "rmse"
+    R_SQUARED = "r_squared"
+    SCALAR = "scalar"
+    SEGMENTED_NE = "segmented_ne"
+    SUM_WEIGHTS = "sum_weights"
+    THROUGHPUT = "throughput"
+    TOTAL_EXAMPLES = "total_examples"
+    TOWER_QPS = "qps"
+    UNWEIGHTED_NE = "unweighted_ne"
+    WEIGHTED_AVG = "weighted_avg"
+    WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
+    XAUC = "xauc"
+
+
+class MetricNamespaceBase(StrValueMixin, enum.Enum):
+    """What namespaces have in common; derive from it for metrics of your own."""
+
+
+class MetricNamespace(MetricNamespaceBase):
+    """Which metric a result belongs to."""
+
+    DEFAULT = ""
+    ACCURACY = "accuracy"
+    AUC = "auc"
+    AUPRC = "auprc"
+    AVERAGE = "average"
+    BINNED_AUC = "binned_auc"
+    CALIBRATION = "calibration"
+    CTR = "ctr"
+    GAUC = "gauc"
+    LOG_LOSS = "logloss"
+    MAE = "mae"
+    MODEL_CONFIGURATOR = "model_configurator"
+    MSE = "mse"
+    MULTICLASS_RECALL = "multiclass_recall"
+    NDCG = "ndcg"
+    NE = "ne"
+    NE_POSITIVE = "ne_positive"
+    NMSE = "nmse"
+    NUM_MISSING_LABELS = "num_missing_labels"
+    NUM_POSITIVE_SAMPLES = "num_positive_samples"
+    OPTIMIZERS = "optimizers"
+    PRECISION = "precision"
+    PRECISION_SESSION_LEVEL = "precision_session_level"
+    RAUC = "rauc"
+    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
+    RECALIBRATED_NE = "recalibrated_ne"
+    RECALL = "recall"
+    RECALL_SESSION_LEVEL = "recall_session_level"
+    SCALAR = "scalar"
+    SEGMENTED_NE = "segmented_ne"
+    SERVING_CALIBRATION = "serving_calibration"
+    SERVING_NE = "serving_ne"
+    SUM_WEIGHTS = "sum_weights"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
+    THROUGHPUT = "throughput"
+    TOWER_QPS = "qps"
+    UNWEIGHTED_NE = "unweighted_ne"
+    WEIGHTED_AVG = "weighted_avg"
+    WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
+    XAUC = "xauc"
+
+
+class MetricPrefix(StrValueMixin, enum.Enum):
+    """Over what span a result is."""
+
+    DEFAULT = ""
+    LIFETIME = "lifetime_"
+    WINDOW = "window_"
+    ATTEMPT = "attempt_"
+
+
+def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> str:
+    """Name what comes before the bar.
+
+    Args:
+        namespace: of the metric.
+        task_name: of the task.
+
+    Returns:
+        ``namespace-task``.
+
+    Example:
+        >>> compose_metric_namespace(MetricNamespace.NE, "click")
+        'ne-click'
+    """
+    return f"{namespace}-{task_name}"
+
+
+def compose_customized_metric_key(
+    namespace: str, metric_name: str, description: str | None = None
+) -> str:
+    """Name a result by plain strings.
+
+    Args:
+        namespace: what comes before the bar.
+        metric_name: what comes after it.
+        description: is appended as it is.
+
+    Returns:
+        The key.
+
+    Example:
+        >>> compose_customized_metric_key("optimizers-dense", "lr")
+        'optimizers-dense|lr'
+    """
+    return f"{namespace}|{metric_name}{description or ''}"
+
+
+def compose_metric_key(
+    namespace: MetricNamespaceBase,
+    task_name: str,
+    metric_name: MetricNameBase,
+    metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
+    description: str | None = None,
+) -> str:
+    """Name a result.
+
+    Args:
+        namespace: of the metric.
+        task_name: of the task.
+        metric_name: what the result says.
+        metric_prefix: over what span.
+        description: is appended as it is.
+
+    Returns:
+        The key under which `RecMetricModule.compute` gives it.
+
+    Example:
+        >>> compose_metric_key(MetricNamespace.NE, "click", MetricName.NE, MetricPrefix.WINDOW)
+        'ne-click|window_ne'
+    """
+    return compose_customized_metric_key(
+        compose_metric_namespace(namespace, task_name), f"{metric_prefix}{metric_name}", description
+    )
+
+
+def task_wildcard_metrics_pattern(
+    namespace: MetricNamespaceBase,
+    metric_name: MetricNameBase,
+    metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
+) -> str:
+    r"""Name a result of any task.
+
+    Args:
+        namespace: of the metric.
+        metric_name: what the result says.
+        metric_prefix: over what span.
+
+    Returns:
+        A regular expression.
+
+    Example:
+        >>> task_wildcard_metrics_pattern(MetricNamespace.NE, MetricName.NE, MetricPrefix.WINDOW)
+        'ne-.+\\|window_ne'
+    """
+    return rf"{re.escape(str(namespace))}-.+\|{metric_prefix}{metric_name}"

@@ -1,0 +1,316 @@
+"""Metrics of tasks over many batches and ranks, each over a window and over the lifetime."""
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+
+from recsys.metrics.accumulators import Accumulators
+from recsys.metrics.batch import MetricBatch, Quantity, TaskTensors
+from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
+from recsys.metrics.metrics_namespace import MetricNameBase, MetricNamespaceBase, MetricPrefix
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One result of a metric, for all its tasks."""
+
+    name: MetricNameBase
+    """What it says."""
+    values_T: torch.Tensor
+    """``[T]``, or ``[T, ...]`` if a result is several numbers."""
+    description: str = ""
+    """Is appended to the name."""
+    prefix: MetricPrefix | None = None
+    """In place of the span; it is then given over the lifetime only."""
+
+
+class RecMetric(torch.nn.Module, abc.ABC):
+    """A metric of some tasks.
+
+    It keeps sums (`quantities`, `values`), of which it needs constant memory and which are exact
+    over any number of batches and ranks, or the last rows (`ranks_rows`, `window_values`).
+
+    Args:
+        world_size: number of ranks, among which the window is divided.
+        my_rank: this one.
+        batch_size: samples per rank and step.
+        tasks: what is measured.
+        compute_mode: has no effect.
+        window_size: samples of all ranks together that the ``window_`` results are over.
+        fused_update_limit: has no effect.
+        compute_on_all_ranks: whether all ranks get results, not rank 0 alone.
+        should_validate_update: whether a batch whose weights are all zero is left out.
+        process_group: the ranks; ``None`` for all.
+        **kwargs: the metric's own arguments, which its class names.
+
+    Raises:
+        ValueError: there is no task, two have one name, the window is smaller than a batch, or an
+            argument is unknown.
+
+    Example:
+        >>> from recsys.metrics.sum_metrics import CalibrationMetric
+        >>> metric = CalibrationMetric(
+        ...     world_size=1, my_rank=0, batch_size=2, tasks=[RecTaskInfo("click")], window_size=4
+        ... )
+        >>> metric.update(
+        ...     predictions={"click": torch.tensor([0.5, 0.25])},
+        ...     labels={"click": torch.tensor([1.0, 0.0])},
+        ...     weights=None,
+        ... )
+        >>> metric.compute()["calibration-click|window_calibration"].item()
+        0.75
+    """
+
+    namespace: ClassVar[MetricNamespaceBase]
+    """What comes first in the names of its results."""
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    """Its own arguments and their defaults."""
+    ranks_rows: ClassVar[bool] = False
+    """Whether it needs the last rows themselves."""
+
+    def __init__(
+        self,
+        world_size: int,
+        my_rank: int,
+        batch_size: int,
+        tasks: Sequence[RecTaskInfo],
+        compute_mode: RecComputeMode = RecComputeMode.UNFUSED_TASKS_COMPUTATION,
+        window_size: int = 100,
+        fused_update_limit: int = 0,
+        compute_on_all_ranks: bool = False,
+        should_validate_update: bool = False,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.tasks = tuple(tasks)
+        names = [task.name for task in self.tasks]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"{type(self).__name__} must have tasks of different names; received {names}."
+            )
+        self.local_window = window_size // world_size
+        if self.local_window < batch_size:
+            raise ValueError(
+                f"window_size must be at least world_size times batch_size, "
+                f"{world_size * batch_size}; received {window_size}."
+            )
+        if unknown := sorted(set(kwargs) - set(self.arguments)):
+            raise ValueError(
+                f"{type(self).__name__} takes the arguments {sorted(self.arguments)}; "
+                f"received {unknown}."
+            )
+        self.my_rank = my_rank
+        self.compute_on_all_ranks = compute_on_all_ranks
+        self.should_validate_update = should_validate_update
+        self.process_group = process_group
+        self.options = {**self.arguments, **kwargs}
+        self._prepare()
+        self._accumulators = Accumulators([self])
+
+    def _prepare(self) -> None:
+        """Check the options."""
+
+    @property
+    def num_classes(self) -> int:
+        """Predictions per sample."""
+        return 1
+
+    def quantities(self) -> Sequence[Quantity]:
+        """Name the sums that the metric is made of.
+
+        Returns:
+            They, or nothing for a metric of rows.
+        """
+        return ()
+
+    def values(self, sums: Mapping[str, torch.Tensor]) -> Iterator[Value]:
+        """Compute results from sums.
+
+        Args:
+            sums: ``[T]`` or ``[T, width]`` of each quantity, by name.
+
+        Returns:
+            The results.
+        """
+        return iter(())
+
+    def window_values(self, rows: MetricBatch) -> Iterator[Value]:
+        """Compute results from the window's rows.
+
+        Args:
+            rows: the rows of all tasks.
+
+        Returns:
+            The results.
+        """
+        return iter(())
+
+    def get_required_inputs(self) -> set[str]:
+        """Name the model outputs that the metric needs besides the tasks' own.
+
+        Returns:
+            Their keys.
+        """
+        return set()
+
+    def update(
+        self,
+        *,
+        predictions: TaskTensors,
+        labels: TaskTensors,
+        weights: TaskTensors | None,
+        **kwargs: torch.Tensor,
+    ) -> None:
+        """Add a batch of ``N`` samples.
+
+        Args:
+            predictions: ``[N]`` by task name, or ``[T, N]``.
+            labels: like them.
+            weights: like them; ``None`` for ones.
+            **kwargs: ``[N]`` the required inputs, by key.
+
+        Raises:
+            TypeError: something is no tensor.
+            ValueError: something is missing, or sizes or devices differ.
+            RuntimeError: it is called between `sync` and `unsync`.
+        """
+        self._accumulators.update(predictions, labels, weights, kwargs)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Compute the results over all ranks; every rank must call it.
+
+        Returns:
+            Scalars by key, float64; nothing on ranks that get none.
+        """
+        return compute_synced(self._accumulators, [self])
+
+    def local_compute(self) -> dict[str, torch.Tensor]:
+        """Compute the results over this rank's samples.
+
+        Returns:
+            Scalars; the names begin with ``local_``.
+        """
+        return self._accumulators.compute([self], "local_")
+
+    def sync(self) -> None:
+        """Take in what all ranks have seen, until `unsync`; every rank must call it."""
+        self._accumulators.sync()
+
+    def unsync(self) -> None:
+        """Go back to what this rank has seen."""
+        self._accumulators.unsync()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._accumulators.reset()
+
+
+def compute_synced(
+    accumulators: Accumulators, metrics: Sequence[RecMetric]
+) -> dict[str, torch.Tensor]:
+    """Compute results over all ranks; every rank must call it.
+
+    Args:
+        accumulators: of the metrics.
+        metrics: all of them.
+
+    Returns:
+        The results on ranks that get them; nothing on others.
+    """
+    to_all = any(metric.compute_on_all_ranks for metric in metrics)
+    accumulators.sync(to_all)
+    wanted = [m for m in metrics if m.my_rank == 0 or m.compute_on_all_ranks]
+    try:
+        return accumulators.compute(wanted)
+    finally:
+        accumulators.unsync()
+
+
+@final
+class RecMetricList(torch.nn.Module):
+    """Metrics that are updated and computed together.
+
+    They share their sums, and their ranks' sums travel together. What the metrics have seen before
+    is forgotten; a metric of the list then computes its own results of what the list has seen.
+
+    Args:
+        rec_metrics: the metrics.
+    """
+
+    def __init__(self, rec_metrics: Sequence[RecMetric]) -> None:
+        super().__init__()
+        self.rec_metrics = list(rec_metrics)
+        self._accumulators = Accumulators(self.rec_metrics)
+        for metric in self.rec_metrics:
+            metric._accumulators = self._accumulators
+
+    def __len__(self) -> int:
+        return len(self.rec_metrics)
+
+    def __getitem__(self, idx: int) -> RecMetric:
+        return self.rec_metrics[idx]
+
+    def get_required_inputs(self) -> list[str] | None:
+        """Name the model outputs that metrics need besides the tasks' own.
+
+        Returns:
+            Their keys, sorted; ``None`` for none.
+        """
+        names = {name for metric in self.rec_metrics for name in metric.get_required_inputs()}
+        return sorted(names) or None
+
+    def update(
+        self,
+        *,
+        predictions: TaskTensors,
+        labels: TaskTensors,
+        weights: TaskTensors | None,
+        **kwargs: torch.Tensor,
+    ) -> None:
+        """Add a batch; see `RecMetric.update`.
+
+        Args:
+            predictions: ``[N]`` by task name.
+            labels: like them.
+            weights: like them; ``None`` for ones.
+            **kwargs: ``[N]`` the required inputs, by key.
+
+        Raises:
+            TypeError: something is no tensor.
+            ValueError: something is missing, or sizes or devices differ.
+            RuntimeError: it is called between `sync` and `unsync`.
+        """
+        self._accumulators.update(predictions, labels, weights, kwargs)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Compute the results over all ranks; every rank must call it.
+
+        Returns:
+            Scalars by key, float64; nothing on ranks that get none.
+        """
+        return compute_synced(self._accumulators, self.rec_metrics)
+
+    def local_compute(self) -> dict[str, torch.Tensor]:
+        """Compute the results over this rank's samples.
+
+        Returns:
+            Scalars; the names begin with ``local_``.
+        """
+        return self._accumulators.compute(self.rec_metrics, "local_")
+
+    def sync(self) -> None:
+        """Take in what all ranks have seen, until `unsync`; every rank must call it."""
+        self._accumulators.sync()
+
+    def unsync(self) -> None:
+        """Go back to what this rank has seen."""
+        self._accumulators.unsync()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._accumulators.reset()

@@ -1,0 +1,155 @@
+"""What the last samples were: sums of them, or the samples themselves.
+
+Shapes: ``T`` tasks, ``K`` sums, ``N`` samples, ``E`` extra columns, ``R`` ranks.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+MAX_PARTS = 1000
+"""A window of sums forgets by whole batches, or by a thousandth of it if that is more."""
+
+
+@final
+class SumWindow:
+    """Sums over the last samples, in constant memory.
+
+    It keeps a sum per part of the window. The parts are summed anew each time, so that a NaN leaves
+    with its batch.
+
+    Args:
+        max_samples: parts are forgotten while there are more; the last one stays.
+
+    Example:
+        >>> window = SumWindow(max_samples=4)
+        >>> for value in (1.0, 2.0, 3.0):
+        ...     window.add(torch.tensor([[value]]), 2)
+        >>> torch.stack(tuple(window.sums)).sum().item()
+        5.0
+    """
+
+    def __init__(self, max_samples: int) -> None:
+        self.max_samples = max_samples
+        self.sums: deque[torch.Tensor] = deque()
+        self.counts: deque[int] = deque()
+        self._part_size = math.ceil(max_samples / MAX_PARTS)
+        self._num_samples = 0
+
+    def add(self, sums_TK: torch.Tensor, num_samples: int) -> None:
+        """Add a batch.
+
+        Args:
+            sums_TK: ``[T, K]`` its sums; are kept and never changed.
+            num_samples: of the batch.
+        """
+        if self.counts and self.counts[-1] + num_samples <= self._part_size:
+            self.sums[-1] = self.sums[-1] + sums_TK
+            self.counts[-1] += num_samples
+        else:
+            self.sums.append(sums_TK)
+            self.counts.append(num_samples)
+        self._num_samples += num_samples
+        while self._num_samples > self.max_samples and len(self.counts) > 1:
+            self.sums.popleft()
+            self._num_samples -= self.counts.popleft()
+
+
+@final
+class RowWindow:
+    """The last samples themselves.
+
+    Args:
+        max_rows: older ones are forgotten.
+
+    Example:
+        >>> window = RowWindow(max_rows=3)
+        >>> window.add(torch.tensor([[0.1, 0.2]]), torch.tensor([[7, 7]]))
+        >>> window.add(torch.tensor([[0.3, 0.4]]), torch.tensor([[8, 8]]))
+        >>> window.rows()[1]
+        tensor([[7, 8, 8]])
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.num_rows = 0
+        self._parts: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    @property
+    def is_double(self) -> bool:
+        """Whether there are rows that are float64."""
+        return any(rows.dtype == torch.float64 for rows, _ in self._parts)
+
+    def add(self, rows_TN: torch.Tensor, extra_EN: torch.Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            rows_TN: ``[..., N]`` values; are kept and never changed.
+            extra_EN: ``[E, N]`` what belongs to them, int64.
+        """
+        self._parts.append((rows_TN, extra_EN))
+        self.num_rows += rows_TN.size(-1)
+        while self.num_rows > self.max_rows:
+            rows, extra = self._parts.popleft()
+            kept = max(0, rows.size(-1) - (self.num_rows - self.max_rows))
+            self.num_rows -= rows.size(-1) - kept
+            if kept:
+                # A copy, so that the rest of a big batch is freed.
+                self._parts.appendleft((rows[..., -kept:].clone(), extra[..., -kept:].clone()))
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Give all, the oldest first.
+
+        Returns:
+            ``[..., N]`` and ``[E, N]``; ``None`` if nothing was added yet.
+        """
+        if not self._parts:
+            return None
+        if len(self._parts) > 1:
+            rows, extra = (torch.cat(parts, dim=-1) for parts in zip(*self._parts, strict=True))
+            self._parts = deque([(rows, extra)])
+        return self._parts[0]
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device.
+
+        Args:
+            device: where to.
+        """
+        self._parts = deque((rows.to(device), extra.to(device)) for rows, extra in self._parts)
+
+
+def gather_rows(
+    mine_N: torch.Tensor,
+    sizes: Sequence[int],
+    group: "torch.distributed.ProcessGroup | None",
+    to_all: bool = True,
+) -> torch.Tensor:
+    """Bring the rows of all ranks together; every rank must call it.
+
+    Args:
+        mine_N: ``[..., N]`` of this rank.
+        sizes: ``N`` of each rank.
+        group: the ranks; ``None`` for all.
+        to_all: or to the first rank alone; the others then keep what is theirs.
+
+    Returns:
+        ``[..., sum(sizes)]`` in the order of ranks.
+    """
+    import torch.distributed as dist
+
+    padded = mine_N.new_zeros(*mine_N.shape[:-1], max(sizes))
+    padded[..., : mine_N.size(-1)] = mine_N
+    parts = [torch.empty_like(padded) for _ in sizes]
+    if to_all:
+        dist.all_gather(parts, padded, group=group)
+    else:
+        is_first = dist.get_rank(group) == 0
+        first = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.gather(padded, parts if is_first else None, dst=first, group=group)
+        if not is_first:
+            return mine_N
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)

@@ -1,0 +1,122 @@
+import math
+
+import pytest
+import torch
+
+from recsys.metrics.metrics_config import RecTaskInfo
+from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
+from recsys.metrics.rec_metric import RecMetricList
+from recsys.metrics.sum_metrics import LABEL, WEIGHT, CTRMetric, NEMetric, SumMetric
+
+
+def build(cls, tasks=("a", "b"), window_size=8, batch_size=2, **kwargs):
+    infos = [RecTaskInfo(task) for task in tasks]
+    return cls(
+        world_size=1, my_rank=0, batch_size=batch_size, tasks=infos, window_size=window_size,
+        **kwargs,
+    )  # fmt: skip
+
+
+def batch(**labels):
+    tensors = {task: torch.tensor(values) for task, values in labels.items()}
+    return {
+        "predictions": {task: torch.full((len(t),), 0.5) for task, t in tensors.items()},
+        "labels": tensors,
+        "weights": None,
+    }
+
+
+def test_alone():
+    metric = build(CTRMetric)
+    metric.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
+    assert metric.compute() == {
+        "ctr-a|lifetime_ctr": 0.5,
+        "ctr-b|lifetime_ctr": 1.0,
+        "ctr-a|window_ctr": 0.5,
+        "ctr-b|window_ctr": 1.0,
+    }
+    assert metric.local_compute()["ctr-a|local_window_ctr"] == 0.5
+    metric.reset()
+    assert metric.compute()["ctr-a|lifetime_ctr"].isnan()
+
+
+def test_tasks_may_be_rows_of_one_tensor():
+    metric = build(NEMetric)
+    ones = torch.ones(2, 4)
+    metric.update(predictions=ones * 0.5, labels=torch.eye(4)[:2], weights=ones)
+    entropy = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    assert metric.compute()["ne-b|window_ne"].item() == pytest.approx(math.log(2) / entropy)
+
+
+def test_whole_numbers_and_columns_are_taken():
+    metric = build(CTRMetric, tasks=("a",))
+    metric.update(
+        predictions={"a": torch.rand(2, 1).half()},
+        labels={"a": torch.tensor([[0], [16777217]])},
+        weights={"a": torch.tensor([[True], [True]])},
+    )
+    assert metric.compute()["ctr-a|window_ctr"] == 16777217 / 2
+
+
+def test_nothing_given_is_kept():
+    metric = build(CTRMetric, tasks=("a",))
+    given = batch(a=[1.0, 0.0])
+    metric.update(**given)
+    given["labels"]["a"].zero_()
+    assert metric.compute()["ctr-a|window_ctr"] == 0.5
+
+
+def test_a_list_shares_sums():
+    metrics = RecMetricList([build(CTRMetric), build(NEMetric), build(CTRMetric, tasks=("b",))])
+    metrics.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
+    assert len(metrics) == 3
+    assert metrics[0].compute()["ctr-b|window_ctr"] == 1.0
+    assert "ne-a|window_ne" not in metrics[0].compute()
+    assert set(metrics.compute()) > set(metrics[0].compute())
+    assert {key for key in metrics.state_dict() if "lifetime.a" in key} == {
+        f"_accumulators.lifetime.a.{name}" for name in ("label", "weight", "log_loss")
+    }
+
+
+def test_a_formula_of_ones_own():
+    class OddsMetric(SumMetric):
+        namespace = MetricNamespace.DEFAULT
+        sums = (LABEL, WEIGHT)
+        results = {MetricName.DEFAULT: lambda s: s["label"] / (s["weight"] - s["label"])}  # noqa: RUF012
+
+    metric = build(OddsMetric, tasks=("a",))
+    metric.update(**batch(a=[1.0, 1.0, 1.0, 0.0]))
+    assert metric.compute()["-a|window_"] == 3.0
+
+
+def test_sync_alone_changes_nothing():
+    metric = build(CTRMetric)
+    metric.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
+    metric.sync()
+    assert metric.local_compute()["ctr-a|local_window_ctr"] == 0.5
+    with pytest.raises(RuntimeError, match=r"sync\(\) must not be called twice"):
+        metric.sync()
+    with pytest.raises(RuntimeError, match="must not be called while synced"):
+        metric.update(**batch(a=[1.0], b=[1.0]))
+    metric.unsync()
+    with pytest.raises(RuntimeError, match=r"unsync\(\) must come after sync\(\)"):
+        metric.unsync()
+    metric.update(**batch(a=[1.0], b=[1.0]))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"tasks of different names; received \['a', 'a'\]"):
+        build(CTRMetric, tasks=("a", "a"))
+    with pytest.raises(ValueError, match="at least world_size times batch_size, 9; received 8"):
+        build(CTRMetric, batch_size=9)
+    metric = build(CTRMetric)
+    with pytest.raises(ValueError, match=r"must have every task; received \['a'\], and not 'b'"):
+        metric.update(**batch(a=[1.0]))
+    with pytest.raises(ValueError, match=r"here 1; received predictions of shape \[2\].* 'b'"):
+        metric.update(**batch(a=[1.0], b=[1.0, 0.0]))
+    given = batch(a=[1.0], b=[0.0])
+    with pytest.raises(TypeError, match="labels of the task 'a' must be a tensor; received list"):
+        metric.update(**given | {"labels": {"a": [1.0], "b": [0.0]}})
+    given["weights"] = {"a": torch.ones(1), "b": torch.ones(1, device="meta")}
+    with pytest.raises(ValueError, match="must be on one device; received"):
+        metric.update(**given)
