@@ -301,7 +301,77 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.datasets.random", "recsys.datasets.random", "RandomRecDataset"),
     ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch"),
+    ("torchrec.metrics.accuracy", "recsys.metrics.sum_metrics", "AccuracyMetric"),
+    ("torchrec.metrics.average", "recsys.metrics.sum_metrics", "AverageMetric"),
+    ("torchrec.metrics.calibration", "recsys.metrics.sum_metrics", "CalibrationMetric"),
+    (
+        "torchrec.metrics.calibration_with_recalibration",
+        "recsys.metrics.sum_metrics",
+        "RecalibratedCalibrationMetric",
+    ),
+    ("torchrec.metrics.ctr", "recsys.metrics.sum_metrics", "CTRMetric"),
+    ("torchrec.metrics.mae", "recsys.metrics.sum_metrics", "MAEMetric"),
+    (
+        "torchrec.metrics.metric_module",
+        "recsys.metrics.metric_module",
+        "REC_METRICS_MAPPING, RecMetricModule, StateMetric, generate_metric_module",
+    ),
+    (
+        "torchrec.metrics.metrics_config",
+        "recsys.metrics.metrics_config",
+        "BatchSizeStage, DefaultMetricsConfig, DefaultTaskInfo, EmptyMetricsConfig, "
+        "MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum, RecMetricEnumBase, "
+        "RecTaskInfo, SessionMetricDef, StateMetricEnum, ThroughputDef, "
+        "validate_batch_size_stages",
+    ),
+    (
+        "torchrec.metrics.metrics_namespace",
+        "recsys.metrics.metrics_namespace",
+        "MetricName, MetricNameBase, MetricNamespace, MetricNamespaceBase, MetricPrefix, "
+        "StrValueMixin, compose_customized_metric_key, compose_metric_key, "
+        "compose_metric_namespace, task_wildcard_metrics_pattern",
+    ),
+    ("torchrec.metrics.mse", "recsys.metrics.sum_metrics", "MSEMetric"),
+    ("torchrec.metrics.multiclass_recall", "recsys.metrics.sum_metrics", "MulticlassRecallMetric"),
+    ("torchrec.metrics.ne", "recsys.metrics.sum_metrics", "NEMetric"),
+    ("torchrec.metrics.ne_positive", "recsys.metrics.sum_metrics", "NEPositiveMetric"),
+    (
+        "torchrec.metrics.ne_with_recalibration",
+        "recsys.metrics.sum_metrics",
+        "RecalibratedNEMetric",
+    ),
+    ("torchrec.metrics.nmse", "recsys.metrics.sum_metrics", "NMSEMetric"),
+    ("torchrec.metrics.num_missing_labels", "recsys.metrics.sum_metrics", "NumMissingLabelsMetric"),
+    (
+        "torchrec.metrics.num_positive_samples",
+        "recsys.metrics.sum_metrics",
+        "NumPositiveSamplesMetric",
+    ),
+    ("torchrec.metrics.precision", "recsys.metrics.sum_metrics", "PrecisionMetric"),
+    ("torchrec.metrics.rec_metric", "recsys.metrics.rec_metric", "RecMetric, RecMetricList"),
+    ("torchrec.metrics.recall", "recsys.metrics.sum_metrics", "RecallMetric"),
+    ("torchrec.metrics.scalar", "recsys.metrics.sum_metrics", "ScalarMetric"),
+    ("torchrec.metrics.segmented_ne", "recsys.metrics.sum_metrics", "SegmentedNEMetric"),
+    (
+        "torchrec.metrics.serving_calibration",
+        "recsys.metrics.sum_metrics",
+        "ServingCalibrationMetric",
+    ),
+    ("torchrec.metrics.serving_ne", "recsys.metrics.sum_metrics", "ServingNEMetric"),
+    ("torchrec.metrics.sum_weights", "recsys.metrics.sum_metrics", "SumWeightsMetric"),
+    (
+        "torchrec.metrics.tensor_weighted_avg",
+        "recsys.metrics.sum_metrics",
+        "TensorWeightedAvgMetric",
+    ),
     ("torchrec.metrics.throughput", "recsys.metrics.throughput", "ThroughputMetric"),
+    ("torchrec.metrics.unweighted_ne", "recsys.metrics.sum_metrics", "UnweightedNEMetric"),
+    ("torchrec.metrics.weighted_avg", "recsys.metrics.sum_metrics", "WeightedAvgMetric"),
+    (
+        "torchrec.metrics.weighted_sum_predictions",
+        "recsys.metrics.sum_metrics",
+        "WeightedSumPredictionsMetric",
+    ),
 )
 
 
