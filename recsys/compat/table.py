@@ -287,6 +287,13 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "QuantEmbeddingCollection as EmbeddingCollection, "
         "QuantFeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection",
     ),
+    (
+        "torchrec.quant.embedding_modules",
+        "recsys.inference.quant_prep",
+        "quant_prep_customize_row_alignment, quant_prep_enable_cache_features_order, "
+        "quant_prep_enable_quant_state_dict_split_scale_bias, "
+        "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
+    ),
     # datasets, metrics
     (
         "torchrec.datasets.criteo",

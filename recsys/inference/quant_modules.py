@@ -60,10 +60,13 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         table_name_to_quantized_weights: Per table its rows, uint8 [rows, bytes], and their scales
             and biases, uint8 [rows, 4] (None: in front of each row, or none); None: all zeros.
         register_tbes: Not supported: must be False.
-        quant_state_dict_split_scale_bias: Not supported: must be False.
+        quant_state_dict_split_scale_bias: The buffers of a table of INT8, INT4 or INT2 are its
+            rows without scales and biases, `weight`, and `weight_qscale` and `weight_qbias`, fp16
+            [rows, 1].
         row_alignment: Rows are stored in multiples of that many bytes; CUDA needs 16. On the CPU 1
             saves memory.
-        cache_features_order: Has no effect: the order of a batch costs next to nothing here.
+        cache_features_order: Remember where the features were among the keys of the last batch;
+            the next is searched only if it has others.
 
     Attributes:
         embedding_bags: Table name to the module that holds its `weight`, a buffer, uint8 [rows,
@@ -113,11 +116,10 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             device,
             output_dtype,
             table_name_to_quantized_weights,
+            register_tbes,
+            quant_state_dict_split_scale_bias,
             row_alignment,
-            {
-                "register_tbes": register_tbes,
-                "quant_state_dict_split_scale_bias": quant_state_dict_split_scale_bias,
-            },
+            cache_features_order,
         )
         self._is_weighted = is_weighted
         self._names = [n for names in get_embedding_names_by_table(tables) for n in names]
@@ -139,8 +141,8 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         Raises:
             ValueError: A dtype cannot be served, or a table cannot be quantized.
         """
-        configs, weights, output_dtype = quantized_rows(module, module)
-        return cls(configs, module.is_weighted(), module.device, output_dtype, weights).eval()
+        configs, options = quantized_rows(module, module)
+        return cls(configs, module.is_weighted(), module.device, **options).eval()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
@@ -259,15 +261,9 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         Arguments and errors as :meth:`QuantEmbeddingBagCollection.from_float`.
         """
         processors, tables = module.split()
-        configs, weights, output_dtype = quantized_rows(tables, module)
-        return cls(
-            configs,
-            True,
-            tables.device,
-            output_dtype,
-            weights,
-            feature_processor=copy.deepcopy(processors),
-        ).eval()
+        configs, options = quantized_rows(tables, module)
+        processor = copy.deepcopy(processors)
+        return cls(configs, True, tables.device, feature_processor=processor, **options).eval()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Weigh, look up and pool a batch.
@@ -293,9 +289,9 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
         table_name_to_quantized_weights: As there.
         register_tbes: Not supported: must be False.
-        quant_state_dict_split_scale_bias: Not supported: must be False.
+        quant_state_dict_split_scale_bias: As there.
         row_alignment: As there.
-        cache_features_order: Has no effect.
+        cache_features_order: As there.
 
     Attributes:
         embeddings: Table name to the module that holds its `weight`, a buffer.
@@ -343,11 +339,10 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             device,
             output_dtype,
             table_name_to_quantized_weights,
+            register_tbes,
+            quant_state_dict_split_scale_bias,
             row_alignment,
-            {
-                "register_tbes": register_tbes,
-                "quant_state_dict_split_scale_bias": quant_state_dict_split_scale_bias,
-            },
+            cache_features_order,
         )
         self._need_indices = need_indices
         self._names_by_table = get_embedding_names_by_table(tables)
@@ -365,8 +360,8 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
         Arguments and errors as :meth:`QuantEmbeddingBagCollection.from_float`.
         """
-        configs, weights, output_dtype = quantized_rows(module, module)
-        return cls(configs, module.device, module.need_indices(), output_dtype, weights).eval()
+        configs, options = quantized_rows(module, module)
+        return cls(configs, module.device, module.need_indices(), **options).eval()
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch.

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recsys.inference.quant_prep import PREPARED
 from recsys.inference.quantized_tables import QuantizedTables
+from recsys.kernels.arguments import whole
 from recsys.kernels.quantized import OUTPUT_TYPES, quantize_rows, row_bytes
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import (
@@ -85,19 +87,45 @@ class QuantizedTable(nn.Module):
     Args:
         config: The table.
         stored: uint8 [rows, bytes per row], the last of which are padding.
+        splits: Scales and biases, where rows have them, are buffers of their own.
     """
 
     weight: Tensor
 
-    def __init__(self, config: BaseEmbeddingConfig, stored: Tensor) -> None:
+    def __init__(self, config: BaseEmbeddingConfig, stored: Tensor, splits: bool) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("weight", stored)
+        self._bits = DATA_TYPE_NUM_BITS[config.data_type]
+        self._row_bytes = row_bytes(config.embedding_dim, self._bits)
+        self._splits = splits and self._bits < 16
+        self.show(stored)
+
+    def show(self, stored: Tensor) -> None:
+        """Make the buffers views of rows."""
+        if self._splits:
+            self.register_buffer("weight", stored[:, 4 : self._row_bytes])
+            self.register_buffer("weight_qscale", stored[:, 0:2].view(torch.float16))
+            self.register_buffer("weight_qbias", stored[:, 2:4].view(torch.float16))
+        else:
+            self.register_buffer("weight", stored)
 
     def rows(self) -> Tensor:
-        """The rows without padding."""
-        bits = DATA_TYPE_NUM_BITS[self.config.data_type]
-        return self.weight[:, : row_bytes(self.config.embedding_dim, bits)]
+        """The rows without padding: a view, if they are not split."""
+        if not self._splits:
+            return self.weight[:, : self._row_bytes]
+        header = self._buffers["weight_qscale"], self._buffers["weight_qbias"]
+        parts = [cast(Tensor, part).view(torch.uint8) for part in header]
+        return torch.cat([*parts, self.weight], dim=1)
+
+    def num_bytes(self) -> int:
+        """The size of the rows without padding."""
+        return self.config.num_embeddings * self._row_bytes
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._buffers:
+            if name != "weight":  # torch.save refuses one storage that has two dtypes
+                destination[prefix + name] = destination[prefix + name].clone()
 
     def extra_repr(self) -> str:
         """Size and element type, for repr."""
@@ -112,17 +140,20 @@ class _Link:
     def __init__(self, lookups: QuantizedTables, tables: Sequence[QuantizedTable]) -> None:
         self.lookups = lookups
         for table, stored in zip(tables, lookups.stored_rows(), strict=True):
-            table.weight = stored
-        self._slots = [table._buffers for table in tables]
-        self._weights = [table.weight for table in tables]
-        self._pointers = list(map(Tensor.data_ptr, self._weights))
+            table.show(stored)
+        self._slots = [(table._buffers, name) for table in tables for name in table._buffers]
+        self._views = self._now()
+        self._pointers = list(map(Tensor.data_ptr, self._views))
 
     def is_current(self) -> bool:
-        weights = [cast(Tensor, slot["weight"]) for slot in self._slots]
+        views = self._now()
         return (
-            all(map(is_, weights, self._weights))
-            and list(map(Tensor.data_ptr, weights)) == self._pointers
+            all(map(is_, views, self._views))
+            and list(map(Tensor.data_ptr, views)) == self._pointers
         )
+
+    def _now(self) -> list[Tensor]:
+        return [cast(Tensor, buffers[name]) for buffers, name in self._slots]
 
 
 class QuantizedCollection(nn.Module):
@@ -134,8 +165,10 @@ class QuantizedCollection(nn.Module):
         device: Where the tables live.
         output_dtype: Of what is looked up.
         weights: The tables' rows; None: zeros.
+        register_tbes: Must be False.
+        splits: Scales and biases are buffers of their own.
         row_alignment: Rows are stored in multiples of that many bytes.
-        unsupported: Options that must be False, by name.
+        caches_order: Remember where the features were among the keys of the last batch.
     """
 
     def __init__(
@@ -145,30 +178,37 @@ class QuantizedCollection(nn.Module):
         device: torch.device,
         output_dtype: torch.dtype,
         weights: Weights | None,
+        register_tbes: bool,
+        splits: bool,
         row_alignment: int,
-        unsupported: Mapping[str, bool],
+        caches_order: bool,
     ) -> None:
         super().__init__()
-        for name, value in unsupported.items():
-            if value:
-                raise ValueError(
-                    f"{type(self).__name__}.{name} is not supported; received {value!r}. The rows "
-                    "of each table are its buffer, also without it. Leave it out."
-                )
+        owner = type(self).__name__
+        if register_tbes:
+            raise ValueError(
+                f"{owner}.register_tbes is not supported; received {register_tbes!r}. The rows of "
+                "each table are its buffer, also without it. Leave it out."
+            )
+        self._row_alignment = whole(f"{owner}.row_alignment", row_alignment)
+        if splits and self._row_alignment % 2:
+            raise ValueError(
+                f"{owner} with quant_state_dict_split_scale_bias=True shows parts of rows as fp16, "
+                f"so row_alignment must be even; received {row_alignment}."
+            )
+        self._splits = splits
+        self._caches_order = caches_order
+        self._order: tuple[list[str], list[int]] | None = None
         if output_dtype not in OUTPUT_TYPES:
             raise ValueError(
-                f"{type(self).__name__}.output_dtype must be one of {[*OUTPUT_TYPES]}; received "
-                f"{output_dtype}."
+                f"{owner}.output_dtype must be one of {[*OUTPUT_TYPES]}; received {output_dtype}."
             )
         self._configs = list(configs)
         self._poolings = tuple(poolings)
         self._output_dtype = output_dtype
-        self._row_alignment = row_alignment
         self._shards = [0] * len(self._configs)
         rows = self._given_rows(weights, torch.device(device))
-        tables = [QuantizedTable(c, r) for c, r in zip(self._configs, rows, strict=True)]
-        self._add_tables(tables)
-        self._link: _Link | None = self._new_link()
+        self._link: _Link | None = self._new_link(rows)
 
     _lookups: type[QuantizedTables]
     _tables_name: str
@@ -188,19 +228,29 @@ class QuantizedCollection(nn.Module):
 
     def table_bytes(self) -> list[int]:
         """The size of each table in bytes, without padding."""
-        return [table.rows().numel() for table in self._tables()]
+        return [table.num_bytes() for table in self._tables()]
 
-    def weights(self) -> Weights:
-        """The rows of each table, without padding: live views."""
-        return {table.config.name: (table.rows(), None) for table in self._tables()}
+    def options(self) -> dict[str, Any]:
+        """The arguments, by name, that make a collection of the same rows."""
+        return {
+            "output_dtype": self._output_dtype,
+            "table_name_to_quantized_weights": {
+                table.config.name: (table.rows(), None) for table in self._tables()
+            },
+            "quant_state_dict_split_scale_bias": self._splits,
+            "row_alignment": self._row_alignment,
+            "cache_features_order": self._caches_order,
+        }
 
     def on_devices(self, devices: Sequence[tuple[int, torch.device]]) -> Self:
         """The same collection with each table in the given shard, on its device."""
-        new = copy.deepcopy(self)
+        state = self.__getstate__()
+        lookups = state.pop("_link")
+        new = type(self).__new__(type(self))
+        new.__setstate__({**copy.deepcopy(state), "_link": lookups})  # of the same rows until...
         new._shards = [shard for shard, _ in devices]
-        for table, (_, device) in zip(new._tables(), devices, strict=True):
-            table.weight = table.weight.to(device)
-        new._link = new._new_link()
+        moved = zip(self._tables(), devices, strict=True)
+        new._link = new._new_link([table.rows().to(device) for table, (_, device) in moved])
         return new
 
     def _given_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
@@ -237,6 +287,8 @@ class QuantizedCollection(nn.Module):
     def _positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Where the features that the lookups read are among the keys of a batch."""
         keys = features.keys()
+        if self._order is not None and self._order[0] == keys:
+            return self._order[1]
         place = {key: i for i, key in enumerate(keys)}
         wanted = self.lookups().feature_names
         missing = [name for name in wanted if name not in place]
@@ -244,7 +296,10 @@ class QuantizedCollection(nn.Module):
             raise KeyError(
                 f"The batch lacks the features {missing}, which the tables read; received {keys}."
             )
-        return [place[name] for name in wanted]
+        positions = [place[name] for name in wanted]
+        if self._caches_order:
+            self._order = list(keys), positions
+        return positions
 
     def _lengths(self, features: KeyedJaggedTensor, *, is_pooled: bool) -> Tensor:
         """The lengths of a batch, [K * B]; where batch sizes vary, with empty bags at the end."""
@@ -262,37 +317,39 @@ class QuantizedCollection(nn.Module):
     def lookups(self) -> QuantizedTables:
         """The lookups that serve the tables now: not a part of the module, but of what it runs."""
         if self._link is None or not self._link.is_current():
-            self._link = self._new_link()
+            self._link = self._new_link([table.rows() for table in self._tables()])
         return self._link.lookups
 
-    def _new_link(self) -> _Link:
-        tables = self._tables()
+    def _new_link(self, rows: Sequence[Tensor]) -> _Link:
         lookups = self._lookups(
             self._configs,
             self._poolings,
-            [table.rows() for table in tables],
+            rows,
             self._shards,
             self._output_dtype,
             self._row_alignment,
         )
-        return _Link(lookups, tables)
+        return self._linked(lookups)
+
+    def _linked(self, lookups: QuantizedTables) -> _Link:
+        """The tables, new ones if there are none, as views of what lookups read."""
+        if self._modules.get(self._tables_name) is None:
+            named = TableDict()
+            for config, stored in zip(self._configs, lookups.stored_rows(), strict=True):
+                named[config.name] = QuantizedTable(config, stored, self._splits)
+            self._modules[self._tables_name] = named.train(self.training)
+        return _Link(lookups, self._tables())
 
     def _tables(self) -> list[QuantizedTable]:
         return list(getattr(self, self._tables_name).values())
-
-    def _add_tables(self, tables: Sequence[QuantizedTable]) -> None:
-        named = TableDict()
-        for table in tables:
-            named[table.config.name] = table
-        self.add_module(self._tables_name, named)
 
     # -- what breaks aliasing -----------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Serves `to`, `to_empty`, `share_memory`: each storage is moved once, as a whole."""
         lookups = self.lookups()._apply(fn)  # type: ignore[no-untyped-call]
-        self._link = _Link(lookups, self._tables())
-        moved = {id(table.weight) for table in self._tables()}
+        self._link = self._linked(lookups)
+        moved = {id(buffer) for table in self._tables() for buffer in table.buffers()}
         return super()._apply(  # type: ignore[no-any-return, no-untyped-call]
             lambda tensor: tensor if id(tensor) in moved else fn(tensor), recurse
         )
@@ -307,15 +364,12 @@ class QuantizedCollection(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         lookups = state.pop("_link")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        stored = lookups.stored_rows()
-        self._add_tables([QuantizedTable(c, r) for c, r in zip(self._configs, stored, strict=True)])
-        getattr(self, self._tables_name).train(self.training)
-        self._link = _Link(lookups, self._tables())
+        self._link = self._linked(lookups)
 
 
 def quantized_rows(
     module: TableCollection | QuantizedCollection, configured: nn.Module
-) -> tuple[list[Any], Weights, torch.dtype]:
+) -> tuple[list[Any], dict[str, Any]]:
     """Quantizes the tables of a trained collection.
 
     Args:
@@ -323,13 +377,13 @@ def quantized_rows(
         configured: What has the `qconfig`, if anything has.
 
     Returns:
-        The tables, their rows, and the output dtype.
+        The tables, and the arguments by name of the quantized collection that they have in common.
 
     Raises:
         ValueError: A table cannot be quantized, or not to its dtype.
     """
     if isinstance(module, QuantizedCollection):  # torch's convert begins with the innermost module
-        return module.configs(), module.weights(), module.output_dtype()
+        return module.configs(), module.options()
     qconfig = getattr(configured, "qconfig", None)
     dtype, output_dtype = torch.int8, torch.float32
     per_table: Mapping[str, torch.dtype] = {}
@@ -350,4 +404,5 @@ def quantized_rows(
         except ValueError as error:
             raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
         weights[config.name] = rows, None
-    return configs, weights, output_dtype
+    options = {"output_dtype": output_dtype, "table_name_to_quantized_weights": weights}
+    return configs, options | getattr(configured, PREPARED, {})

@@ -21,6 +21,7 @@ from recsys.inference import (
     quantize_embeddings,
     quantize_inference_model,
 )
+from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -313,7 +314,13 @@ MODULES: list[Callable[[], Any]] = [
     lambda: quantize_embeddings(_pooled(), per_table_weight_dtype={"b": torch.quint4x2}),
     lambda: quantize_embeddings(_sequence(), per_table_weight_dtype={"b": torch.quint4x2}),
     lambda: quantize_inference_model(_processed()),
+    lambda: quantize_embeddings(_split(_pooled()), torch.quint4x2),
 ]
+
+
+def _split(module: Any) -> Any:
+    quant_prep_enable_quant_state_dict_split_scale_bias(module)
+    return module
 
 
 def _flat(output: Any) -> torch.Tensor:
@@ -345,6 +352,24 @@ def test_row_alignment_is_the_callers() -> None:
         assert module.embedding_bags["t"].weight.shape == (40, width)
 
 
+@pytest.mark.parametrize("dtype", BITS)
+def test_scales_and_biases_may_be_buffers_of_their_own(dtype: torch.dtype) -> None:
+    module: Any = quantize_embeddings(_split(_sequence()), dtype)
+    state = dict(module.embeddings["a"].state_dict())
+    rows = state["weight"].contiguous().numpy()
+    weight = _sequence().embeddings["a"].weight
+    if BITS[dtype] >= 16:
+        assert list(state) == ["weight"]
+        return
+    assert list(state) == ["weight", "weight_qscale", "weight_qbias"]
+    assert rows.shape == (50, 8 * BITS[dtype] // 8)
+    scale, bias = (state[f"weight_{part}"].double().numpy() for part in ("qscale", "qbias"))
+    assert scale.shape == bias.shape == (50, 1)
+    bits = np.unpackbits(rows[:, :, None], axis=2, bitorder="little").reshape(50, 8, BITS[dtype])
+    values = (bits * 2 ** np.arange(BITS[dtype])).sum(axis=2)
+    np.testing.assert_allclose(values * scale + bias, _restored(weight, BITS[dtype]), atol=1e-7)
+
+
 @pytest.mark.parametrize("make", MODULES)
 def test_memory_is_held_once(make: Callable[[], Any]) -> None:
     module = make()
@@ -355,9 +380,9 @@ def test_memory_is_held_once(make: Callable[[], Any]) -> None:
         pointers = {buffer.untyped_storage().data_ptr() for buffer in buffers.values()}
         flats = [lookup.weights for lookup in each.lookups().lookups]
         assert pointers == {flat.untyped_storage().data_ptr() for flat in flats}
-        assert (
-            sum(flat.numel() for flat in flats) < sum(b.numel() for b in buffers.values()) + 3 * 128
-        )
+        rows = [b for name, b in buffers.items() if name.endswith("weight")]
+        wanted = sum(len(b) * b.stride(0) for b in rows)
+        assert wanted <= sum(flat.numel() for flat in flats) < wanted + 128 * len(rows)
 
 
 def _saved_and_loaded(module: Any) -> Any:
@@ -397,7 +422,10 @@ def _constructed(module: Any) -> Any:
             feature_processor=PositionWeightedModuleCollection({"x": 4, "y": 4, "z": 4}),
         )
     else:
-        other = QuantEmbeddingBagCollection(module.embedding_bag_configs(), False, CPU)
+        splits = "embedding_bags.a.weight_qscale" in module.state_dict()
+        other = QuantEmbeddingBagCollection(
+            module.embedding_bag_configs(), False, CPU, quant_state_dict_split_scale_bias=splits
+        )
     assert other.training
     assert not bool(_flat(other.eval()(_batch())).any())
     other.load_state_dict(module.state_dict())
@@ -407,8 +435,8 @@ def _constructed(module: Any) -> Any:
 def _replaced(module: Any) -> Any:
     other = copy.deepcopy(module)
     for child in other.modules():
-        if "weight" in child._buffers:
-            child.weight = child.weight.clone()
+        for name, buffer in child._buffers.items():
+            setattr(child, name, buffer.clone())
     return other
 
 
@@ -439,7 +467,7 @@ def test_copies_look_up_the_same(make: Callable[[], Any], copied: Callable[[Any]
     assert other.training is module.training is False
     # and they are copies: their rows are what they look up, and only theirs
     for name, buffer in other.named_buffers():
-        if name.endswith("weight"):
+        if "weight" in name:
             buffer.zero_()
     assert not torch.equal(_flat(other(_batch())), expected)
     if copied is not _replaced:
@@ -500,9 +528,10 @@ def test_constructors_refuse_what_they_cannot_serve() -> None:
         ([config], {"register_tbes": True}, "register_tbes is not supported; received True"),
         (
             [config],
-            {"quant_state_dict_split_scale_bias": True},
-            "quant_state_dict_split_scale_bias is not supported",
+            {"quant_state_dict_split_scale_bias": True, "row_alignment": 1},
+            "row_alignment must be even; received 1",
         ),
+        ([config], {"row_alignment": 0}, "row_alignment must be .*; received 0"),
     ):
         with pytest.raises(ValueError, match=message):
             QuantEmbeddingBagCollection(tables, False, CPU, **options)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.inference import quantize_embeddings, quantize_inference_model
+from recsys.inference.quant_prep import (
+    quant_prep_customize_row_alignment,
+    quant_prep_enable_cache_features_order,
+    quant_prep_enable_quant_state_dict_split_scale_bias,
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
+)
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from tests.inference.test_quantize import _batch, _collection, _mixed
+
+
+def test_rows_are_aligned_as_said() -> None:
+    model = _mixed()
+    quant_prep_customize_row_alignment(model, [EmbeddingBagCollection], 4)
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types(model, [EmbeddingCollection])
+    quantized: Any = quantize_embeddings(model)
+    assert quantized["pooled"].embedding_bags["a"].weight.shape == (50, 12)
+    assert quantized["processed"].split()[1].embedding_bags["weighed"].weight.shape == (50, 12)
+    assert {name: tuple(b.shape) for name, b in quantized["sequence"].named_buffers()} == {
+        "embeddings.rows.weight": (50, 8),
+        "embeddings.rows.weight_qscale": (50, 1),
+        "embeddings.rows.weight_qbias": (50, 1),
+    }
+    assert quantized["sequence"].embeddings["rows"].weight.stride() == (16, 1)
+    expected: Any = quantize_embeddings(_collection())
+    torch.testing.assert_close(quantized["pooled"](_batch()).values(), expected(_batch()).values())
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_order_of_features_is_kept_if_asked_for(is_kept: bool) -> None:
+    model = nn.Sequential(_collection())
+    if is_kept:
+        quant_prep_enable_cache_features_order(model, [EmbeddingBagCollection])
+    quantized: Any = quantize_embeddings(model)
+    collection = quantized[0]
+    expected = collection(_batch()).values()
+    for keys in ("xyz", "zxy", "zxy", "xyz"):  # and found anew where it is another
+        assert torch.equal(collection(_batch(keys=keys)).values(), expected)
+    once, again = (collection._positions(_batch()) for _ in range(2))
+    assert once == again == [0, 1, 2]
+    assert (once is again) is is_kept
+
+
+def test_what_was_said_about_other_modules_is_not_taken() -> None:
+    model = nn.ModuleDict({"tables": _collection()})
+    quant_prep_enable_quant_state_dict_split_scale_bias(model)  # not the collection
+    quant_prep_customize_row_alignment(model, [EmbeddingCollection], 1)
+    quantized: Any = quantize_inference_model(model)
+    names = [name for name, _ in quantized["tables"].embedding_bags["a"].named_buffers()]
+    assert names == ["weight"]
+    assert quantized["tables"].embedding_bags["a"].weight.shape == (50, 16)
