@@ -27,6 +27,34 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingBagCollection, EmbeddingBagCollectionInterface, EmbeddingCollection",
     ),
     ("torchrec.types", "recsys.modules.embedding_configs", "DataType"),
+    ("torchrec", "recsys.streamable", "Multistreamable, Pipelineable"),
+    ("torchrec.streamable", "recsys.streamable", "Multistreamable, Pipelineable"),
+    (
+        "torchrec.pt2.checks",
+        "torch.compiler",
+        "is_dynamo_compiling as is_torchdynamo_compiling",
+    ),
+    (
+        "torchrec.optim.fused",
+        "recsys.optim.fused",
+        "EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule",
+    ),
+    (
+        "torchrec.distributed.planner.constants",
+        "recsys.distributed.planner.constants",
+        "BATCH_SIZE, BIGINT_DTYPE, NUM_POOLINGS, POOLING_FACTOR, UVM_CACHING_RATIO",
+    ),
+    (
+        "torchrec.distributed.planner.utils",
+        "recsys.distributed.planner.constants",
+        "bytes_to_gb, bytes_to_mb, gb_to_bytes, mb_to_bytes, sharder_name",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.planner.constants",
+        "sharder_name",
+    ),
+    ("torchrec.distributed.planner.types", "recsys.distributed.planner.types", "PlannerErrorType"),
     # sparse
     (
         "torchrec.sparse.jagged_tensor",

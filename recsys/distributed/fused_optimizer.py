@@ -16,7 +16,8 @@ from recsys.kernels.arguments import finite
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
-from recsys.optim.keyed import KeyedOptimizer, TableGradients
+from recsys.optim.fused import FusedOptimizer
+from recsys.optim.keyed import TableGradients
 from recsys.optim.specs import TableOptimizer, to_row_state, to_update_mode
 
 
@@ -97,7 +98,7 @@ def optimizer_of_table(
 
 
 @final
-class FusedTablesOptimizer(KeyedOptimizer):
+class FusedTablesOptimizer(FusedOptimizer):
     """Learning rates, state and held gradients of the tables that own an optimizer.
 
     Fused tables update themselves in the backward pass: for them :meth:`step` and

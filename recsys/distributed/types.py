@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import copy
 import re
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum, unique
@@ -90,6 +91,8 @@ class ShardMetadata:
         for name in ("shard_offsets", "shard_sizes"):
             subject = f"{type(self).__name__}.{name}"
             setattr(self, name, whole_list(subject, getattr(self, name), length=2))
+        if type(self.placement) is str:
+            self.placement = Placement(self.placement)
 
     @property
     def rank(self) -> int:
@@ -99,6 +102,30 @@ class ShardMetadata:
             ValueError: if the placement names no rank.
         """
         return placement_rank(self.placement)
+
+
+@final
+class Placement(str):
+    """Where a shard lies: the text ``"rank:<rank>/<device>"``, which knows its parts.
+
+    Example:
+        >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
+        (3, device(type='cuda', index=1))
+    """
+
+    __slots__ = ()
+
+    def rank(self) -> int:
+        """Returns the owning rank.
+
+        Raises:
+            ValueError: if it names none.
+        """
+        return _rank_in(self)
+
+    def device(self) -> torch.device:
+        """Returns the device, of that rank."""
+        return torch.device(self.partition("/")[2])
 
 
 def placement_rank(placement: object) -> int:
@@ -112,7 +139,11 @@ def placement_rank(placement: object) -> int:
         rank = rank()
     if isinstance(rank, int):
         return rank
-    match = re.fullmatch(r"rank:(\d+)(/.*)?", str(placement))
+    return _rank_in(str(placement))
+
+
+def _rank_in(placement: str) -> int:
+    match = re.fullmatch(r"rank:(\d+)(/.*)?", placement)
     if match is None:
         raise ValueError(
             "A shard's placement must be 'rank:<rank>/<device>', such as 'rank:0/cpu'; "
@@ -129,23 +160,28 @@ class EnumerableShardingSpec:
     shards: list[ShardMetadata]
 
 
+_warned_of: set[str] = set()  # fields of CacheParams, in this process
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class CacheParams:
     """The device cache of a ``fused_uvm_caching`` table; arguments are TorchRec's.
 
     Args:
-        algorithm: not supported: the least recently used rows leave the cache.
+        algorithm: means nothing: the least recently used rows leave the cache.
         load_factor: share of the table's rows that the cache holds, above 0 up to 1 (FBGEMM's
             default, 0.2).
-        reserved_memory: not supported.
-        precision: not supported: a cached row has the dtype of its table.
-        prefetch_pipeline: not supported.
-        stats: not supported; the planner takes ``pooling_stats``.
-        multipass_prefetch_config: not supported.
+        reserved_memory: means nothing.
+        precision: means nothing: a cached row has the dtype of its table.
+        prefetch_pipeline: means nothing.
+        stats: means nothing; the planner takes ``pooling_stats``.
+        multipass_prefetch_config: means nothing.
+
+    A value for what means nothing warns, once per process.
 
     Raises:
-        ValueError: if a value is out of its range, or not supported.
+        ValueError: if ``load_factor`` is out of its range.
 
     Example:
         >>> CacheParams(load_factor=0.1).load_factor
@@ -167,10 +203,12 @@ class CacheParams:
             )
         for own in fields(self):
             value = getattr(self, own.name)
-            if own.name != "load_factor" and value:
-                raise ValueError(
-                    f"CacheParams.{own.name} is not supported; received {value!r}. Leave it None: "
-                    "only load_factor can be chosen."
+            if own.name != "load_factor" and value and own.name not in _warned_of:
+                _warned_of.add(own.name)
+                warnings.warn(
+                    f"CacheParams.{own.name} means nothing here; received {value!r}. Only "
+                    "load_factor can be chosen.",
+                    stacklevel=3,
                 )
 
 

@@ -104,6 +104,13 @@ class BoundsCheckMode(enum.Enum):
     NONE = "none"
     """Do not look. A bad id is then undefined behaviour: it may crash the process."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> BoundsCheckMode | None:
+        """The mode of a number, as FBGEMM counts them: `BoundsCheckMode(1)` warns."""
+        members = list(cls)
+        known = type(value) is int and 0 <= value < len(members)
+        return members[value] if known else None  # type: ignore[index]
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,9 +124,16 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     return _DATA_TYPES[dtype]
 
 
-def pooling_type_to_pooling_mode(pooling: PoolingType) -> PoolingMode:
-    """The kernels' word for a pooling."""
-    return _POOLING_MODES[pooling]
+def pooling_type_to_pooling_mode(
+    pooling_type: PoolingType, sharding_type: object = None
+) -> PoolingMode:
+    """The kernels' word for a pooling.
+
+    Args:
+        pooling_type: The pooling.
+        sharding_type: Means nothing: it is the same however a table is placed.
+    """
+    return _POOLING_MODES[pooling_type]
 
 
 @dataclass

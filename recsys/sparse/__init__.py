@@ -12,6 +12,7 @@ from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.validate import is_debug, set_debug
+from recsys.streamable import Pipelineable
 
 __all__ = [
     "JaggedTensor",
@@ -22,3 +23,6 @@ __all__ = [
     "kjt_is_equal",
     "set_debug",
 ]
+
+for _kind in (JaggedTensor, KeyedJaggedTensor, KeyedTensor):
+    Pipelineable.register(_kind)

@@ -13,7 +13,11 @@ from recsys.distributed.planner.placement import InfeasibleError, Reach
 from recsys.distributed.planner.rating import Rating
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.planner.types import ParameterConstraints, PlannerError
+from recsys.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+)
 from recsys.distributed.planner.what_if import ANY_GAP, plan_again, with_half_weights
 from recsys.distributed.types import EmbeddingComputeKernel, format_table
 
@@ -53,7 +57,8 @@ class Misfit:
     def error(self, error: InfeasibleError) -> PlannerError:
         """Returns what to raise: which tables, how many bytes, and what was found to fit."""
         misfit = self._one_too_big(error) if error.too_big else self._all_too_big(error)
-        return PlannerError(misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}")
+        message = misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}"
+        return PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
 
     def _one_too_big(self, error: InfeasibleError) -> str:
         number = error.too_big[0].table
@@ -232,7 +237,8 @@ def check_fits(rating: Rating) -> None:
     raise PlannerError(
         f"A plan must fit into memory; received one that needs {mib(needed)} of {memory} memory on "
         f"rank {rank}, which has {mib(free)} free for tables: {mib(bytes_over)} too much{others}. "
-        f"On rank {rank} are {shorten(tables)}. Move or split some of them."
+        f"On rank {rank} are {shorten(tables)}. Move or split some of them.",
+        PlannerErrorType.INSUFFICIENT_STORAGE,
     )
 
 

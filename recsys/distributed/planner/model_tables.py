@@ -17,6 +17,7 @@ from recsys.distributed.planner.types import (
     DEFAULT_BATCH_SIZE,
     ParameterConstraints,
     PlannerError,
+    PlannerErrorType,
 )
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
@@ -73,13 +74,15 @@ def tables_of(
             raise PlannerError(
                 f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
                 f"table of that name; received {constraints[name].feature_names}. Name them all, "
-                "or leave it None."
+                "or leave it None.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
             )
     unknown = sorted(constraints.keys() - known)
     if unknown:
         raise PlannerError(
             f"Constraints are given for the tables {unknown}, which the model does not have; "
-            f"its tables are {sorted(known)}."
+            f"its tables are {sorted(known)}.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
         )
     return tables
 
@@ -218,7 +221,8 @@ class _ModuleReader:
                 f"The tables of one module are on one device; of module {self._path!r} "
                 f"device_group puts {others[:5]} elsewhere than on {self._device}, but not all of "
                 f"its {len(demands)} tables. Give all of them one device_group, or split the "
-                "module."
+                "module.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
             )
         return bool(others)
 
@@ -227,7 +231,8 @@ class _ModuleReader:
         if len(modes) > 1:
             raise PlannerError(
                 f"The tables of one module share one bounds_check_mode; the constraints on those "
-                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
+                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
             )
 
     def _traffic(
@@ -246,7 +251,8 @@ class _ModuleReader:
             if numbers and len(numbers) != len(features):
                 raise PlannerError(
                     f"ParameterConstraints.{field} of table {name!r} must have one number for each "
-                    f"of its features {features}; received {numbers}."
+                    f"of its features {features}; received {numbers}.",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
                 )
         if not stats and not any(given.values()):
             return [self._of_feature(1.0, 1.0, None, rows)] * len(features)
@@ -287,7 +293,8 @@ def _check_rounding(
         raise PlannerError(
             f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; constraints ask "
             f"for {demands.stochastic_rounding}. Set it where the optimizer is set: in "
-            "fused_params, or in apply_optimizer_in_backward."
+            "fused_params, or in apply_optimizer_in_backward.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
         )
 
 

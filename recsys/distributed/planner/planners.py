@@ -20,6 +20,7 @@ from torch import nn
 from recsys.distributed.agreement import Facts
 from recsys.distributed.comm import broadcast_object
 from recsys.distributed.construction import no_collection
+from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.planner.agreement import check_agreement, facts_of
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.misfit import Misfit, check_fits
@@ -39,6 +40,7 @@ from recsys.distributed.planner.types import (
     HeuristicalStorageReservation,
     ParameterConstraints,
     PlannerError,
+    PlannerErrorType,
     StorageReservation,
 )
 from recsys.distributed.planner.what_if import problem_of
@@ -168,20 +170,22 @@ class EmbeddingShardingPlanner:
     def collective_plan(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> RatedPlan:
         """Plans on rank 0 and gives every rank the same plan, or the same error.
 
         Args:
             module: the model; may be on the ``meta`` device.
-            sharders: one per module type to shard.
+            sharders: one per module type to shard; all that there are if None.
             pg: the ranks; all if None.
 
         Raises:
             PlannerError: if the tables do not fit, or a rank was asked for another plan than rank
                 0: other tables, constraints, machine or batch size.
         """
+        if sharders is None:
+            sharders = get_default_sharders()
         if pg is None and dist.is_available() and dist.is_initialized():
             pg = dist.group.WORLD
         if pg is None or dist.get_world_size(pg) == 1:
@@ -440,7 +444,9 @@ class EmbeddingShardingPlanner:
                 self._check_listed(module, sharders, [table for table, _ in listed])
         for table, options in listed:
             if not options:
-                raise PlannerError(self._no_option(table))
+                raise PlannerError(
+                    self._no_option(table), PlannerErrorType.STRICT_CONSTRAINTS
+                )
         return listed
 
     def _check_listed(

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
+from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.pooling_stats import IdSkew, uniform_distinct
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
@@ -18,7 +19,7 @@ from recsys.optim.specs import TableOptimizer
 UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
 """The kernels of tables in host memory that a GPU reads."""
 
-_CACHED_SHARE = 0.2  # of the rows: FBGEMM's cache, and what it keeps for each slot and each row
+# what FBGEMM's cache keeps for each slot and each row
 _CACHE_SLOT_BYTES, _CACHE_ROW_BYTES = 16, 4
 
 
@@ -168,7 +169,7 @@ class PlannedTable:
     def cached_share(self) -> float:
         """Share of the rows that a cache in device memory holds."""
         chosen = self.constraints.cache_params and self.constraints.cache_params.load_factor
-        return chosen or _CACHED_SHARE
+        return chosen or UVM_CACHING_RATIO
 
     @property
     def hit_rate(self) -> float:

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, unique
 from typing import Protocol, final
 
 import torch
@@ -23,8 +23,30 @@ DEFAULT_BATCH_SIZE = 512
 """Samples per rank and step."""
 
 
+@unique
+class PlannerErrorType(Enum):
+    """Why there is no plan."""
+
+    INSUFFICIENT_STORAGE = "insufficient_storage"
+    """The tables do not fit into memory."""
+    STRICT_CONSTRAINTS = "strict_constraints"
+    """The demands on a table leave no way to place it, or contradict each other or the model."""
+    OTHER = "other"
+
+
 class PlannerError(ValueError):
-    """No placement meets the demands; says which tables, how many bytes, and what would help."""
+    """No placement meets the demands; says which tables, how many bytes, and what would help.
+
+    Args:
+        message: says so.
+        error_type: why.
+    """
+
+    def __init__(
+        self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER
+    ) -> None:
+        super().__init__(message)
+        self.error_type = error_type
 
 
 @final

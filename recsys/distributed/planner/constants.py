@@ -1,0 +1,39 @@
+"""Numbers that the planner takes where it is told none, and units of memory."""
+
+from __future__ import annotations
+
+BATCH_SIZE = 512
+"""Samples per rank and step."""
+POOLING_FACTOR = 1.0
+"""Ids of a bag."""
+NUM_POOLINGS = 1.0
+"""Bags of a sample."""
+UVM_CACHING_RATIO = 0.2
+"""Share of a table's rows that the device cache of ``fused_uvm_caching`` holds: FBGEMM's default."""
+BIGINT_DTYPE = 8
+"""Bytes of an int64."""
+
+
+def sharder_name(sharder: type) -> str:
+    """Returns where a class lives, such as ``my.module.MySharder``."""
+    return f"{sharder.__module__}.{sharder.__name__}"
+
+
+def bytes_to_gb(num_bytes: int) -> float:
+    """Returns bytes as GiB."""
+    return num_bytes / 2**30
+
+
+def bytes_to_mb(num_bytes: float) -> float:
+    """Returns bytes as MiB."""
+    return num_bytes / 2**20
+
+
+def gb_to_bytes(gb: float) -> int:
+    """Returns GiB as bytes."""
+    return int(gb * 2**30)
+
+
+def mb_to_bytes(mb: float) -> int:
+    """Returns MiB as bytes."""
+    return int(mb * 2**20)
