@@ -439,3 +439,43 @@ def _parents(module: str) -> Iterator[str]:
 
 HOMES: dict[str, dict[str, Home]] = _build_homes()
 """The table, unfolded: TorchRec module (parents of modules included) -> name -> ours."""
+
+INSTEAD: dict[str, str] = {
+    "torchrec.distributed.train_pipeline": "Write the loop by hand, as README does; embeddings "
+    "are under way while dense layers work.",
+    "torchrec.distributed.TrainPipeline": "Write the loop by hand, as README does.",
+    "torchrec.modules.mc_modules": "Ids must lie in their table: hash them before the model, "
+    "such as ids % num_embeddings.",
+    "torchrec.modules.mc_embedding_modules": "Use EmbeddingBagCollection or EmbeddingCollection, "
+    "and hash ids before the model.",
+    "torchrec.modules.hash_mc_": "Hash ids before the model, such as ids % num_embeddings.",
+    "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
+    "before the model.",
+    "torchrec.fx": "To export a model, call recsys.inference.export_torchscript; trace_model "
+    "gives the graph.",
+    "torchrec.inference.model_packager": "To export a model, call "
+    "recsys.inference.export_torchscript.",
+    "torchrec.inference.modules.Predict": "To export a model, call "
+    "recsys.inference.export_torchscript.",
+    "torchrec.distributed.sharded_model_copy": "Call copy.deepcopy(model), or "
+    "DistributedModelParallel.copy(device).",
+    "torchrec.distributed.shard._shard_modules": "Use shard_modules, or shard_quant_model for a "
+    "quantized model.",
+    "torchrec.distributed.embedding_sharding": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.embedding_lookup": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.embedding_kernel": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.batched_embedding_kernel": "The engine inside is another one: "
+    "docs/engine.md.",
+    "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.planner.proposers": "The planner weighs all options together: leave "
+    "proposers out.",
+    "torchrec.distributed.planner.partitioners": "Pass a partitioner of "
+    "recsys.distributed.planner.partitioners, or none: the planner searches.",
+    "torchrec.distributed.planner.shard_estimators": "Pass estimator=, as docs/planner.md shows.",
+    "torchrec.distributed.planner.estimator": "Pass estimator=, as docs/planner.md shows.",
+    "torchrec.distributed.planner.stats": "Call plan.report() or plan.report_html().",
+    "torchrec.distributed.types.KeyValueParams": "Tables lie in device or host memory: "
+    "compute kernels fused, fused_uvm, fused_uvm_caching.",
+}
+"""What to write instead of a name that is not here, by how its dotted name begins."""

@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import final
 
-from recsys.compat.table import HOMES, PEER_VERSION
+from recsys.compat.table import HOMES, INSTEAD, PEER_VERSION
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -115,8 +115,10 @@ def is_installed() -> bool:
 
 
 def _missing(path: str, name: str) -> str:
+    dotted = f"{path}.{name}"
+    advice = [text for start, text in INSTEAD.items() if dotted.startswith(start)]
     return (
-        f"recsys has no counterpart of {path}.{name}. {_nearest(path, name)} "
+        f"recsys has no counterpart of {dotted}. {advice[-1] if advice else _nearest(path, name)} "
         f"All names that are there: recsys.compat.table.TABLE; what differs: {_DOCS}."
     )
 

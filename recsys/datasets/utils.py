@@ -6,8 +6,10 @@ from typing import final
 import torch
 
 from recsys.sparse import KeyedJaggedTensor
+from recsys.streamable import Pipelineable
 
 
+@Pipelineable.register
 @final
 @dataclass
 class Batch:

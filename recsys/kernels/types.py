@@ -108,8 +108,9 @@ class BoundsCheckMode(enum.Enum):
     def _missing_(cls, value: object) -> BoundsCheckMode | None:
         """The mode of a number, as FBGEMM counts them: `BoundsCheckMode(1)` warns."""
         members = list(cls)
-        known = type(value) is int and 0 <= value < len(members)
-        return members[value] if known else None  # type: ignore[index]
+        if type(value) is int and 0 <= value < len(members):
+            return members[value]
+        return None
 
 
 @final

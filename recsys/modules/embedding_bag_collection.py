@@ -18,7 +18,7 @@ from recsys.modules.embedding_configs import (
     check_tables,
     pooling_type_to_pooling_mode,
 )
-from recsys.modules.embedding_inputs import expand_bags
+from recsys.modules.embedding_inputs import expand_bags, is_on_meta
 from recsys.modules.embedding_interfaces import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -99,7 +99,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
 
         Args:
             features: Ids int32 or int64 for all features of the tables (others are ignored). With
-                one batch size per key it must carry inverse indices.
+                one batch size per key it must carry inverse indices. On `meta`, as the tables,
+                what comes out has its shape and no values.
 
         Returns:
             fp32 [B, sum of D], keyed by feature ("feature@table" if several tables read it),
@@ -112,6 +113,9 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
                 they are needed.
             IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
         """
+        if self.device.type == "meta" and is_on_meta(features):
+            size = features.stride(), sum(self._dims)
+            return KeyedTensor.from_parts(self._names, self._dims, torch.empty(size, device="meta"))
         groups = self._groups()
         features = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
         weights = features.weights_or_none() if self._is_weighted else None

@@ -266,6 +266,11 @@ def _shortened(keys: Sequence[str]) -> str:
     return f"[{shown}]" if len(keys) <= 10 else f"[{shown}, ... {len(keys)} in all]"
 
 
+def is_on_meta(features: object) -> bool:
+    """Whether a batch has shapes and no values."""
+    return isinstance(features, KeyedJaggedTensor) and features.values().is_meta
+
+
 def expand_bags(
     pooled_BD: Tensor, dims: tuple[int, ...], names: tuple[str, ...], features: KeyedJaggedTensor
 ) -> Tensor:

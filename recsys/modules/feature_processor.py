@@ -154,6 +154,11 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self.position_weights = PositionWeights(max_feature_lengths, device)
         self._gather = PositionGather(max_feature_lengths, type(self).__name__)
 
+    @property
+    def position_weights_dict(self) -> dict[str, nn.Parameter]:
+        """Feature to parameter [P]."""
+        return dict(self.position_weights.items())
+
     def reset_parameters(self) -> None:
         """Set every weight to 1."""
         self.position_weights.reset_parameters()

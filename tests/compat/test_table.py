@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import recsys
-from recsys.compat.table import HOMES, TABLE, Home
+from recsys.compat.table import HOMES, INSTEAD, TABLE, Home
 
 # Names that mean something else in TorchRec.
 OTHER_MEANING = {
@@ -124,3 +124,9 @@ def is_there(module: str, name: str) -> bool:
         return hasattr(importlib.import_module(module), name)
     except ImportError:
         return False
+
+
+def test_advice_is_for_names_that_are_not_here() -> None:
+    known = {f"{module}.{name}" for module, names in HOMES.items() for name in names}
+    for start in INSTEAD:
+        assert not [name for name in known if name == start or name.startswith(f"{start}.")], start

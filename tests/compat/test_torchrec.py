@@ -150,10 +150,18 @@ def test_star_import(torchrec: Any) -> None:
             "The nearest is torchrec.EmbeddingBagCollection.",
         ),
         (
-            "from torchrec.sparse.jagged_tensor import ComputeJTDictToKJT",
-            "no counterpart of torchrec.sparse.jagged_tensor.ComputeJTDictToKJT. "
+            "from torchrec.sparse.jagged_tensor import _zxqj",
+            "no counterpart of torchrec.sparse.jagged_tensor._zxqj. "
             "Nothing is close to it. All names that are there: recsys.compat.table.TABLE; "
             "what differs: docs/migrating.md.",
+        ),
+        (
+            "from torchrec.distributed.train_pipeline import TrainPipelineSparseDist",
+            "no counterpart of torchrec.distributed.train_pipeline. Write the loop by hand",
+        ),
+        (
+            "from torchrec.modules.mc_modules import ManagedCollisionModule",
+            "no counterpart of torchrec.modules.mc_modules. Ids must lie in their table: hash them",
         ),
         ("import torchrec.github", "no counterpart of torchrec.github."),
         ("import torchrec.github.scripts", "no counterpart of torchrec.github."),

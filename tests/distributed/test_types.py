@@ -23,6 +23,7 @@ from recsys.distributed.types import (
     LazyNoWait,
     NoWait,
     ParameterSharding,
+    Placement,
     ShardingEnv,
     ShardingPlan,
     ShardingType,
@@ -229,7 +230,14 @@ class TestPlacement:
     )
     def test_names_a_rank(self, placement: str, rank: int) -> None:
         assert placement_rank(placement) == rank
-        assert ShardMetadata([0, 0], [1, 1], placement).rank == rank
+        shard = ShardMetadata([0, 0], [1, 1], placement)
+        assert shard.rank == rank
+        assert shard.placement.rank() == rank  # type: ignore[attr-defined]
+        assert shard.placement == placement
+        assert pickle.loads(pickle.dumps(shard)).placement.rank() == rank
+
+    def test_names_a_device(self) -> None:
+        assert Placement("rank:12/cuda:4").device() == torch.device("cuda:4")
 
     def test_of_torch(self) -> None:
         assert placement_rank(torch.distributed._remote_device("rank:2/cpu")) == 2
@@ -354,12 +362,14 @@ def _default_env() -> tuple[int, int]:
 
 
 class TestCacheParams:
-    def test_only_the_load_factor_can_be_chosen(self) -> None:
+    def test_what_means_nothing_warns_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("recsys.distributed.types._warned_of", set())
         assert CacheParams(None, 0.5, prefetch_pipeline=False).load_factor == 0.5
-        with pytest.raises(ValueError, match=r"CacheParams.reserved_memory is not .* received 8"):
+        with pytest.warns(UserWarning, match=r"CacheParams.reserved_memory means nothing.* 8.0"):
             CacheParams(reserved_memory=8.0)
-        with pytest.raises(ValueError, match=r"CacheParams.algorithm is not supported; .*'LFU'"):
-            CacheParams("LFU")
+        with pytest.warns(UserWarning, match=r"CacheParams.algorithm means nothing .*'LFU'"):
+            assert CacheParams("LFU", 0.5).load_factor == 0.5
+        CacheParams("LRU", reserved_memory=1.0)  # a warning is an error in tests
 
     @pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
     def test_a_load_factor_is_a_share(self, share: float) -> None:

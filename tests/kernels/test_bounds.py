@@ -66,3 +66,12 @@ def test_a_guard_does_what_its_mode_says() -> None:
         assert guard(BoundsCheckMode.WARNING)(indices, OFFSETS).tolist() == [4, 0]
     assert guard(BoundsCheckMode.IGNORE)(indices, OFFSETS).tolist() == [4, 0]
     assert guard(BoundsCheckMode.NONE)(indices, OFFSETS) is indices
+
+
+def test_modes_by_fbgemms_numbers() -> None:
+    modes = [BoundsCheckMode(number) for number in range(4)]
+    assert modes == list(BoundsCheckMode)
+    assert BoundsCheckMode("warning") is BoundsCheckMode(1) is BoundsCheckMode.WARNING
+    for unknown in (4, -1, True, 1.0, "WARNING"):
+        with pytest.raises(ValueError, match="is not a valid BoundsCheckMode"):
+            BoundsCheckMode(unknown)

@@ -307,3 +307,20 @@ def test_bounds_check_modes() -> None:
 def test_bad_tables_raise(tables: list[EmbeddingBagConfig], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EmbeddingBagCollection(tables=tables)
+
+
+def test_on_meta_the_output_has_its_shape() -> None:
+    meta = torch.device("meta")
+    collection = EmbeddingBagCollection(tables=TABLES, device=meta)
+    keys = [f for config in TABLES for f in config.feature_names]
+    keys = list(dict.fromkeys(keys))
+    batch = KeyedJaggedTensor(
+        keys, torch.arange(2 * len(keys)), lengths=torch.ones(2 * len(keys), dtype=torch.int64)
+    )
+    pooled = collection(batch.to(meta))
+    expected = EmbeddingBagCollection(tables=TABLES)(batch)
+    assert pooled.values().is_meta
+    assert pooled.values().shape == expected.values().shape
+    assert (pooled.keys(), pooled.length_per_key()) == (expected.keys(), expected.length_per_key())
+    with pytest.raises(ValueError, match="has its tables on meta; received a batch on cpu"):
+        collection(batch)

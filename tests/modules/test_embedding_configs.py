@@ -50,6 +50,8 @@ def test_dtypes_round_trip(data_type: DataType) -> None:
 def test_every_pooling_has_a_mode() -> None:
     modes = [pooling_type_to_pooling_mode(p).name for p in PoolingType]
     assert modes == ["SUM", "MEAN", "NONE"]
+    mode = pooling_type_to_pooling_mode(pooling_type=PoolingType.MEAN, sharding_type="row_wise")
+    assert mode.name == "MEAN"
 
 
 @pytest.mark.parametrize(

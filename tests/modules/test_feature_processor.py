@@ -122,3 +122,10 @@ def test_a_fitted_weight_finds_the_position_that_matters() -> None:
         optimizer.step()
     expected = torch.tensor([0.0, 0.0, 1.0])
     torch.testing.assert_close(module.position_weight.detach(), expected, atol=1e-2, rtol=0)
+
+
+def test_position_weights_by_feature() -> None:
+    weights = PositionWeightedModuleCollection({"a": 2, "items": 3})
+    assert list(weights.position_weights_dict) == ["a", "items"]
+    for name, parameter in weights.position_weights_dict.items():
+        assert parameter is weights.position_weights[name]

@@ -9,7 +9,7 @@ POOLING_FACTOR = 1.0
 NUM_POOLINGS = 1.0
 """Bags of a sample."""
 UVM_CACHING_RATIO = 0.2
-"""Share of a table's rows that the device cache of ``fused_uvm_caching`` holds: FBGEMM's default."""
+"""Share of a table's rows that the cache of ``fused_uvm_caching`` holds: FBGEMM's default."""
 BIGINT_DTYPE = 8
 """Bytes of an int64."""
 

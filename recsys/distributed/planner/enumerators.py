@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.planner.types import DEFAULT_BATCH_SIZE, ParameterConstraints
+from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import ModuleSharder
 
 
@@ -62,7 +63,7 @@ class EmbeddingEnumerator:
         pooling_stats: PoolingStats | None = None,
     ) -> None:
         self.topology = topology
-        self.batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self.batch_size = batch_size or BATCH_SIZE
         self.constraints = dict(constraints or {})
         self.pooling_stats = pooling_stats
         self._lister = OptionLister(topology, self.batch_size)

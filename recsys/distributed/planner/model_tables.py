@@ -11,10 +11,10 @@ from torch import nn
 
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.module_tree import outermost
+from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.pooling_stats import IdSkew, PoolingStats, uniform_distinct
 from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
 from recsys.distributed.planner.types import (
-    DEFAULT_BATCH_SIZE,
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
@@ -39,7 +39,7 @@ def tables_of(
     constraints: Mapping[str, ParameterConstraints],
     device: str,
     *,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int = BATCH_SIZE,
     pooling_stats: PoolingStats | None = None,
 ) -> list[PlannedTable]:
     """Returns the tables of every module that a sharder can shard.

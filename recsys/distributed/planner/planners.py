@@ -22,6 +22,7 @@ from recsys.distributed.comm import broadcast_object
 from recsys.distributed.construction import no_collection
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.planner.agreement import check_agreement, facts_of
+from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.misfit import Misfit, check_fits
 from recsys.distributed.planner.model_tables import check_kernels, tables_of
@@ -36,7 +37,6 @@ from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
-    DEFAULT_BATCH_SIZE,
     HeuristicalStorageReservation,
     ParameterConstraints,
     PlannerError,
@@ -156,7 +156,7 @@ class EmbeddingShardingPlanner:
                 "EmbeddingShardingPlanner.batches_in_flight must be at least 1; received "
                 f"{batches_in_flight}."
             )
-        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self._batch_size = batch_size or BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._enumerator = enumerator
         self._constraints = dict(constraints or {})
@@ -444,9 +444,7 @@ class EmbeddingShardingPlanner:
                 self._check_listed(module, sharders, [table for table, _ in listed])
         for table, options in listed:
             if not options:
-                raise PlannerError(
-                    self._no_option(table), PlannerErrorType.STRICT_CONSTRAINTS
-                )
+                raise PlannerError(self._no_option(table), PlannerErrorType.STRICT_CONSTRAINTS)
         return listed
 
     def _check_listed(

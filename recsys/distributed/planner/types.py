@@ -19,9 +19,6 @@ from recsys.distributed.types import (
 )
 from recsys.kernels.types import BoundsCheckMode
 
-DEFAULT_BATCH_SIZE = 512
-"""Samples per rank and step."""
-
 
 @unique
 class PlannerErrorType(Enum):
@@ -42,9 +39,7 @@ class PlannerError(ValueError):
         error_type: why.
     """
 
-    def __init__(
-        self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER
-    ) -> None:
+    def __init__(self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER) -> None:
         super().__init__(message)
         self.error_type = error_type
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from recsys.distributed.planner import (
     FixedPercentageStorageReservation,
     ParameterConstraints,
     PlannerError,
+    PlannerErrorType,
     PoolingStats,
     Topology,
     misfit,
@@ -133,6 +135,14 @@ class TestDemands:
         with pytest.raises(PlannerError, match=r"for the tables \['b'\].* its tables are \['a'\]"):
             plan_of(collection({"a": (10, 4)}), b=only("table_wise"))
 
+    def test_say_of_their_errors_that_they_are_theirs(self) -> None:
+        with pytest.raises(PlannerError) as raised:
+            plan_of(collection({"a": (10, 4)}), b=only("table_wise"))
+        assert raised.value.error_type is PlannerErrorType.STRICT_CONSTRAINTS
+        again = pickle.loads(pickle.dumps(raised.value))
+        assert (again.error_type, str(again)) == (raised.value.error_type, str(raised.value))
+        assert PlannerError("it").error_type is PlannerErrorType.OTHER
+
     def test_that_nothing_meets_are_refused(self) -> None:
         refused = "'a' may only be sharded column_wise with compute kernel fused, which is not"
         with pytest.raises(PlannerError, match=refused):
@@ -152,8 +162,9 @@ class TestDemands:
 class TestMemory:
     def test_a_table_too_big_for_one_rank_is_split(self) -> None:
         big = collection({"a": (1_000, 64)})  # 0.24 MiB
-        with pytest.raises(PlannerError, match="does not fit on the 2 cpu ranks"):
+        with pytest.raises(PlannerError, match="does not fit on the 2 cpu ranks") as raised:
             plan_of(big, mib=0.2, a=only("table_wise"))
+        assert raised.value.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
         split = plan_of(big, mib=0.2, a=only("table_wise", "row_wise")).plan[""]["a"]
         assert (split.sharding_type, split.ranks) == ("row_wise", [0, 1])
 
@@ -500,6 +511,12 @@ def _plan_together(mib: float, of_rank_1: dict[str, Any] | None = None) -> Shard
         return planner.collective_plan(model, SHARDERS)
     except PlannerError as error:
         return str(error)
+
+
+def test_all_sharders_there_are_unless_told() -> None:
+    planner = EmbeddingShardingPlanner(Topology(1, "cpu"))
+    model = collection({"a": (10, 4)})
+    assert str(planner.collective_plan(model)) == str(planner.collective_plan(model, SHARDERS))
 
 
 def test_every_rank_gets_the_plan_of_rank_0(ranks: RankPool) -> None:

@@ -1,0 +1,37 @@
+"""The names of optimizers that act in backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
+from recsys.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from recsys.optim.keyed import CombinedOptimizer
+
+
+def test_the_optimizer_of_tables_is_fused() -> None:
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])
+    collection = EmbeddingBagCollection(tables=[config])
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
+    model = DistributedModelParallel(collection, device=torch.device("cpu"))
+    [(_, inner)] = model.module.fused_optimizer.optimizers
+    assert isinstance(inner, FusedOptimizer)
+    with pytest.raises(TypeError, match="step"):
+        FusedOptimizer({}, {}, [])  # type: ignore[abstract]
+
+
+def test_an_empty_one_takes_part_and_does_nothing() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    empty = EmptyFusedOptimizer()
+    both = CombinedOptimizer([("empty", empty), ("also", EmptyFusedOptimizer())])
+    weight.sum().backward()
+    both.step()
+    both.zero_grad()
+    assert weight.grad is not None
+    assert empty.step(closure=lambda: 3) == 3
+    assert both.state_dict()["state"] == {}
+    both.load_state_dict(both.state_dict())
