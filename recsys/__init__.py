@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
         EmbeddingCollectionInterface,
     )
     from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from recsys.streamable import Multistreamable, Pipelineable
 
 __version__ = "0.1.0.dev0"
 
@@ -46,6 +47,8 @@ __all__ = [
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "Multistreamable",
+    "Pipelineable",
     "PoolingType",
 ]
 
@@ -72,6 +75,8 @@ _HOMES = {
     "JaggedTensor": "sparse",
     "KeyedJaggedTensor": "sparse",
     "KeyedTensor": "sparse",
+    "Multistreamable": "streamable",
+    "Pipelineable": "streamable",
     "PoolingType": "modules.embedding_configs",
 }
 

@@ -17,7 +17,7 @@ SURFACE = {
     "recsys": """
         DataType DistributedModelParallel EmbeddingBagCollection EmbeddingBagCollectionInterface
         EmbeddingBagConfig EmbeddingCollection EmbeddingCollectionInterface EmbeddingConfig
-        JaggedTensor KeyedJaggedTensor KeyedTensor PoolingType
+        JaggedTensor KeyedJaggedTensor KeyedTensor Multistreamable Pipelineable PoolingType
     """,
     "recsys.compat": "",
     "recsys.datasets": "",

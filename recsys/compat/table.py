@@ -30,11 +30,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec", "recsys.streamable", "Multistreamable, Pipelineable"),
     ("torchrec.streamable", "recsys.streamable", "Multistreamable, Pipelineable"),
     (
-        "torchrec.pt2.checks",
-        "torch.compiler",
-        "is_dynamo_compiling as is_torchdynamo_compiling",
-    ),
-    (
         "torchrec.optim.fused",
         "recsys.optim.fused",
         "EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule",
@@ -451,6 +446,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.modules.hash_mc_": "Hash ids before the model, such as ids % num_embeddings.",
     "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
     "before the model.",
+    "torchrec.pt2": "Call torch.compiler.is_dynamo_compiling().",
     "torchrec.fx": "To export a model, call recsys.inference.export_torchscript; trace_model "
     "gives the graph.",
     "torchrec.inference.model_packager": "To export a model, call "
