@@ -325,6 +325,19 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "DEFAULT_LABEL_NAME, INT_FEATURE_COUNT, TOTAL_TRAINING_SAMPLES",
     ),
     (
+        "torchrec.datasets.criteo",
+        "recsys.datasets.criteo_binary",
+        "InMemoryBinaryCriteoIterDataPipe",
+    ),
+    (
+        "torchrec.datasets.criteo",
+        "recsys.datasets.criteo_utils",
+        "BinaryCriteoUtils, FREQUENCY_THRESHOLD",
+    ),
+    ("torchrec.datasets.criteo", "recsys.datasets.rows", "criteo_kaggle, criteo_terabyte"),
+    ("torchrec.datasets.criteo", "recsys.datasets.utils", "PATH_MANAGER_KEY"),
+    ("torchrec.datasets.movielens", "recsys.datasets.rows", "movielens_20m, movielens_25m"),
+    (
         "torchrec.datasets.movielens",
         "recsys.datasets.movielens_files",
         "DEFAULT_MOVIES_COLUMN_NAMES, DEFAULT_RATINGS_COLUMN_NAMES",
@@ -394,6 +407,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.metrics.sum_metrics",
         "TensorWeightedAvgMetric",
     ),
+    ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch, PATH_MANAGER_KEY"),
     ("torchrec.metrics.throughput", "recsys.metrics.throughput", "ThroughputMetric"),
     ("torchrec.metrics.unweighted_ne", "recsys.metrics.sum_metrics", "UnweightedNEMetric"),
     ("torchrec.metrics.weighted_avg", "recsys.metrics.sum_metrics", "WeightedAvgMetric"),

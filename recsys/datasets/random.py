@@ -35,14 +35,16 @@ class RandomRecDataset(IterableDataset[Batch]):
         hash_size: ids of every feature are below it; 100 if neither this nor ``hash_sizes`` is
             given.
         hash_sizes: the same, for each feature.
-        ids_per_feature: ids of every feature per sample; if neither this nor
-            ``ids_per_features`` is given, from 0 to 2.
-        ids_per_features: the same, for each feature.
+        ids_per_feature: ids of every feature per sample, exactly so many unless there is a
+            minimum; if neither this nor ``ids_per_features`` is given, from 0 to 2.
+        ids_per_features: for each feature the most ids per sample; from 0 on unless there is a
+            minimum.
         num_dense: columns of the dense features.
         manual_seed: makes the batches the same each time.
         num_batches: length of an epoch; ``None`` for no end.
         num_generated_batches: different batches; with 0 or less every batch is a new one.
-        min_ids_per_feature: if given, a sample has from so many to ``ids_per_feature`` ids.
+        min_ids_per_feature: if given, a sample has from so many to ``ids_per_feature`` (or
+            ``ids_per_features``) ids.
         min_ids_per_features: the same, for each feature.
 
     Raises:
@@ -78,7 +80,6 @@ class RandomRecDataset(IterableDataset[Batch]):
                 "batch_size, num_dense and num_batches must not be negative; received "
                 f"{batch_size}, {num_dense} and {num_batches}."
             )
-        counts_given = ids_per_feature is not None or ids_per_features is not None
         self.keys = keys
         self.batch_size = batch_size
         self.num_dense = num_dense
@@ -89,7 +90,8 @@ class RandomRecDataset(IterableDataset[Batch]):
             "ids_per_feature", ids_per_feature, ids_per_features, 2, keys
         )
         if min_ids_per_feature is None and min_ids_per_features is None:
-            min_ids_per_features = self.ids_per_features if counts_given else [0] * len(keys)
+            exact = ids_per_feature is not None
+            min_ids_per_features = self.ids_per_features if exact else [0] * len(keys)
         self.min_ids_per_features = _per_feature(
             "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
         )

@@ -8,6 +8,9 @@ import torch
 from recsys.sparse import KeyedJaggedTensor
 from recsys.streamable import Pipelineable
 
+PATH_MANAGER_KEY = "torchrec"
+"""The default, and only, value of arguments of this name: files are local ones."""
+
 
 @Pipelineable.register
 @final
@@ -117,3 +120,19 @@ def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
         [slice(0, 2, None), slice(2, 5, None)]
     """
     return slice(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
+
+
+def check_path_manager_key(key: str) -> None:
+    """Refuse file systems other than the machine's.
+
+    Args:
+        key: must be `PATH_MANAGER_KEY`.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if key != PATH_MANAGER_KEY:
+        raise ValueError(
+            f"path_manager_key must be {PATH_MANAGER_KEY!r}, the machine's own files; received "
+            f"{key!r}. Mount or copy files that lie elsewhere."
+        )

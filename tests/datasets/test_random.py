@@ -37,6 +37,16 @@ def test_count_without_minimum_is_exact():
     assert batch.sparse_features.lengths().tolist() == [3] * 8
 
 
+def test_counts_for_each_feature_are_the_most():
+    (batch,) = RandomRecDataset(
+        ["a", "b"], 64, ids_per_features=[2, 4], num_batches=1, manual_seed=0
+    )
+    assert [jt.lengths().unique().tolist() for jt in batch.sparse_features.to_dict().values()] == [
+        [0, 1, 2],
+        [0, 1, 2, 3, 4],
+    ]
+
+
 def test_seed_repeats_and_pool_cycles():
     arguments = dict(num_generated_batches=2, num_batches=5, manual_seed=3)
     data = RandomRecDataset(["a"], 4, **arguments)

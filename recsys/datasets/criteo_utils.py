@@ -1,0 +1,336 @@
+"""From Criteo's text files to arrays on disk: as numbers, with dense ids, shuffled.
+
+A day is three files: ``[N, 13]`` float32 counts, ``[N, 26]`` categories and ``[N, 1]`` int32
+labels. Arrays are read and written through memory maps, a stretch of rows at a time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from recsys.datasets.criteo import CAT_FEATURE_COUNT, DAYS, INT_FEATURE_COUNT, parse_criteo
+from recsys.datasets.utils import PATH_MANAGER_KEY, check_path_manager_key
+
+FREQUENCY_THRESHOLD = 3
+"""How often a category must occur to get an id of its own."""
+_ROWS = 1 << 16  # how many are held at a time
+_RARE, _FIRST_OWN = 1, 2  # ids of `sparse_to_contiguous`
+
+
+@final
+class BinaryCriteoUtils:
+    """Steps from Criteo's text files to what `InMemoryBinaryCriteoIterDataPipe` reads."""
+
+    @staticmethod
+    def tsv_to_npys(
+        in_file: str,
+        out_dense_file: str,
+        out_sparse_file: str,
+        out_labels_file: str,
+        dataset_name: str = "criteo_1tb",
+        path_manager_key: str = PATH_MANAGER_KEY,
+    ) -> None:
+        """Convert one text file.
+
+        Counts become ``log(count - smallest count + 2)``, the smallest of the whole file; a missing
+        count is 0, as is a missing category.
+
+        Args:
+            in_file: lines of Criteo's format, plain or ``.gz``.
+            out_dense_file: gets ``[N, 13]`` float32.
+            out_sparse_file: gets ``[N, 26]`` int64.
+            out_labels_file: gets ``[N, 1]`` int32.
+            dataset_name: "criteo_1tb" or "criteo_kaggle"; their lines are alike.
+            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+
+        Raises:
+            FileNotFoundError: the file is missing.
+            ValueError: a line is damaged or cut off, there is none, or another data set is named.
+        """
+        check_path_manager_key(path_manager_key)
+        if dataset_name not in ("criteo_1tb", "criteo_kaggle"):
+            raise ValueError(
+                f"dataset_name must be 'criteo_1tb' or 'criteo_kaggle'; received {dataset_name!r}."
+            )
+        with _open(in_file) as lines:
+            num_rows = sum(1 for _ in lines)
+        if not num_rows:
+            raise ValueError(f"{in_file} must hold samples; it is empty. Download it again.")
+        dense = open_memmap(out_dense_file, "w+", np.float32, (num_rows, INT_FEATURE_COUNT))
+        sparse = open_memmap(out_sparse_file, "w+", np.int64, (num_rows, CAT_FEATURE_COUNT))
+        labels = open_memmap(out_labels_file, "w+", np.int32, (num_rows, 1))
+        smallest = np.iinfo(np.int64).max
+        with _open(in_file) as lines:
+            for start in range(0, num_rows, _ROWS):
+                rows = parse_criteo(list(itertools.islice(lines, _ROWS)), in_file, start + 1)
+                here = slice(start, start + len(rows.label_B))
+                smallest = min(smallest, int(rows.counts_BK.min()))
+                dense[here] = rows.counts_BK
+                sparse[here] = np.maximum(rows.categories_BK, 0)
+                labels[here, 0] = rows.label_B
+        for here in _stretches(num_rows):
+            dense[here] = np.log(dense[here] - np.float32(smallest - 2))
+        for array in (dense, sparse, labels):
+            array.flush()
+
+    @staticmethod
+    def get_shape_from_npy(path: str, path_manager_key: str = PATH_MANAGER_KEY) -> tuple[int, ...]:
+        """Tell the shape of an array without reading it.
+
+        Args:
+            path: an ``.npy`` file.
+            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+        """
+        check_path_manager_key(path_manager_key)
+        return tuple(np.load(path, mmap_mode="r").shape)
+
+    @staticmethod
+    def get_file_row_ranges_and_remainder(
+        lengths: list[int],
+        rank: int,
+        world_size: int,
+        start_row: int = 0,
+        last_row: int | None = None,
+    ) -> tuple[dict[int, tuple[int, int]], int]:
+        """Say which rows of which files belong to a rank, if each gets a stretch of them.
+
+        Args:
+            lengths: rows of each file.
+            rank: this process.
+            world_size: number of processes; the first ones get one row more where they do not
+                divide.
+            start_row: first row, counted over all files.
+            last_row: last row, which counts too; None: the last there is.
+
+        Returns:
+            By the file's number its first and last row (which counts too); and by how many rows the
+            number of rows exceeds a multiple of the ranks.
+
+        Raises:
+            ValueError: a rank outside its world, or rows that the files do not have.
+
+        Example:
+            >>> BinaryCriteoUtils.get_file_row_ranges_and_remainder([5, 8], rank=0, world_size=2)
+            ({0: (0, 4), 1: (0, 1)}, 1)
+        """
+        last_row = sum(lengths) - 1 if last_row is None else last_row
+        if not 0 <= rank < world_size or not 0 <= start_row <= last_row + 1 <= sum(lengths):
+            raise ValueError(
+                "rank must be in [0, world_size) and rows in the files; received rank "
+                f"{rank} of {world_size}, rows {start_row} to {last_row} of {sum(lengths)}."
+            )
+        share, remainder = divmod(last_row + 1 - start_row, world_size)
+        first = start_row + rank * share + min(rank, remainder)
+        stop = first + share + (rank < remainder)
+        ranges: dict[int, tuple[int, int]] = {}
+        file_start = 0
+        for number, length in enumerate(lengths):
+            low, high = max(first, file_start), min(stop, file_start + length)
+            if low < high:
+                ranges[number] = (low - file_start, high - 1 - file_start)
+            file_start += length
+        return ranges, remainder
+
+    @staticmethod
+    def load_npy_range(
+        fname: str,
+        start_row: int,
+        num_rows: int,
+        path_manager_key: str = PATH_MANAGER_KEY,
+        mmap_mode: bool = False,
+    ) -> NDArray[Any]:
+        """Read some rows of an array.
+
+        Args:
+            fname: an ``.npy`` file of two dims.
+            start_row: first row.
+            num_rows: how many.
+            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+            mmap_mode: give a map of the file, read when it is used.
+
+        Returns:
+            ``[num_rows, columns]``.
+
+        Raises:
+            ValueError: the array has not these rows, or not two dims.
+        """
+        check_path_manager_key(path_manager_key)
+        whole = np.load(fname, mmap_mode="r")
+        if whole.ndim != 2 or not 0 <= start_row <= start_row + num_rows <= len(whole):
+            raise ValueError(
+                f"{fname} must hold the rows asked for, in two dims; received start_row "
+                f"{start_row} and num_rows {num_rows} for shape {list(whole.shape)}."
+            )
+        rows: NDArray[Any] = whole[start_row : start_row + num_rows]
+        return rows if mmap_mode else np.array(rows)
+
+    @staticmethod
+    def sparse_to_contiguous(
+        in_files: list[str],
+        output_dir: str,
+        frequency_threshold: int = FREQUENCY_THRESHOLD,
+        columns: int = CAT_FEATURE_COUNT,
+        path_manager_key: str = PATH_MANAGER_KEY,
+        output_file_suffix: str = "_contig_freq.npy",
+    ) -> None:
+        """Give each column's frequent categories ids without gaps: 2, 3, ... as they first occur.
+
+        Those that occur less than ``frequency_threshold`` times in all files together become 1.
+
+        Args:
+            in_files: ``[N, columns]`` integers each, whole columns of which fit in memory.
+            output_dir: gets ``NAME`` + ``output_file_suffix`` for ``NAME.npy``, int32.
+            frequency_threshold: occurrences from which a category has its own id.
+            columns: of the files.
+            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+            output_file_suffix: ends the names of the new files.
+
+        Raises:
+            ValueError: a file has another number of columns.
+        """
+        check_path_manager_key(path_manager_key)
+        read = [_with_columns(path, columns) for path in in_files]
+        written = [
+            open_memmap(
+                Path(output_dir) / (Path(path).name.removesuffix(".npy") + output_file_suffix),
+                "w+",
+                np.int32,
+                array.shape,
+            )
+            for path, array in zip(in_files, read, strict=True)
+        ]
+        ends = np.cumsum([len(array) for array in read])
+        for column in range(columns):
+            categories = np.concatenate([array[:, column] for array in read])
+            _, first, place, count = np.unique(
+                categories, return_index=True, return_inverse=True, return_counts=True
+            )
+            ids = np.full(len(first), _RARE, np.int32)
+            frequent = np.flatnonzero(count >= frequency_threshold)
+            by_occurrence = frequent[np.argsort(first[frequent])]
+            ids[by_occurrence] = np.arange(len(frequent), dtype=np.int32) + _FIRST_OWN
+            for array, part in zip(written, np.split(ids[place], ends[:-1]), strict=True):
+                array[:, column] = part
+        for array in written:
+            array.flush()
+
+    @staticmethod
+    def shuffle(
+        input_dir_labels_and_dense: str,
+        input_dir_sparse: str,
+        output_dir_shuffled: str,
+        rows_per_day: Mapping[int, int],
+        output_dir_full_set: str | None = None,
+        days: int = DAYS,
+        int_columns: int = INT_FEATURE_COUNT,
+        sparse_columns: int = CAT_FEATURE_COUNT,
+        path_manager_key: str = PATH_MANAGER_KEY,
+        random_seed: int = 0,
+    ) -> None:
+        """Shuffle the rows of all days but the last, across days; the last is copied as it is.
+
+        Files are ``day_0_dense.npy``, ``day_0_sparse.npy``, ``day_0_labels.npy`` and so on, also
+        those that are written. The permutation is held in memory: 8 bytes a row.
+
+        Args:
+            input_dir_labels_and_dense: where the counts and labels are.
+            input_dir_sparse: where the categories are.
+            output_dir_shuffled: another folder, which gets files of the same names and sizes.
+            rows_per_day: by day its rows.
+            output_dir_full_set: must be None: one file of everything would hold ids as floats.
+            days: how many there are.
+            int_columns: of the counts.
+            sparse_columns: of the categories.
+            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+            random_seed: of the permutation.
+
+        Raises:
+            ValueError: a file has another shape, ``output_dir_full_set`` is given, or the output
+                folder is one of the inputs.
+        """
+        check_path_manager_key(path_manager_key)
+        if output_dir_full_set is not None:
+            raise ValueError(
+                "output_dir_full_set must be None: ids do not survive as floats; received "
+                f"{output_dir_full_set!r}. Read the shuffled files in its place."
+            )
+        output = Path(output_dir_shuffled)
+        if output.resolve() in {
+            Path(folder).resolve() for folder in (input_dir_labels_and_dense, input_dir_sparse)
+        }:
+            raise ValueError(
+                f"output_dir_shuffled must be another folder than the inputs'; received {output}."
+            )
+        sizes = [rows_per_day[day] for day in range(days)]
+        order = np.random.default_rng(random_seed).permutation(sum(sizes[:-1]))
+        kinds = {
+            "dense": (input_dir_labels_and_dense, int_columns),
+            "sparse": (input_dir_sparse, sparse_columns),
+            "labels": (input_dir_labels_and_dense, 1),
+        }
+        for kind, (folder, columns) in kinds.items():
+            names = [f"day_{day}_{kind}.npy" for day in range(days)]
+            read = [_with_columns(Path(folder) / name, columns) for name in names]
+            found = [len(array) for array in read]
+            if found != sizes:
+                raise ValueError(
+                    f"The {kind} files in {folder} must have the rows of rows_per_day {sizes}; "
+                    f"received {found}."
+                )
+            start = 0
+            for name, size in zip(names[:-1], sizes[:-1], strict=True):
+                written = open_memmap(output / name, "w+", read[0].dtype, (size, columns))
+                for here in _stretches(size):
+                    rows = order[start + here.start : start + here.stop]
+                    written[here] = gather_rows(read[:-1], rows)
+                written.flush()
+                start += size
+            shutil.copyfile(Path(folder) / names[-1], output / names[-1])
+
+
+def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Read rows of several arrays, numbered through.
+
+    Args:
+        arrays: ``[N, columns]`` each.
+        rows: numbers, in any order.
+
+    Returns:
+        ``[len(rows), columns]``.
+
+    Example:
+        >>> gather_rows([np.array([[0], [1]]), np.array([[2], [3]])], np.array([3, 0])).tolist()
+        [[3], [0]]
+    """
+    starts = np.cumsum([0, *(len(array) for array in arrays)])
+    result = np.empty((len(rows), *arrays[0].shape[1:]), arrays[0].dtype)
+    of_array = np.searchsorted(starts, rows, side="right") - 1
+    for number in np.unique(of_array):
+        chosen = of_array == number
+        result[chosen] = arrays[number][rows[chosen] - starts[number]]
+    return result
+
+
+def _open(path: str) -> Any:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+def _stretches(num_rows: int) -> Iterator[slice]:
+    for start in range(0, num_rows, _ROWS):
+        yield slice(start, min(start + _ROWS, num_rows))
+
+
+def _with_columns(path: str | Path, columns: int) -> NDArray[Any]:
+    array: NDArray[Any] = np.load(path, mmap_mode="r")
+    if array.ndim != 2 or array.shape[1] != columns:
+        raise ValueError(f"{path} must hold {columns} columns; received shape {list(array.shape)}.")
+    return array

@@ -1,0 +1,220 @@
+"""Public data sets row by row, as dicts: for looking at them, and for preparing others.
+
+`CriteoDataset` and `MovieLensDataset` give batches, and are the faster way to train.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, final
+
+from torch.utils.data import IterableDataset
+
+from recsys.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_COLUMN_NAMES
+from recsys.datasets.movielens_files import (
+    DEFAULT_MOVIES_COLUMN_NAMES,
+    DEFAULT_RATINGS_COLUMN_NAMES,
+)
+
+RowMapper = Callable[[list[str]], Any]
+"""From the fields of a line to what is given out for it."""
+
+_MOVIELENS_COLUMNS = [*DEFAULT_RATINGS_COLUMN_NAMES, *DEFAULT_MOVIES_COLUMN_NAMES[1:]]
+_MOVIELENS_TYPES: dict[str, Callable[[str], Any]] = {
+    "userId": int,
+    "movieId": int,
+    "rating": float,
+    "timestamp": int,
+}
+
+
+def _criteo_row(fields: list[str]) -> dict[str, int | str]:
+    """Name a line's fields; a missing count is 0, a missing category is ''."""
+    return {
+        name: field if name in DEFAULT_CAT_NAMES else int(field or 0)
+        for name, field in zip(DEFAULT_COLUMN_NAMES, fields, strict=True)
+    }
+
+
+def _movielens_row(fields: list[str]) -> dict[str, float | int | str]:
+    names = _MOVIELENS_COLUMNS[: len(fields)]
+    if len(fields) not in (len(DEFAULT_RATINGS_COLUMN_NAMES), len(_MOVIELENS_COLUMNS)):
+        raise ValueError(f"received {len(fields)} fields")
+    return {
+        name: _MOVIELENS_TYPES.get(name, str)(field)
+        for name, field in zip(names, fields, strict=True)
+    }
+
+
+@final
+class _Rows(IterableDataset[Any]):
+    """What a function reads, each time anew, and a mapper makes of it."""
+
+    def __init__(
+        self, read: Callable[[], Iterator[tuple[str, list[str]]]], row_mapper: RowMapper | None
+    ) -> None:
+        super().__init__()
+        self._read = read
+        self._row_mapper = row_mapper
+
+    def __iter__(self) -> Iterator[Any]:
+        for where, fields in self._read():
+            if self._row_mapper is None:
+                yield fields
+                continue
+            try:
+                row = self._row_mapper(fields)
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: must be a whole line of the data set; received "
+                    f"{' | '.join(fields)[:80]!r}: {error}. The file is damaged or cut off, or "
+                    "row_mapper is for another."
+                ) from error
+            yield row
+
+
+def _lines(path: str | Path, delimiter: str, open_kw: Any) -> Iterator[tuple[str, list[str]]]:
+    settings = {"newline": "", **open_kw}
+    opened: Any = gzip.open if str(path).endswith(".gz") else open
+    with opened(path, "rt", **settings) as file:
+        for number, fields in enumerate(csv.reader(file, delimiter=delimiter), 1):
+            yield f"{path}, line {number}", fields
+
+
+def criteo_terabyte(
+    paths: Iterable[str], *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
+) -> IterableDataset[Any]:
+    r"""Read the Criteo terabyte release, row by row.
+
+    Args:
+        paths: its text files, plain or ``.gz``.
+        row_mapper: makes of a line's 40 texts what is given out; by default a dict of the names in
+            `DEFAULT_COLUMN_NAMES`, label and counts whole numbers (0 where missing), categories
+            texts. None: the texts themselves.
+        open_kw: further arguments of ``open``.
+
+    Returns:
+        The rows of all files, read each time anew.
+
+    Raises:
+        FileNotFoundError: while iterating, a file is missing.
+        ValueError: while iterating, a line is cut off or damaged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w+", suffix=".tsv") as file:
+        ...     _ = file.write("\t".join(["1", *["7"] * 13, *["0a"] * 26]) + "\n")
+        ...     _ = file.seek(0)
+        ...     (row,) = criteo_terabyte([file.name])
+        >>> row["label"], row["int_0"], row["cat_25"]
+        (1, 7, '0a')
+    """
+    paths = list(paths)
+    return _Rows(
+        lambda: (line for path in paths for line in _lines(path, "\t", open_kw)), row_mapper
+    )
+
+
+def criteo_kaggle(
+    path: str, *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
+) -> IterableDataset[Any]:
+    """Read one file of the Criteo Kaggle release, row by row.
+
+    Args:
+        path: its text file, plain or ``.gz``.
+        row_mapper: as of `criteo_terabyte`.
+        open_kw: further arguments of ``open``.
+
+    Returns:
+        The rows, read each time anew.
+
+    Raises:
+        FileNotFoundError: while iterating, the file is missing.
+        ValueError: while iterating, a line is cut off or damaged.
+    """
+    return criteo_terabyte([path], row_mapper=row_mapper, **open_kw)
+
+
+def _movielens(
+    root: str, include_movies_data: bool, row_mapper: RowMapper | None, open_kw: Any
+) -> IterableDataset[Any]:
+    open_kw = {"encoding": "utf-8", **open_kw}
+
+    def read() -> Iterator[tuple[str, list[str]]]:
+        movies: dict[str, list[str]] = {}
+        if include_movies_data:
+            lines = _lines(Path(root) / "movies.csv", ",", open_kw)
+            movies = {fields[0]: fields[1:] for _, fields in lines}
+        ratings = _lines(Path(root) / "ratings.csv", ",", open_kw)
+        next(ratings, None)  # the header
+        for where, fields in ratings:
+            if include_movies_data and (len(fields) < 2 or fields[1] not in movies):
+                raise ValueError(
+                    f"{where}: must rate a film that is in movies.csv; received {fields}. Both "
+                    "files must be of one release."
+                )
+            yield where, fields + movies[fields[1]] if include_movies_data else fields
+
+    return _Rows(read, row_mapper)
+
+
+def movielens_20m(
+    root: str,
+    *,
+    include_movies_data: bool = False,
+    row_mapper: RowMapper | None = _movielens_row,
+    **open_kw: Any,
+) -> IterableDataset[Any]:
+    r"""Read the ratings of MovieLens 20M, row by row.
+
+    Args:
+        root: folder of ``ratings.csv`` and ``movies.csv``.
+        include_movies_data: also give title and genres of the film.
+        row_mapper: makes of a line's texts what is given out; by default a dict of the columns'
+            names, numbers as numbers. None: the texts themselves.
+        open_kw: further arguments of ``open``.
+
+    Returns:
+        The rows, read each time anew.
+
+    Raises:
+        FileNotFoundError: while iterating, a file is missing.
+        ValueError: while iterating, a line is cut off or damaged, or rates an unknown film.
+
+    Example:
+        >>> import tempfile
+        >>> root = tempfile.mkdtemp()
+        >>> text = "userId,movieId,rating,timestamp\n1,2,3.5,4\n"
+        >>> _ = (Path(root) / "ratings.csv").write_text(text)
+        >>> list(movielens_20m(root))
+        [{'userId': 1, 'movieId': 2, 'rating': 3.5, 'timestamp': 4}]
+    """
+    return _movielens(root, include_movies_data, row_mapper, open_kw)
+
+
+def movielens_25m(
+    root: str,
+    *,
+    include_movies_data: bool = False,
+    row_mapper: RowMapper | None = _movielens_row,
+    **open_kw: Any,
+) -> IterableDataset[Any]:
+    """Read the ratings of MovieLens 25M, row by row; its files are like those of 20M.
+
+    Args:
+        root: folder of ``ratings.csv`` and ``movies.csv``.
+        include_movies_data: as of `movielens_20m`.
+        row_mapper: as of `movielens_20m`.
+        open_kw: further arguments of ``open``.
+
+    Returns:
+        The rows, read each time anew.
+
+    Raises:
+        FileNotFoundError: while iterating, a file is missing.
+        ValueError: while iterating, a line is cut off or damaged, or rates an unknown film.
+    """
+    return _movielens(root, include_movies_data, row_mapper, open_kw)
