@@ -8,7 +8,9 @@ from typing import final
 import torch
 
 from recsys.metrics.checks import check_predictions
+from recsys.metrics.ranking import areas_under_roc, one_group
 from recsys.metrics.sums import Sums
+from recsys.metrics.windows import gather_rows
 
 
 def auc(
@@ -22,7 +24,7 @@ def auc(
         weights: ``[N]``, not negative; ``None`` for ones.
 
     Returns:
-        Scalar float64; NaN if only one class is present.
+        Scalar float64; NaN if only one class is present, or a score is NaN.
 
     Raises:
         ValueError: the inputs differ in size or device.
@@ -32,19 +34,34 @@ def auc(
         0.875
     """
     scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
-    order = scores_N.argsort()
-    positive_N = (labels_N * weights_N)[order]
-    negative_N = weights_N[order] - positive_N
-    # Equal scores form one group: each positive beats half of its own group's negatives.
-    _, group_N = torch.unique_consecutive(scores_N[order], return_inverse=True)
-    zeros = torch.zeros_like(scores_N)  # At most N groups; the rest stay empty.
-    return _area(zeros.index_add(0, group_N, positive_N), zeros.index_add(0, group_N, negative_N))
+    return areas_under_roc(scores_N, labels_N, weights_N, one_group(scores_N))[0]
 
 
-def _area(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch.Tensor:
-    """Area from the weight of each class in groups of rising score."""
-    beaten_K = negative_K.cumsum(0) - 0.5 * negative_K
-    return (positive_K * beaten_K).sum() / (positive_K.sum() * negative_K.sum())
+def find_bins(predictions: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Find the bin of each probability.
+
+    Args:
+        predictions: any shape; what is below 0 or above 1 is put into the first or last bin.
+        num_bins: equal bins from 0 to 1.
+
+    Returns:
+        Alike, int64.
+    """
+    return (predictions * num_bins).long().clamp(0, num_bins - 1)
+
+
+def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch.Tensor:
+    """Compute the area under the ROC curve if samples of one bin are ties.
+
+    Args:
+        positive_K: ``[..., K]`` the weight of positives in bins of rising score.
+        negative_K: alike, of negatives.
+
+    Returns:
+        ``[...]``; NaN if only one class is present.
+    """
+    beaten_K = negative_K.cumsum(-1) - 0.5 * negative_K
+    return (positive_K * beaten_K).sum(-1) / (positive_K.sum(-1) * negative_K.sum(-1))
 
 
 @final
@@ -113,14 +130,7 @@ class AUC:
         count = torch.tensor([mine.size(1)], device=mine.device)
         counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
         dist.all_gather(counts, count, group=group)
-        sizes = torch.cat(counts).tolist()
-        padded = mine.new_zeros(3, max(sizes))
-        padded[:, : mine.size(1)] = mine
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=group)
-        self._samples = [
-            torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
-        ]
+        self._samples = [gather_rows(mine, torch.cat(counts).tolist(), group)]
 
     def compute(self) -> torch.Tensor:
         """Compute the area over everything seen.
@@ -175,7 +185,7 @@ class BinnedAUC(Sums):
         """
         scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
         num_bins = self._sums.size(1)
-        bin_N = (scores_N * num_bins).long().clamp(0, num_bins - 1)
+        bin_N = find_bins(scores_N, num_bins)
         self._sums[1].index_add_(0, bin_N, labels_N * weights_N)
         self._sums[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
 
@@ -185,4 +195,4 @@ class BinnedAUC(Sums):
         Returns:
             Scalar float64; NaN if only one class was seen.
         """
-        return _area(self._sums[1], self._sums[0])
+        return area_under_bins(self._sums[1], self._sums[0])

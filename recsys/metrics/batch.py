@@ -76,14 +76,15 @@ class MetricBatch:
             self._decisions[threshold] = decided
         return self._decisions[threshold]
 
-    def input(self, name: str) -> torch.Tensor:
+    def input(self, name: str, per_sample: bool = True) -> torch.Tensor:
         """Look up another output of the model.
 
         Args:
             name: its key.
+            per_sample: whether it must have one value per sample.
 
         Returns:
-            ``[N]`` values.
+            Its values, in one dimension.
 
         Raises:
             ValueError: there is none, or its size is not the batch's.
@@ -94,7 +95,7 @@ class MetricBatch:
                 "Add it to what update() is given."
             )
         values = self._inputs[name]
-        if values.numel() != self.labels.size(1):
+        if per_sample and values.numel() != self.labels.size(1):
             raise ValueError(
                 f"the model output '{name}' must have one value per sample, "
                 f"{self.labels.size(1)}; received shape {list(values.shape)}."

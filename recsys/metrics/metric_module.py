@@ -21,7 +21,15 @@ from recsys.metrics.metrics_namespace import (
     compose_customized_metric_key,
     compose_metric_namespace,
 )
+from recsys.metrics.rank_metrics import AUCMetric, AUPRCMetric, BinnedAUCMetric, RAUCMetric
 from recsys.metrics.rec_metric import RecMetric, RecMetricList
+from recsys.metrics.session_metrics import (
+    GAUCMetric,
+    NDCGMetric,
+    PrecisionSessionMetric,
+    RecallSessionMetric,
+    XAUCMetric,
+)
 from recsys.metrics.sum_metrics import (
     AccuracyMetric,
     AverageMetric,
@@ -54,22 +62,30 @@ from recsys.metrics.throughput import ThroughputMetric
 
 REC_METRICS_MAPPING: dict[RecMetricEnumBase, type[RecMetric]] = {
     RecMetricEnum.ACCURACY: AccuracyMetric,
+    RecMetricEnum.AUC: AUCMetric,
+    RecMetricEnum.AUPRC: AUPRCMetric,
     RecMetricEnum.AVERAGE: AverageMetric,
+    RecMetricEnum.BINNED_AUC: BinnedAUCMetric,
     RecMetricEnum.CALIBRATION: CalibrationMetric,
     RecMetricEnum.CTR: CTRMetric,
+    RecMetricEnum.GAUC: GAUCMetric,
     RecMetricEnum.LOG_LOSS: LogLossMetric,
     RecMetricEnum.MAE: MAEMetric,
     RecMetricEnum.MSE: MSEMetric,
     RecMetricEnum.MULTICLASS_RECALL: MulticlassRecallMetric,
+    RecMetricEnum.NDCG: NDCGMetric,
     RecMetricEnum.NE: NEMetric,
     RecMetricEnum.NE_POSITIVE: NEPositiveMetric,
     RecMetricEnum.NMSE: NMSEMetric,
     RecMetricEnum.NUM_MISSING_LABELS: NumMissingLabelsMetric,
     RecMetricEnum.NUM_POSITIVE_SAMPLES: NumPositiveSamplesMetric,
     RecMetricEnum.PRECISION: PrecisionMetric,
+    RecMetricEnum.PRECISION_SESSION_LEVEL: PrecisionSessionMetric,
+    RecMetricEnum.RAUC: RAUCMetric,
     RecMetricEnum.RECALIBRATED_CALIBRATION: RecalibratedCalibrationMetric,
     RecMetricEnum.RECALIBRATED_NE: RecalibratedNEMetric,
     RecMetricEnum.RECALL: RecallMetric,
+    RecMetricEnum.RECALL_SESSION_LEVEL: RecallSessionMetric,
     RecMetricEnum.SCALAR: ScalarMetric,
     RecMetricEnum.SEGMENTED_NE: SegmentedNEMetric,
     RecMetricEnum.SERVING_CALIBRATION: ServingCalibrationMetric,
@@ -79,6 +95,7 @@ REC_METRICS_MAPPING: dict[RecMetricEnumBase, type[RecMetric]] = {
     RecMetricEnum.UNWEIGHTED_NE: UnweightedNEMetric,
     RecMetricEnum.WEIGHTED_AVG: WeightedAvgMetric,
     RecMetricEnum.WEIGHTED_SUM_PREDICTIONS: WeightedSumPredictionsMetric,
+    RecMetricEnum.XAUC: XAUCMetric,
 }
 """What serves each name of a metric; put your own here to have it in a configuration."""
 

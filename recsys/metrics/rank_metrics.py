@@ -1,0 +1,171 @@
+"""Metrics of the order of the window's samples: areas under curves, and pairs in the wrong order.
+
+They keep the last samples themselves, `RecMetricDef.window_size` of them over all ranks: 12 bytes
+each and task, or 24 with float64 or whole numbers, and 8 for a grouping. Results are over these
+alone; there are none over the lifetime. `BinnedAUCMetric` keeps counts instead and has both.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+
+from recsys.metrics.auc import area_under_bins, find_bins
+from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
+from recsys.metrics.ranking import (
+    Groups,
+    areas_under_roc,
+    average_precisions,
+    group_samples,
+    inverted_pairs,
+    one_group,
+    sum_groups,
+)
+from recsys.metrics.rec_metric import RecMetric, Value
+from recsys.metrics.sum_metrics import SumMetric, Sums
+
+_Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Groups], torch.Tensor]
+
+
+class WindowMetric(RecMetric):
+    """What metrics of the window's samples have in common."""
+
+    ranks_rows = True
+    name: ClassVar[MetricName]
+    """Of its result over all samples."""
+    grouped_name: ClassVar[MetricName]
+    """Of the mean over the groups; the argument of this name asks for it."""
+    undefined: ClassVar[float]
+    """What a group counts that has no value, such as one of one class."""
+
+    def get_required_inputs(self) -> set[str]:
+        """Name the model outputs that are needed."""
+        return {"grouping_keys"} if self.options[self.grouped_name.value] else set()
+
+    def scores(
+        self,
+        scores_N: torch.Tensor,
+        labels_N: torch.Tensor,
+        weights_N: torch.Tensor,
+        groups: Groups,
+    ) -> torch.Tensor:
+        """Compute the value of each group.
+
+        Args:
+            scores_N: ``[N]`` predictions, float64.
+            labels_N: ``[N]``, float64.
+            weights_N: ``[N]``, float64.
+            groups: the groups.
+
+        Returns:
+            ``[G]`` float64.
+        """
+        raise NotImplementedError
+
+    def window_values(self, rows: MetricBatch) -> Iterator[Value]:
+        """Compute the results."""
+        tasks = list(zip(rows.predictions, rows.labels, rows.weights, strict=True))
+        whole = one_group(rows.labels[0])
+        yield Value(self.name, torch.cat([self.scores(*of_task, whole) for of_task in tasks]))
+        if self.get_required_inputs():
+            groups = group_samples(rows.input("grouping_keys"))
+            there = groups.size_G > 0
+            means = []
+            for of_task in tasks:
+                values_G = self.scores(*of_task, groups)
+                is_nan = sum_groups(of_task[0].isnan().double(), groups) > 0
+                values_G = values_G.where(is_nan | ~values_G.isnan(), self.undefined)
+                means.append(values_G.where(there, 0.0).sum() / there.sum())
+            yield Value(self.grouped_name, torch.stack(means))
+
+
+@final
+class AUCMetric(WindowMetric):
+    """Area under the ROC curve; equal predictions count one half.
+
+    The argument ``grouped_auc=True`` adds the mean over the groups of the model output
+    ``grouping_keys``, in which a group of one class counts 0.5.
+    """
+
+    namespace = MetricNamespace.AUC
+    arguments: ClassVar[Mapping[str, Any]] = {"grouped_auc": False}
+    name = MetricName.AUC
+    grouped_name = MetricName.GROUPED_AUC
+    undefined = 0.5
+    scores = staticmethod(areas_under_roc)
+
+
+@final
+class AUPRCMetric(WindowMetric):
+    """Average precision: area under the curve of precision over recall.
+
+    The argument ``grouped_auprc=True`` adds the mean over the groups of the model output
+    ``grouping_keys``, in which a group without positives counts 0.
+    """
+
+    namespace = MetricNamespace.AUPRC
+    arguments: ClassVar[Mapping[str, Any]] = {"grouped_auprc": False}
+    name = MetricName.AUPRC
+    grouped_name = MetricName.GROUPED_AUPRC
+    undefined = 0.0
+    scores = staticmethod(average_precisions)
+
+
+def _shares_in_order(
+    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    inverted_G = inverted_pairs(scores_N, labels_N, torch.ones_like(weights_N), groups)
+    size_G = groups.size_G.double()
+    return 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
+
+
+@final
+class RAUCMetric(WindowMetric):
+    """The share of pairs of samples that are not in the wrong order, for labels of any number.
+
+    Weights are not looked at. The argument ``grouped_rauc=True`` adds the mean over the groups of
+    the model output ``grouping_keys``, in which a group of one sample counts 1.
+    """
+
+    namespace = MetricNamespace.RAUC
+    arguments: ClassVar[Mapping[str, Any]] = {"grouped_rauc": False}
+    name = MetricName.RAUC
+    grouped_name = MetricName.GROUPED_RAUC
+    undefined = 1.0
+    scores = staticmethod(_shares_in_order)
+
+
+@final
+class BinnedAUCMetric(SumMetric):
+    """Area under the ROC curve of probabilities from counts in bins, in constant memory.
+
+    The error is at most half the chance that a positive and a negative share a bin. The argument
+    ``num_bins`` says how many there are, equal ones from 0 to 1. A window keeps the counts of its
+    1,000 parts: 16 kB for each part and task with 1,000 bins.
+    """
+
+    namespace = MetricNamespace.BINNED_AUC
+    arguments: ClassVar[Mapping[str, Any]] = {"num_bins": 1000}
+
+    def _prepare(self) -> None:
+        if self.options["num_bins"] < 2:
+            raise ValueError(f"num_bins must be at least 2; received {self.options['num_bins']}.")
+
+    def quantities(self) -> Sequence[Quantity]:
+        """Name the sums."""
+        num_bins = self.options["num_bins"]
+
+        def in_bins(batch: MetricBatch) -> torch.Tensor:
+            bin_TN = find_bins(batch.predictions, num_bins)
+            positive_TN = batch.labels * batch.weights
+            sums = positive_TN.new_zeros(len(bin_TN), 2 * num_bins)
+            sums.scatter_add_(1, bin_TN, batch.weights - positive_TN)
+            return sums.scatter_add_(1, bin_TN + num_bins, positive_TN)
+
+        return (Quantity(f"bins_{num_bins}", in_bins, width=2 * num_bins),)
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        negative_TK, positive_TK = sums[self.quantities()[0].name].chunk(2, dim=1)
+        yield Value(MetricName.BINNED_AUC, area_under_bins(positive_TK, negative_TK))

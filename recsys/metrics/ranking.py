@@ -1,0 +1,228 @@
+"""How well scores rank samples, as a whole or within groups.
+
+All work is in sorts and sums, without a loop over groups, and nothing waits for a device. Shapes:
+``N`` samples, ``G`` groups; ``G`` may be more than there are, and the rest are empty.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which samples belong together."""
+
+    index_N: torch.Tensor
+    """Each sample's group, from 0, int64."""
+    size_G: torch.Tensor
+    """Samples of each group, int64; ``G`` is ``N``, or 1 if all are one group."""
+
+
+def group_samples(keys_N: torch.Tensor) -> Groups:
+    """Number groups.
+
+    Args:
+        keys_N: ``[N]`` equal for samples of one group.
+
+    Returns:
+        The groups, in the order of the keys.
+    """
+    order_N = keys_N.argsort(stable=True)
+    index_N = torch.empty_like(order_N)
+    index_N[order_N] = _number_runs(keys_N[order_N])
+    size_G = torch.zeros_like(index_N).index_add_(0, index_N, torch.ones_like(index_N))
+    return Groups(index_N, size_G)
+
+
+def one_group(values_N: torch.Tensor) -> Groups:
+    """Put all samples into one group.
+
+    Args:
+        values_N: ``[N]`` anything of the samples.
+
+    Returns:
+        The group.
+    """
+    index_N = torch.zeros_like(values_N, dtype=torch.int64)
+    return Groups(index_N, torch.full((1,), len(values_N), device=values_N.device))
+
+
+def sum_groups(values_N: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Sum over each group.
+
+    Args:
+        values_N: ``[N]``.
+        groups: the groups.
+
+    Returns:
+        ``[G]``.
+    """
+    return values_N.new_zeros(len(groups.size_G)).index_add_(0, groups.index_N, values_N)
+
+
+def areas_under_roc(
+    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    """Compute the chance of each group that a positive is scored above a negative; ties are half.
+
+    Args:
+        scores_N: ``[N]`` float64.
+        labels_N: ``[N]``, from 0 to 1, float64.
+        weights_N: ``[N]`` float64.
+        groups: the groups.
+
+    Returns:
+        ``[G]`` float64; NaN for a group of one class.
+    """
+    ties = _Ties(scores_N, labels_N * weights_N, (1.0 - labels_N) * weights_N, groups)
+    positive_K, negative_K = ties.positive_K, ties.negative_K
+    beaten_K = ties.sum_to(negative_K) - 0.5 * negative_K
+    pairs_G = ties.sum_groups(positive_K) * ties.sum_groups(negative_K)
+    return ties.sum_groups(positive_K * beaten_K) / pairs_G + _nan_where_nan(scores_N, groups)
+
+
+def average_precisions(
+    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    """Compute each group's area under the curve of precision over recall, as steps.
+
+    Args:
+        scores_N: ``[N]`` float64.
+        labels_N: ``[N]``, from 0 to 1, float64.
+        weights_N: ``[N]`` float64.
+        groups: the groups.
+
+    Returns:
+        ``[G]`` float64; NaN for a group without positives.
+    """
+    # Rising scores turned round, since precision is of what is scored at least as high.
+    ties = _Ties(-scores_N, labels_N * weights_N, (1.0 - labels_N) * weights_N, groups)
+    found_K = ties.sum_to(ties.positive_K)
+    precision_K = found_K / (found_K + ties.sum_to(ties.negative_K))
+    gained_K = torch.where(ties.positive_K > 0, ties.positive_K * precision_K, 0.0)
+    areas_G = ties.sum_groups(gained_K) / ties.sum_groups(ties.positive_K)
+    return areas_G + _nan_where_nan(scores_N, groups)
+
+
+def inverted_pairs(
+    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    """Sum over the pairs of each group whose labels are ordered against their scores.
+
+    Equal scores, or equal labels, are no such pair. Labels may be any numbers. It takes as many
+    rounds as their ranks have bits, which the host reads from the device.
+
+    Args:
+        scores_N: ``[N]`` float64.
+        labels_N: ``[N]`` float64.
+        weights_N: ``[N]`` float64.
+        groups: the groups.
+
+    Returns:
+        ``[G]`` the products of the pairs' weights, summed, float64.
+    """
+    inverted_G = torch.zeros(len(groups.size_G), dtype=torch.float64, device=scores_N.device)
+    if not len(scores_N):
+        return inverted_G
+    # Labels rise where scores are equal, so that such pairs are never inverted.
+    order_N = labels_N.argsort(stable=True)
+    ranks_N = torch.empty_like(order_N)
+    ranks_N[order_N] = _number_runs(labels_N[order_N])
+    order_N = order_N[scores_N[order_N].argsort(stable=True)]
+    order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
+    ranks_N, weights_N, group_N = ranks_N[order_N], weights_N[order_N], groups.index_N[order_N]
+    # From the highest bit of the rank: pairs whose higher bits are equal are inverted if the first
+    # has a one where the second has a zero. A sort by the bits so far brings such pairs together.
+    for bit in reversed(range(int(ranks_N.max()).bit_length())):
+        block_N = _number_runs(group_N, ranks_N >> (bit + 1))
+        is_one_N = (ranks_N >> bit) & 1
+        ones_N = (is_one_N * weights_N).cumsum(0)
+        before = torch.zeros_like(ones_N)
+        before.scatter_reduce_(
+            0, block_N, ones_N - is_one_N * weights_N, "amin", include_self=False
+        )
+        pairs_N = (1 - is_one_N) * weights_N * (ones_N - before[block_N])
+        inverted_G.index_add_(0, group_N, pairs_N)
+        order_N = (block_N * 2 + is_one_N).argsort(stable=True)
+        ranks_N, weights_N, group_N = ranks_N[order_N], weights_N[order_N], group_N[order_N]
+    return inverted_G
+
+
+def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find each sample's place in its group, the highest score first.
+
+    Args:
+        scores_N: ``[N]`` float64.
+        groups: the groups.
+
+    Returns:
+        ``[N]`` places from 0, int64, in which equal scores keep their order; and ``[N]`` places in
+        which equal scores share the first of theirs.
+    """
+    order_N = scores_N.argsort(descending=True, stable=True)
+    order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
+    group_N, score_N = groups.index_N[order_N], scores_N[order_N]
+    at_N = torch.arange(len(order_N), device=order_N.device)
+    new_group_N = _starts(group_N)
+    begin_N = torch.where(new_group_N, at_N, 0).cummax(0).values
+    tie_N = torch.where(new_group_N | _starts(score_N), at_N, 0).cummax(0).values
+    place_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
+    place_N[order_N] = at_N - begin_N
+    shared_N[order_N] = tie_N - begin_N
+    return place_N, shared_N
+
+
+class _Ties:
+    """Weights of both classes by rising score within groups; ``K`` runs of equal scores."""
+
+    def __init__(
+        self,
+        scores_N: torch.Tensor,
+        positive_N: torch.Tensor,
+        negative_N: torch.Tensor,
+        groups: Groups,
+    ) -> None:
+        order_N = scores_N.argsort()
+        if len(groups.size_G) > 1:
+            order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
+        group_N = groups.index_N[order_N]
+        starts_N = _starts(scores_N[order_N]) | _starts(group_N)
+        run_N = starts_N.long().cumsum(0) - 1
+        # At most N runs; the rest stay empty, in the first group.
+        zeros = torch.zeros_like(positive_N)
+        self.positive_K = zeros.index_add(0, run_N, positive_N[order_N])
+        self.negative_K = zeros.index_add(0, run_N, negative_N[order_N])
+        self.group_K = torch.zeros_like(group_N).index_copy_(0, run_N, group_N)
+        self.num_groups = len(groups.size_G)
+
+    def sum_groups(self, values_K: torch.Tensor) -> torch.Tensor:
+        return values_K.new_zeros(self.num_groups).index_add_(0, self.group_K, values_K)
+
+    def sum_to(self, values_K: torch.Tensor) -> torch.Tensor:
+        """Sums of each run and of those before it in its group."""
+        sums_K = values_K.cumsum(0)
+        if self.num_groups == 1:
+            return sums_K
+        sums_G = self.sum_groups(values_K)
+        return sums_K - (sums_G.cumsum(0) - sums_G)[self.group_K]
+
+
+def _starts(values_N: torch.Tensor) -> torch.Tensor:
+    """Where a run of equal values begins."""
+    starts_N = torch.ones_like(values_N, dtype=torch.bool)
+    starts_N[1:] = values_N[1:] != values_N[:-1]
+    return starts_N
+
+
+def _number_runs(*rows_N: torch.Tensor) -> torch.Tensor:
+    """Number runs of values from 0, equal in all rows."""
+    starts_N = torch.stack([_starts(row_N) for row_N in rows_N]).any(0)
+    return starts_N.long().cumsum(0) - 1
+
+
+def _nan_where_nan(scores_N: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Zero for groups whose scores are numbers, NaN for others."""
+    return torch.where(sum_groups(scores_N.isnan().double(), groups) > 0, torch.nan, 0.0)

@@ -1,0 +1,119 @@
+"""Areas and pairs equal scikit-learn, or a loop over all pairs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+
+from recsys.metrics.ranking import (
+    areas_under_roc,
+    average_precisions,
+    group_samples,
+    inverted_pairs,
+    one_group,
+    places,
+)
+
+SAMPLE = st.tuples(
+    st.integers(0, 5),  # score: many ties
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    st.integers(0, 2),  # group
+)
+SAMPLES = st.lists(SAMPLE, min_size=1, max_size=40)
+
+
+def tensors(samples):
+    scores, labels, weights, groups = zip(*samples, strict=True)
+    return (
+        torch.tensor(scores).double() / 5,
+        torch.tensor(labels).double(),
+        torch.tensor(weights).double(),
+        torch.tensor(groups),
+    )
+
+
+def area(scores, labels, weights):
+    if not (weights * labels).sum() or not (weights * (1 - labels)).sum():
+        return math.nan
+    return sk.roc_auc_score(labels, scores, sample_weight=weights)
+
+
+def precision(scores, labels, weights):
+    if not (weights * labels).sum():
+        return math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # precision 0 / 0 where weights are zero
+        return sk.average_precision_score(labels, scores, sample_weight=weights)
+
+
+def inverted(scores, labels, weights):
+    return sum(
+        weights[i] * weights[j]
+        for i, j in itertools.combinations(range(len(scores)), 2)
+        if (scores[i] - scores[j]) * (labels[i] - labels[j]) < 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "oracle"),
+    [(areas_under_roc, area), (average_precisions, precision), (inverted_pairs, inverted)],
+)
+@settings(deadline=None, max_examples=150)
+@given(samples=SAMPLES)
+def test_equals_the_oracle(ours, oracle, samples):
+    scores, labels, weights, keys = tensors(samples)
+    if ours is inverted_pairs:
+        labels = labels * 3 + scores.mul(7).remainder(2)  # any numbers
+    found = ours(scores, labels, weights, one_group(scores))
+    expected = oracle(scores.numpy(), labels.numpy(), weights.numpy())
+    assert found.tolist() == pytest.approx([expected], abs=1e-9, nan_ok=True)
+    groups = group_samples(keys)
+    found = ours(scores, labels, weights, groups)
+    present = [keys == key for key in keys.unique()]
+    expected = [
+        oracle(scores[of].numpy(), labels[of].numpy(), weights[of].numpy()) for of in present
+    ]
+    assert found[: len(present)].tolist() == pytest.approx(expected, abs=1e-9, nan_ok=True)
+    assert groups.size_G.tolist()[: len(present)] == [int(of.sum()) for of in present]
+
+
+def test_a_large_window():
+    generator = np.random.default_rng(0)
+    scores, weights = torch.tensor(generator.random((2, 20_000)))
+    labels = torch.tensor(generator.random(20_000) < 0.1).double()
+    groups = group_samples(torch.tensor(generator.integers(0, 50, 20_000)))
+    found = areas_under_roc(scores, labels, weights, groups)
+    for place in range(50):
+        of = groups.index_N == place
+        expected = sk.roc_auc_score(labels[of], scores[of], sample_weight=weights[of])
+        assert found[place].item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_score_that_is_no_number_shows():
+    scores = torch.tensor([0.1, math.nan, 0.3, 0.4]).double()
+    labels, ones = torch.tensor([0.0, 1.0, 0.0, 1.0]).double(), torch.ones(4).double()
+    for metric in (areas_under_roc, average_precisions):
+        assert metric(scores, labels, ones, one_group(scores)).isnan().all()
+        of_groups = metric(scores, labels, ones, group_samples(torch.tensor([5, 5, 9, 9])))
+        assert of_groups[:2].isnan().tolist() == [True, False]
+
+
+@settings(deadline=None, max_examples=50)
+@given(samples=SAMPLES)
+def test_places(samples):
+    scores, _, _, keys = tensors(samples)
+    found, shared = places(scores, group_samples(keys))
+    for i in range(len(keys)):
+        of = [j for j in range(len(keys)) if keys[j] == keys[i]]
+        better = sum(bool(scores[j] > scores[i]) for j in of)
+        assert shared[i] == better
+        assert found[i] == better + sum(bool(scores[j] == scores[i]) for j in of if j < i)
