@@ -345,6 +345,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.datasets.random", "recsys.datasets.random", "RandomRecDataset"),
     ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch, PATH_MANAGER_KEY"),
     ("torchrec.metrics.accuracy", "recsys.metrics.sum_metrics", "AccuracyMetric"),
+    ("torchrec.metrics.auc", "recsys.metrics.rank_metrics", "AUCMetric"),
+    ("torchrec.metrics.auprc", "recsys.metrics.rank_metrics", "AUPRCMetric"),
     ("torchrec.metrics.average", "recsys.metrics.sum_metrics", "AverageMetric"),
     ("torchrec.metrics.calibration", "recsys.metrics.sum_metrics", "CalibrationMetric"),
     (
@@ -353,6 +355,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "RecalibratedCalibrationMetric",
     ),
     ("torchrec.metrics.ctr", "recsys.metrics.sum_metrics", "CTRMetric"),
+    ("torchrec.metrics.gauc", "recsys.metrics.session_metrics", "GAUCMetric"),
     ("torchrec.metrics.mae", "recsys.metrics.sum_metrics", "MAEMetric"),
     (
         "torchrec.metrics.metric_module",
@@ -376,6 +379,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.metrics.mse", "recsys.metrics.sum_metrics", "MSEMetric"),
     ("torchrec.metrics.multiclass_recall", "recsys.metrics.sum_metrics", "MulticlassRecallMetric"),
+    ("torchrec.metrics.ndcg", "recsys.metrics.session_metrics", "NDCGMetric"),
     ("torchrec.metrics.ne", "recsys.metrics.sum_metrics", "NEMetric"),
     ("torchrec.metrics.ne_positive", "recsys.metrics.sum_metrics", "NEPositiveMetric"),
     (
@@ -391,8 +395,15 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "NumPositiveSamplesMetric",
     ),
     ("torchrec.metrics.precision", "recsys.metrics.sum_metrics", "PrecisionMetric"),
+    (
+        "torchrec.metrics.precision_session",
+        "recsys.metrics.session_metrics",
+        "PrecisionSessionMetric",
+    ),
+    ("torchrec.metrics.rauc", "recsys.metrics.rank_metrics", "RAUCMetric"),
     ("torchrec.metrics.rec_metric", "recsys.metrics.rec_metric", "RecMetric, RecMetricList"),
     ("torchrec.metrics.recall", "recsys.metrics.sum_metrics", "RecallMetric"),
+    ("torchrec.metrics.recall_session", "recsys.metrics.session_metrics", "RecallSessionMetric"),
     ("torchrec.metrics.scalar", "recsys.metrics.sum_metrics", "ScalarMetric"),
     ("torchrec.metrics.segmented_ne", "recsys.metrics.sum_metrics", "SegmentedNEMetric"),
     (
@@ -415,6 +426,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.metrics.sum_metrics",
         "WeightedSumPredictionsMetric",
     ),
+    ("torchrec.metrics.xauc", "recsys.metrics.session_metrics", "XAUCMetric"),
 )
 
 
