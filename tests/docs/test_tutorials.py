@@ -23,6 +23,7 @@ PAGES = [
     ROOT / "docs" / "engine.md",
     ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",
+    ROOT / "docs" / "quantization.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
