@@ -49,7 +49,6 @@ TESTED_THROUGH = {
     "distributed/row_updates.py": "distributed/test_fused_optimizer.py",
     "distributed/sequence_dist.py": "distributed/test_embedding.py",
     "distributed/sharded_collection.py": "distributed/test_sharding.py",
-    "distributed/sharded_table.py": "distributed/test_sharding.py",
     "distributed/table_shards.py": "distributed/test_sharding.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",

@@ -169,6 +169,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.distributed", "recsys.distributed.node", "get_local_rank, get_local_size"),
     (
         "torchrec.distributed.types",
+        "recsys.distributed.sharded_table",
+        "ShardedTable as ShardedTensor",
+    ),
+    (
+        "torchrec.distributed.types",
         "recsys.distributed.types",
         "Awaitable, CacheParams, EmbeddingModuleShardingPlan, EnumerableShardingSpec, "
         "LazyAwaitable, LazyNoWait, ModuleSharder, NoWait, ParameterSharding, ShardMetadata, "
@@ -291,6 +296,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
     # inference
+    (
+        "torchrec.inference.state_dict_transform",
+        "recsys.inference.state_dict_transform",
+        "state_dict_all_gather_keys, state_dict_gather, state_dict_to_device",
+    ),
     (
         "torchrec.inference.modules",
         "recsys.inference",

@@ -9,7 +9,7 @@ chunks overlap them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -24,12 +24,25 @@ from recsys.distributed.comm import gather_objects
 
 
 @final
+class LocalPart(NamedTuple):
+    """A part of a table on this rank; a live view of what it trains.
+
+    Attributes:
+        offsets: first row and column; of row-wise states the first row.
+        tensor: the values.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+@final
 class ShardedTable(Tensor):
     """A table (or a state of its optimizer) of which this rank holds parts.
 
     It has the shape and dtype of the whole but no storage of its own; :meth:`local_shards` are
     live views of what this rank trains. Operations on the whole are not defined: gather it by
-    :meth:`full_tensor`.
+    :meth:`full_tensor`, or into a tensor by ``tensor.copy_(table)``; every rank must do so.
 
     Args:
         size: shape of the whole, ``[rows, columns]`` or, for row-wise states, ``[rows]``.
@@ -41,7 +54,8 @@ class ShardedTable(Tensor):
         group: the ranks that hold the other parts, None for one rank.
     """
 
-    _shards: list[tuple[tuple[int, ...], Tensor]]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _shards: list[LocalPart]
     _group: torch.distributed.ProcessGroup | None
 
     @staticmethod
@@ -57,14 +71,19 @@ class ShardedTable(Tensor):
         table: ShardedTable = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=device
         )
-        table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
+        table._shards = [LocalPart(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
         table._group = group
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is set by ``__new__``."""
 
-    def local_shards(self) -> list[tuple[tuple[int, ...], Tensor]]:
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that hold the other parts; None for one rank."""
+        return self._group
+
+    def local_shards(self) -> list[LocalPart]:
         """Returns ``(offsets, tensor)`` for each part this rank holds, as live views."""
         return self._shards
 
@@ -90,6 +109,27 @@ class ShardedTable(Tensor):
                 "A ShardedTable that was pickled has lost its group."
             )
         return whole
+
+    def gather(  # type: ignore[override]
+        self, dst: int = 0, out: Tensor | None = None
+    ) -> None:
+        """Gathers the whole into a tensor on one rank. Every rank must call it.
+
+        Args:
+            dst: the rank, of those that hold the parts.
+            out: on that rank, of the whole's shape; on others ignored.
+
+        Raises:
+            ValueError: if ``out`` is missing on ``dst``, or some part is held by none of the ranks.
+        """
+        whole = self.full_tensor()
+        if self._group is None or self._group.rank() == dst:
+            if out is None:
+                raise ValueError(
+                    f"ShardedTable.gather needs out, a tensor of shape {list(self.shape)}, on rank "
+                    f"{dst}; received None."
+                )
+            out.detach().copy_(whole)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:
         """Copies this rank's parts from a whole table, or from one that is sharded alike.
@@ -148,9 +188,12 @@ class ShardedTable(Tensor):
                 device=table.device,
                 group=table._group,
             )
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], ShardedTable):
+            args[0].copy_(args[1].full_tensor())
+            return args[0]
         raise NotImplementedError(
             f"{func} is not defined on a ShardedTable, of which this rank holds only parts. "
-            "Use full_tensor() to gather the whole, or local_shards()."
+            "Use full_tensor() or tensor.copy_(table) to gather the whole, or local_shards()."
         )
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------

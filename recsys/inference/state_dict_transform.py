@@ -1,0 +1,99 @@
+"""From the state of a sharded model to tensors that one process serves.
+
+A sharded table is a `ShardedTable` in a state dict: a value that is whole only when gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recsys.distributed.comm import gather_objects
+from recsys.distributed.sharded_table import ShardedTable
+
+
+def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+    """Copy a sharded model's state into that of an unsharded one, on every rank.
+
+    Every rank must call it, with the same names in ``dst``. One table at a time is held twice.
+
+    Args:
+        src: of the sharded model, such as ``model.state_dict()``.
+        dst: of the unsharded one, which is filled in place; it may leave values of ``src`` out.
+
+    Raises:
+        KeyError: ``src`` lacks a value of ``dst``.
+        ValueError: a shape differs, or ranks fill different values.
+
+    Example:
+        >>> whole = {"weight": torch.zeros(2)}
+        >>> state_dict_gather({"weight": torch.ones(2), "bias": torch.ones(1)}, whole)
+        >>> whole
+        {'weight': tensor([1., 1.])}
+    """
+    missing = sorted(dst.keys() - src.keys())
+    if missing:
+        raise KeyError(f"src must have all values of dst; it lacks {missing}.")
+    shapes = {name: (tuple(src[name].shape), tuple(dst[name].shape)) for name in dst}
+    odd = {name: both for name, both in shapes.items() if both[0] != both[1]}
+    if odd:
+        raise ValueError(f"src and dst must have values of the same shapes; received {odd}.")
+    sharded = [name for name in dst if isinstance(src[name], ShardedTable)]
+    if sharded:
+        table = src[sharded[0]]
+        assert isinstance(table, ShardedTable)
+        asked = gather_objects(table.group, "agree on the tables to gather", sorted(sharded))
+        if any(names != asked[0] for names in asked):
+            raise ValueError(
+                f"Every rank must gather the same tables, or none would end; received {asked}."
+            )
+    for name in sorted(dst):  # the same order on every rank
+        dst[name].detach().copy_(src[name].detach())
+
+
+def state_dict_all_gather_keys(
+    state_dict: Mapping[str, Any], pg: torch.distributed.ProcessGroup
+) -> list[str]:
+    """Tell the names in the state dicts of all ranks, sorted. Every rank must call it.
+
+    Args:
+        state_dict: of this rank.
+        pg: the ranks.
+    """
+    names = gather_objects(pg, "tell names in a state dict", list(state_dict))
+    return sorted({name for of_rank in names for name in of_rank})
+
+
+def state_dict_to_device(
+    state_dict: Mapping[str, Tensor],
+    pg: torch.distributed.ProcessGroup | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Give a state dict on another device; sharded tables stay sharded.
+
+    Args:
+        state_dict: of this rank.
+        pg: the ranks that hold the parts of sharded tables from now on, such as a gloo group for
+            the CPU; None for one process.
+        device: where this rank's values go.
+
+    Returns:
+        A new dict; values already on ``device`` are shared with the given one.
+
+    Example:
+        >>> state_dict_to_device({"bias": torch.ones(1)}, None, torch.device("meta"))["bias"].device
+        device(type='meta')
+    """
+    moved: dict[str, Tensor] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, ShardedTable):
+            parts = [(part.offsets, part.tensor.to(device)) for part in value.local_shards()]
+            moved[name] = ShardedTable(
+                value.shape, parts, dtype=value.dtype, device=device, group=pg
+            )
+        else:
+            moved[name] = value.detach().to(device)
+    return moved
