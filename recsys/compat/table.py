@@ -308,6 +308,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "QuantFeatureProcessedEmbeddingBagCollection, quantize_embeddings, "
         "quantize_inference_model, shard_quant_model",
     ),
+    ("torchrec.inference.modules", "recsys.inference.quant_prep", "set_pruning_data"),
     (
         "torchrec.quant",
         "recsys.inference",

@@ -6,20 +6,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from recsys.kernels.arguments import whole
+from recsys.modules.embedding_tables import TableCollection
+
 __all__ = [
     "PREPARED",
+    "PRUNED",
     "quant_prep_customize_row_alignment",
     "quant_prep_enable_cache_features_order",
     "quant_prep_enable_quant_state_dict_split_scale_bias",
     "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
+    "set_pruning_data",
 ]
 
 PREPARED = "_quantized_with"
 """The attribute of a module with arguments, by name, of the quantized one."""
+PRUNED = "_rows_after_pruning"
+"""The attribute of a module with the rows that are left, by table name."""
 
 
 def quant_prep_customize_row_alignment(
@@ -87,6 +94,57 @@ def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
         module_types: the classes.
     """
     _prepare_types(module, module_types, "quant_state_dict_split_scale_bias", True)
+
+
+def set_pruning_data(
+    model: nn.Module,
+    tables_to_rows_post_pruning: Mapping[str, int],
+    module_types: Sequence[type[nn.Module]] | None = None,
+) -> nn.Module:
+    """Says how many rows of each table are left when the model is quantized: its first ones.
+
+    Ids of the served model count the rows that are left; others are errors.
+
+    Args:
+        model: a model that will be quantized.
+        tables_to_rows_post_pruning: table name to the number of rows; other tables keep all.
+        module_types: the classes of the collections that are meant; None: all.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a name is not a table's, or a table has fewer rows.
+
+    Example:
+        >>> from recsys.inference import quantize_embeddings
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(1000, 64, "t", feature_names=["f"])
+        >>> model = nn.Sequential(EmbeddingBagCollection(tables=[table]))
+        >>> quantize_embeddings(set_pruning_data(model, {"t": 10}))[0].embedding_bags["t"]
+        QuantizedTable(10, 64, INT8)
+    """
+    kinds = (TableCollection,) if module_types is None else tuple(module_types)
+    collections = [
+        module
+        for module in model.modules()
+        if isinstance(module, TableCollection) and isinstance(module, kinds)
+    ]
+    sizes = {config.name: config.num_embeddings for c in collections for config in c.configs()}
+    unknown = sorted(tables_to_rows_post_pruning.keys() - sizes)
+    if unknown:
+        raise ValueError(
+            f"tables_to_rows_post_pruning names {unknown}, which are not tables of the model; its "
+            f"tables are {sorted(sizes)}."
+        )
+    left = {
+        name: whole(f"Rows of table {name!r} after pruning", rows, most=sizes[name])
+        for name, rows in tables_to_rows_post_pruning.items()
+    }
+    for collection in collections:
+        setattr(collection, PRUNED, left)
+    return model
 
 
 def _prepare_types(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recsys.inference.quant_prep import PREPARED
-from recsys.inference.quantized_tables import QuantizedTables
+from recsys.inference.quant_prep import PREPARED, PRUNED
+from recsys.inference.quantized_tables import QuantizedTables, rows_left
 from recsys.kernels.arguments import whole
 from recsys.kernels.quantized import OUTPUT_TYPES, quantize_rows, row_bytes
 from recsys.kernels.types import PoolingMode
@@ -119,7 +119,7 @@ class QuantizedTable(nn.Module):
 
     def num_bytes(self) -> int:
         """The size of the rows without padding."""
-        return self.config.num_embeddings * self._row_bytes
+        return rows_left(self.config) * self._row_bytes
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -130,7 +130,7 @@ class QuantizedTable(nn.Module):
     def extra_repr(self) -> str:
         """Size and element type, for repr."""
         config = self.config
-        return f"{config.num_embeddings}, {config.embedding_dim}, {config.data_type}"
+        return f"{rows_left(config)}, {config.embedding_dim}, {config.data_type}"
 
 
 @final
@@ -265,7 +265,7 @@ class QuantizedCollection(nn.Module):
         for config in self._configs:
             bits = DATA_TYPE_NUM_BITS[config.data_type]
             try:
-                size = config.num_embeddings, row_bytes(config.embedding_dim, bits)
+                size = rows_left(config), row_bytes(config.embedding_dim, bits)
             except ValueError as error:
                 raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
             if weights is None:
@@ -393,12 +393,15 @@ def quantized_rows(
         # torch's QConfig means the dtype to which dense layers bring their inputs
         if output_dtype not in OUTPUT_TYPES and not isinstance(qconfig, QuantConfig):
             output_dtype = torch.float32
+    pruned: Mapping[str, int] = getattr(module, PRUNED, {})
     configs: list[Any] = []
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     for config in module.configs():
         data_type = to_data_type(per_table.get(config.name, dtype))
-        configs.append(replace(config, data_type=data_type))
-        weight = module.table_weights()[config.name]
+        left = pruned.get(config.name, config.num_embeddings_post_pruning)
+        config = replace(config, data_type=data_type, num_embeddings_post_pruning=left)
+        weight = module.table_weights()[config.name][: rows_left(config)]
+        configs.append(config)
         try:
             rows = quantize_rows(weight, DATA_TYPE_NUM_BITS[data_type])
         except ValueError as error:

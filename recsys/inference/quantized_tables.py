@@ -12,11 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import whole
 from recsys.kernels.quantized import QuantizedLookup
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 
-__all__ = ["QuantizedBags", "QuantizedRows", "QuantizedTables"]
+__all__ = ["QuantizedBags", "QuantizedRows", "QuantizedTables", "rows_left"]
+
+
+def rows_left(config: BaseEmbeddingConfig) -> int:
+    """The rows of a table that are served: all, or those left after pruning."""
+    left = config.num_embeddings_post_pruning
+    if left is None:
+        return config.num_embeddings
+    where = f"Table {config.name!r}: num_embeddings_post_pruning"
+    return whole(where, left, most=config.num_embeddings)
 
 
 class QuantizedTables(nn.Module):
@@ -73,8 +83,8 @@ class QuantizedTables(nn.Module):
         rows_of: dict[str, int] = {}
         for config in configs:
             for feature in config.feature_names:
-                least = rows_of.get(feature, config.num_embeddings)
-                rows_of[feature] = min(least, config.num_embeddings)
+                left = rows_left(config)
+                rows_of[feature] = min(rows_of.get(feature, left), left)
         self.num_rows = [rows_of[feature] for feature in self.feature_names]
 
     @torch.jit.unused

@@ -15,6 +15,7 @@ from recsys.distributed.types import (
     ShardingType,
 )
 from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quantized_tables import rows_left
 
 
 def shard_quant_model(
@@ -117,7 +118,7 @@ def _spread(
             {
                 config.name: parameter_sharding(
                     ShardingType.TABLE_WISE,
-                    config.num_embeddings,
+                    rows_left(config),
                     config.embedding_dim,
                     [rank_of[path, config.name]],
                     device_type=compute_device,

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.inference import quantize_embeddings, quantize_inference_model
+from recsys.inference import quantize_embeddings, quantize_inference_model, shard_quant_model
 from recsys.inference.quant_prep import (
     quant_prep_customize_row_alignment,
     quant_prep_enable_cache_features_order,
     quant_prep_enable_quant_state_dict_split_scale_bias,
     quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
+    set_pruning_data,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.sparse import KeyedJaggedTensor
 from tests.inference.test_quantize import _batch, _collection, _mixed
 
 
@@ -57,3 +59,39 @@ def test_what_was_said_about_other_modules_is_not_taken() -> None:
     names = [name for name, _ in quantized["tables"].embedding_bags["a"].named_buffers()]
     assert names == ["weight"]
     assert quantized["tables"].embedding_bags["a"].weight.shape == (50, 16)
+
+
+def test_pruned_tables_keep_their_first_rows() -> None:
+    model, batch = _mixed(), _batch()
+    assert set_pruning_data(model, {"a": 20, "rows": 20}) is model
+    whole: Any = quantize_embeddings(_mixed())
+    quantized: Any = quantize_embeddings(model)
+    for each in (quantized, shard_quant_model(quantized, 2, "cpu")[0]):
+        tables = each["pooled"]
+        assert tables.embedding_bags["a"].weight.shape == (20, 16)
+        assert tables.table_bytes() == [20 * 12, 30 * 20, 20 * 12]
+        assert torch.equal(tables(batch).values(), whole["pooled"](batch).values())
+        assert [c.num_embeddings for c in tables.configs()] == [50, 30, 20]
+        bad = KeyedJaggedTensor(
+            ["x", "y", "z"], torch.tensor([20]), lengths=torch.tensor([1, 0, 0])
+        )
+        with pytest.raises(IndexError, match=r"Feature x has the id 20, .* table with 20 rows"):
+            tables(bad)
+    assert quantized["sequence"].embeddings["rows"].weight.shape == (20, 16)
+    _, plan = shard_quant_model(quantized, 2, "cpu")
+    entry = plan.plan["pooled"]["a"]  # type: ignore[index]
+    assert entry.sharding_spec.shards[0].shard_sizes == [20, 8]
+
+
+def test_pruning_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"names \['d'\], which are not tables of the model"):
+        set_pruning_data(_mixed(), {"d": 1})
+    with pytest.raises(ValueError, match=r"names \['a'\]"):
+        set_pruning_data(_mixed(), {"a": 1}, [EmbeddingCollection])
+    for rows in (0, 51):
+        with pytest.raises(ValueError, match=f"Rows of table 'a' after pruning .* received {rows}"):
+            set_pruning_data(_mixed(), {"a": rows})
+    collection = _collection()
+    collection.embedding_bag_configs()[0].num_embeddings_post_pruning = 51
+    with pytest.raises(ValueError, match="Table 'a': num_embeddings_post_pruning"):
+        quantize_embeddings(collection)
