@@ -32,7 +32,6 @@ BROAD = {
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
     "lazy.py": "test_public_surface.py",
-    "datasets/utils.py": "datasets/test_random.py",
     "distributed/agreement.py": "distributed/test_construction.py",
     "distributed/batch_segments.py": "distributed/test_input_dist.py",
     "distributed/checkpoint/errors.py": "distributed/checkpoint/test_load.py",

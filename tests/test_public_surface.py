@@ -46,10 +46,11 @@ SURFACE = {
         Adagrad Adam CombinedOptimizer GradScaler GradientClipping GradientClippingOptimizer
         KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam
         RowWiseAdagrad SGD WarmupOptimizer WarmupPolicy WarmupStage apply_optimizer_in_backward
-        in_backward_optimizer_filter
+        in_backward_optimizer_filter set_learning_rate
     """,
     "recsys.sparse": """
-        JaggedTensor KeyedJaggedTensor KeyedTensor is_debug jt_is_equal kjt_is_equal set_debug
+        JaggedTensor KeyedJaggedTensor KeyedTensor from_columns is_debug jt_is_equal kjt_is_equal
+        set_debug
     """,
 }
 

@@ -1,11 +1,13 @@
 """The batch that every reader gives, and how ranks share a batch."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 
-from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse import KeyedJaggedTensor, from_columns
 from recsys.streamable import Pipelineable
 
 PATH_MANAGER_KEY = "torchrec"
@@ -39,6 +41,53 @@ class Batch:
     dense_features: torch.Tensor
     sparse_features: KeyedJaggedTensor
     labels: torch.Tensor
+
+    @staticmethod
+    def from_columns(
+        columns: Any,
+        *,
+        sparse: Sequence[str],
+        dense: Sequence[str] = (),
+        label: str | None = None,
+        weights: Mapping[str, str] | None = None,
+        padding: int | None = None,
+    ) -> "Batch":
+        """Make a batch from the columns of a table.
+
+        Args:
+            columns: name to column: a dict of arrays, a pandas DataFrame or an Arrow Table.
+            sparse: columns of ids, or of lists of ids; see :func:`recsys.sparse.from_columns`.
+            dense: columns of numbers, one per sample.
+            label: the column of labels; all are 0 without it.
+            weights: feature to the column of its ids' weights.
+            padding: what a matrix of ids holds where a sample has no more.
+
+        Returns:
+            The batch, on the CPU if the columns are.
+
+        Raises:
+            KeyError: a column is not there.
+            TypeError: a column holds no numbers.
+            ValueError: columns differ in their number of samples.
+
+        Example:
+            >>> table = {"age": [31.0, 44.0], "films": [[1, 2], [3]], "liked": [1, 0]}
+            >>> batch = Batch.from_columns(table, sparse=["films"], dense=["age"], label="liked")
+            >>> batch.dense_features.tolist(), batch.labels.tolist()
+            ([[31.0], [44.0]], [1.0, 0.0])
+        """
+        named = {feature: columns[name] for feature, name in (weights or {}).items()}
+        ids = from_columns({name: columns[name] for name in sparse}, named, padding=padding)
+        numbers = [_numbers(columns, name) for name in dense]
+        labels = torch.zeros(ids.stride()) if label is None else _numbers(columns, label)
+        for name, column in zip([*dense, label], [*numbers, labels], strict=True):
+            if column.shape != (ids.stride(),):
+                raise ValueError(
+                    f"Columns must have as many samples; received {ids.stride()} in "
+                    f"{sparse[0]!r} and shape {tuple(column.shape)} in {name!r}."
+                )
+        features = torch.stack(numbers, 1) if numbers else torch.zeros(ids.stride(), 0)
+        return Batch(features, ids, labels)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Copy to a device.
@@ -77,6 +126,19 @@ class Batch:
             sparse_features=self.sparse_features.pin_memory(),
             labels=self.labels.pin_memory(),
         )
+
+
+def _numbers(columns: Any, name: str) -> torch.Tensor:
+    column = columns[name]
+    if not isinstance(column, torch.Tensor):
+        values = np.asarray(column)
+        if values.dtype.kind not in "biuf":
+            raise TypeError(
+                f"Column {name!r} must hold numbers; received {values.dtype} values, such as "
+                f"{values.ravel()[:1].tolist()}."
+            )
+        column = torch.from_numpy(values.astype(np.float32))
+    return column.float()
 
 
 def check_rank(rank: int, world_size: int, batch_size: int) -> None:

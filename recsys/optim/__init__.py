@@ -13,6 +13,7 @@ from recsys.optim.keyed import (
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
+    set_learning_rate,
 )
 from recsys.optim.optimizers import (
     LAMB,
@@ -46,4 +47,5 @@ __all__ = [
     "WarmupStage",
     "apply_optimizer_in_backward",
     "in_backward_optimizer_filter",
+    "set_learning_rate",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recsys.kernels.arguments import finite
 from recsys.optim.specs import optimizer_kind
 
 
@@ -245,6 +246,33 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
             f"returns it; received {received}."
         )
     return state
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Sets the learning rate of everything that an optimizer updates.
+
+    Given a :class:`CombinedOptimizer` of a model's ``fused_optimizer`` and the dense parts' one, it
+    reaches both; tables that are updated in backward have it from the next backward on. A scheduler
+    of ``torch.optim.lr_scheduler`` on that optimizer does so, too, and keeps the ratios of rates.
+
+    Args:
+        optimizer: any.
+        lr: the rate, from 0 on.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative, infinite or NaN.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> set_learning_rate(optimizer, 0.5)
+        >>> optimizer.param_groups[0]["lr"]
+        0.5
+    """
+    rate = finite("lr", lr, least=0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def _check_same_keys(what: str, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:

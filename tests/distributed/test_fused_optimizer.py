@@ -40,6 +40,7 @@ from recsys.optim import (
     in_backward_optimizer_filter,
 )
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.optim.keyed import set_learning_rate
 from recsys.optim.specs import optimizer_spec
 from tests.distributed.cases import (
     CLOSE,
@@ -680,6 +681,30 @@ def test_fused_params_name_the_modes() -> None:
         {"optimizer": "ADAM", "update_mode": "deferred", "row_state": RowState.PER_SHARD}
     )
     assert (owned.update_mode, owned.row_state) == (UpdateMode.DEFERRED, RowState.PER_SHARD)
+
+
+def test_one_call_sets_the_rate_of_tables_and_dense_parts() -> None:
+    case = EachType(0, 1)
+    model = DistributedModelParallel(case.model(), device=CPU)
+    optimizer = optimizer_of(model)
+    set_learning_rate(optimizer, 0.0)
+    before = whole_state(model)
+    for is_frozen in (True, False):
+        pooled, logits = model(case.batches(0)[0])
+        (pooled.sum() + logits.sum()).backward()
+        optimizer.step()
+        after = whole_state(model)
+        same = [torch.equal(value, after[name]) for name, value in before.items()]
+        assert same == [is_frozen] * len(same)
+        set_learning_rate(optimizer, 0.5)
+    set_learning_rate(optimizer, 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {0.25}
+    for wrong, error in ((-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="lr must be"):
+            set_learning_rate(optimizer, wrong)  # type: ignore[arg-type]
 
 
 def test_the_optimizer_of_a_collection_prints_its_rate() -> None:

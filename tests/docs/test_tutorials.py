@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "checkpoints.md",
+    ROOT / "docs" / "data.md",
     ROOT / "docs" / "engine.md",
     ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",
