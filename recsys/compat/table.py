@@ -56,13 +56,18 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.sparse",
         "JaggedTensor, KeyedJaggedTensor, KeyedTensor, jt_is_equal, kjt_is_equal",
     ),
+    (
+        "torchrec.sparse.jagged_tensor",
+        "recsys.sparse.conversions",
+        "ComputeJTDictToKJT, ComputeKJTToJTDict, permute_multi_embedding, regroup_kts",
+    ),
     # modules
     (
         "torchrec.modules.embedding_configs",
         "recsys.modules.embedding_configs",
         "BaseEmbeddingConfig, DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig, EmbeddingConfig, "
         "EmbeddingTableConfig, PoolingType, QuantConfig, data_type_to_dtype, dtype_to_data_type, "
-        "pooling_type_to_pooling_mode",
+        "pooling_type_to_pooling_mode, pooling_type_to_str",
     ),
     (
         "torchrec.modules.embedding_modules",

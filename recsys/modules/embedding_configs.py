@@ -31,6 +31,7 @@ __all__ = [
     "data_type_to_dtype",
     "dtype_to_data_type",
     "pooling_type_to_pooling_mode",
+    "pooling_type_to_str",
 ]
 
 
@@ -134,6 +135,23 @@ def pooling_type_to_pooling_mode(
         sharding_type: Means nothing: it is the same however a table is placed.
     """
     return _POOLING_MODES[pooling_type]
+
+
+def pooling_type_to_str(pooling_type: PoolingType) -> str:
+    """The `mode` of `torch.nn.EmbeddingBag` for a pooling.
+
+    Raises:
+        ValueError: It does not pool.
+
+    Example:
+        >>> pooling_type_to_str(PoolingType.MEAN)
+        'mean'
+    """
+    if pooling_type not in (PoolingType.SUM, PoolingType.MEAN):
+        raise ValueError(
+            f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
+        )
+    return "sum" if pooling_type is PoolingType.SUM else "mean"
 
 
 @dataclass

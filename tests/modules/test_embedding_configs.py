@@ -16,6 +16,7 @@ from recsys.modules.embedding_configs import (
     data_type_to_dtype,
     dtype_to_data_type,
     pooling_type_to_pooling_mode,
+    pooling_type_to_str,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -158,3 +159,12 @@ def test_a_dtype_is_no_data_type() -> None:
         EmbeddingConfig(10, 4, "t", torch.float16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"No DataType has elements of torch\.complex64"):
         dtype_to_data_type(torch.complex64)
+
+
+def test_poolings_as_text() -> None:
+    assert [pooling_type_to_str(kind) for kind in (PoolingType.SUM, PoolingType.MEAN)] == [
+        "sum",
+        "mean",
+    ]
+    with pytest.raises(ValueError, match=r"must be PoolingType\.SUM or MEAN; received"):
+        pooling_type_to_str(PoolingType.NONE)

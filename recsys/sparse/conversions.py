@@ -1,0 +1,95 @@
+"""Conversions between the sparse classes as modules and functions, for models that name them.
+
+Each is a method of the classes under another name.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from recsys.sparse.jagged import JaggedTensor
+from recsys.sparse.keyed import KeyedTensor
+from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+
+
+class ComputeKJTToJTDict(nn.Module):
+    """`KeyedJaggedTensor.to_dict` as a module.
+
+    Example:
+        >>> import torch
+        >>> kjt = KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([1, 2]))
+        >>> ComputeKJTToJTDict()(kjt)["b"].values()
+        tensor([1, 2])
+    """
+
+    def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Give each feature by its key.
+
+        Args:
+            keyed_jagged_tensor: the features.
+        """
+        return keyed_jagged_tensor.to_dict()
+
+
+class ComputeJTDictToKJT(nn.Module):
+    """`KeyedJaggedTensor.from_jt_dict` as a module.
+
+    Example:
+        >>> import torch
+        >>> jt = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
+        >>> ComputeJTDictToKJT()({"a": jt, "b": jt}).keys()
+        ['a', 'b']
+    """
+
+    def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """Put features end to end.
+
+        Args:
+            jt_dict: features by key, in order; all weighted or none, alike in dtypes and device.
+
+        Raises:
+            ValueError: there is no feature, or features differ in dtype or weightedness.
+        """
+        return KeyedJaggedTensor.from_jt_dict(jt_dict)
+
+
+def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    """Gather keys of several keyed tensors into new tensors: `KeyedTensor.regroup`.
+
+    Args:
+        keyed_tensors: sources, alike in all but the keys.
+        groups: the keys of each result, in order; a key may serve several groups.
+
+    Returns:
+        One ``[B, sum of widths]`` per group; differentiable.
+
+    Raises:
+        KeyError: no source has a key.
+        ValueError: two sources have it, sources differ in ``key_dim``, or a group is empty.
+
+    Example:
+        >>> import torch
+        >>> kt = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
+        >>> regroup_kts([kt], [["b", "a"]])
+        [tensor([[2., 3., 1.]])]
+    """
+    return KeyedTensor.regroup(keyed_tensors, groups)
+
+
+def permute_multi_embedding(
+    keyed_tensors: list[KeyedTensor], groups: list[list[str]]
+) -> list[Tensor]:
+    """Gather keys of several keyed tensors, as `regroup_kts` does.
+
+    Args:
+        keyed_tensors: sources, alike in all but the keys.
+        groups: the keys of each result, in order; a key may serve several groups.
+
+    Returns:
+        One ``[B, sum of widths]`` per group; differentiable.
+
+    Raises:
+        KeyError: no source has a key.
+        ValueError: two sources have it, sources differ in ``key_dim``, or a group is empty.
+    """
+    return KeyedTensor.regroup(keyed_tensors, groups)
