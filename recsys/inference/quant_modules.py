@@ -157,10 +157,11 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         Raises:
             IndexError: An id lies outside its table.
             KeyError: The batch lacks a feature.
-            TypeError: Ids are not integers.
+            TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: The batch has no weights or inverse indices where they are needed, or
                 lengths that do not fit.
         """
+        positions = self._positions(features)
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
             raise ValueError(
@@ -168,8 +169,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
                 "received a batch without weights. Pass weights= to the KeyedJaggedTensor, and "
                 "is_weighted=True to an export."
             )
-        positions, num_keys = self._positions(features), len(features.keys())
-        lengths = self._lengths(features, is_pooled=True)
+        lengths, num_keys = self._lengths(features, is_pooled=True), len(features.keys())
         values = self.lookups()(features.values(), lengths, weights, positions, num_keys)
         if features.variable_stride_per_key():
             values = expand_bags(values, tuple(self._dims), self._bag_features, features)
@@ -376,7 +376,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         Raises:
             IndexError: An id lies outside its table.
             KeyError: The batch lacks a feature.
-            TypeError: Ids are not integers.
+            TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: Lengths do not fit.
         """
         positions, keys = self._positions(features), features.keys()

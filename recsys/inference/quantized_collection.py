@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from operator import is_
 from typing import Any, Self, cast, final
 
@@ -22,7 +23,7 @@ from torch.nn import functional
 
 from recsys.inference.quant_prep import PREPARED, PRUNED
 from recsys.inference.quantized_tables import QuantizedTables, rows_left
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.quantized import OUTPUT_TYPES, quantize_rows, row_bytes
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import (
@@ -117,9 +118,9 @@ class QuantizedTable(nn.Module):
         parts = [cast(Tensor, part).view(torch.uint8) for part in header]
         return torch.cat([*parts, self.weight], dim=1)
 
-    def num_bytes(self) -> int:
-        """The size of the rows without padding."""
-        return rows_left(self.config) * self._row_bytes
+    def size(self) -> tuple[int, int]:
+        """The number of rows, and the bytes of each without padding."""
+        return rows_left(self.config), self._row_bytes
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -228,7 +229,7 @@ class QuantizedCollection(nn.Module):
 
     def table_bytes(self) -> list[int]:
         """The size of each table in bytes, without padding."""
-        return [table.num_bytes() for table in self._tables()]
+        return [prod(table.size()) for table in self._tables()]
 
     def options(self) -> dict[str, Any]:
         """The arguments, by name, that make a collection of the same rows."""
@@ -274,11 +275,7 @@ class QuantizedCollection(nn.Module):
             rows, header = given[config.name]
             if header is not None:
                 rows = torch.cat([header.view(torch.uint8), rows.view(torch.uint8)], dim=1)
-            if rows.dtype is not torch.uint8 or rows.shape != size:
-                raise ValueError(
-                    f"table_name_to_quantized_weights[{config.name!r}] must be uint8 of shape "
-                    f"{size} with scales and biases; received {rows.dtype} of {tuple(rows.shape)}."
-                )
+            _check_rows(f"table_name_to_quantized_weights[{config.name!r}]", rows, size)
             found.append(rows.to(device))
         return found
 
@@ -286,6 +283,8 @@ class QuantizedCollection(nn.Module):
 
     def _positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Where the features that the lookups read are among the keys of a batch."""
+        if not isinstance(features, KeyedJaggedTensor):
+            wrong_type(f"{type(self).__name__}: features", "a KeyedJaggedTensor", features)
         keys = features.keys()
         if self._order is not None and self._order[0] == keys:
             return self._order[1]
@@ -317,7 +316,10 @@ class QuantizedCollection(nn.Module):
     def lookups(self) -> QuantizedTables:
         """The lookups that serve the tables now: not a part of the module, but of what it runs."""
         if self._link is None or not self._link.is_current():
-            self._link = self._new_link([table.rows() for table in self._tables()])
+            rows = [table.rows() for table in self._tables()]
+            for table, found in zip(self._tables(), rows, strict=True):
+                _check_rows(f"{self._tables_name}[{table.config.name!r}]", found, table.size())
+            self._link = self._new_link(rows)
         return self._link.lookups
 
     def _new_link(self, rows: Sequence[Tensor]) -> _Link:
@@ -365,6 +367,14 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_link")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._link = self._linked(lookups)
+
+
+def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
+    if rows.dtype is not torch.uint8 or rows.shape != size:
+        raise ValueError(
+            f"{subject} must be uint8 of shape {size} with scales and biases; received "
+            f"{rows.dtype} of {tuple(rows.shape)}."
+        )
 
 
 def quantized_rows(

@@ -108,6 +108,11 @@ class QuantizedTables(nn.Module):
         """Returns what each lookup finds, on the ids' device."""
         self._check_ids(values, lengths_KB.sum(1), positions)
         if weights is not None:
+            if weights.dim() != 1 or weights.numel() != values.numel():
+                raise ValueError(
+                    f"weights must be one number per id, {values.numel()} of them; received "
+                    f"{weights.numel()} in {weights.dim()} dims."
+                )
             weights = weights.float()
         outputs: list[Tensor] = []
         for i, lookup in enumerate(self.lookups):
@@ -170,7 +175,8 @@ class QuantizedBags(QuantizedTables):
         Raises:
             IndexError: if an id lies outside its table.
             TypeError: if the ids are not integers.
-            ValueError: if the lengths do not fit the ids or the features.
+            ValueError: if ids or weights have two dims, or the lengths do not fit the ids or the
+                features.
         """
         lengths_KB = _by_key(values, lengths, num_keys)
         sizes = _read_sizes(values, lengths_KB)
@@ -214,6 +220,8 @@ class QuantizedRows(QuantizedTables):
 def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
     if values.is_floating_point():
         raise TypeError("ids must be integers; received floats. Convert with values.long().")
+    if values.dim() != 1:
+        raise ValueError(f"ids must have one dim; received {values.dim()}.")
     if lengths.numel() % num_keys != 0:
         raise ValueError(
             f"lengths must have one value per feature and sample, {num_keys} features; "

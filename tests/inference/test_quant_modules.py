@@ -515,6 +515,26 @@ def test_rows_may_be_given() -> None:
             QuantEmbeddingBagCollection([config], False, CPU, table_name_to_quantized_weights=wrong)
 
 
+def test_rows_that_were_replaced_must_fit() -> None:
+    for wrong, received in (
+        (torch.zeros(49, 16, dtype=torch.uint8), r"uint8 of \(49, 12\)"),
+        (torch.zeros(50, 10, dtype=torch.uint8), r"uint8 of \(50, 10\)"),
+        (torch.zeros(50, 16), r"float32 of \(50, 12\)"),
+    ):
+        module: Any = quantize_embeddings(_pooled())
+        module.embedding_bags["a"].weight = wrong
+        message = r"embedding_bags\['a'\] must be uint8 of shape \(50, 12\).* received torch."
+        with pytest.raises(ValueError, match=message + received):
+            module(_batch())
+
+
+@pytest.mark.parametrize("given", [None, torch.tensor([1]), {"x": torch.tensor([1])}])
+def test_batches_must_be_keyed_jagged_tensors(given: Any) -> None:
+    for make in (_pooled, _sequence):
+        with pytest.raises(TypeError, match=r"features must be a KeyedJaggedTensor; received"):
+            quantize_embeddings(make())(given)
+
+
 def test_constructors_refuse_what_they_cannot_serve() -> None:
     config = EmbeddingBagConfig(2, 4, "t", data_type=DataType.INT8, feature_names=["x"])
     other = EmbeddingBagConfig(2, 8, "u", data_type=DataType.BF16, feature_names=["x"])

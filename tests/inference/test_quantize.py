@@ -304,6 +304,12 @@ def test_weights_ids_and_lengths_are_checked() -> None:
     for wrong in ([1, 1, 2], [1, 1, 0], [-1, 3, 1]):
         with pytest.raises(ValueError, match="add up to the number of ids, 3; received"):
             bags(torch.ones(3, dtype=torch.int64), torch.tensor(wrong), None, [0, 1, 2], 3)
+    ids, ones = torch.ones(3, dtype=torch.int64), torch.tensor([1, 1, 1])
+    with pytest.raises(ValueError, match="ids must have one dim; received 2"):
+        bags(ids.view(3, 1), ones, None, [0, 1, 2], 3)
+    for weights in (torch.ones(2), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match="weights must be one number per id, 3 of them"):
+            bags(ids, ones, weights, [0, 1, 2], 3)
     with pytest.raises(ValueError, match="per feature and sample, 3 features; received 4 values"):
         bags(torch.ones(3, dtype=torch.int64), torch.ones(4), None, [0, 1, 2], 3)
 
