@@ -45,8 +45,8 @@ SURFACE = {
     "recsys.optim": """
         Adagrad Adam CombinedOptimizer GradScaler GradientClipping GradientClippingOptimizer
         KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam
-        RowWiseAdagrad SGD WarmupOptimizer WarmupPolicy WarmupStage apply_optimizer_in_backward
-        in_backward_optimizer_filter set_learning_rate
+        PartialRowWiseLAMB RowWiseAdagrad SGD WarmupOptimizer WarmupPolicy WarmupStage
+        apply_optimizer_in_backward in_backward_optimizer_filter set_learning_rate
     """,
     "recsys.sparse": """
         JaggedTensor KeyedJaggedTensor KeyedTensor from_columns is_debug jt_is_equal kjt_is_equal

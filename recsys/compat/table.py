@@ -131,8 +131,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.optim",
         "Adagrad, Adam, CombinedOptimizer, GradientClipping, GradientClippingOptimizer, "
         "KeyedOptimizer, KeyedOptimizerWrapper, LAMB, LarsSGD, OptimizerWrapper, "
-        "PartialRowWiseAdam, RowWiseAdagrad, SGD, WarmupOptimizer, WarmupPolicy, WarmupStage, "
-        "apply_optimizer_in_backward",
+        "PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad, SGD, WarmupOptimizer, WarmupPolicy, "
+        "WarmupStage, apply_optimizer_in_backward",
     ),
     (
         "torchrec.optim.apply_optimizer_in_backward",
@@ -152,7 +152,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.optim.optimizers",
         "recsys.optim.optimizers",
-        "Adagrad, Adam, LAMB, LarsSGD, PartialRowWiseAdam, SGD, in_backward_optimizer_filter",
+        "Adagrad, Adam, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, SGD, "
+        "in_backward_optimizer_filter",
     ),
     ("torchrec.optim.rowwise_adagrad", "recsys.optim.rowwise_adagrad", "RowWiseAdagrad"),
     (

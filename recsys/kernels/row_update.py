@@ -9,6 +9,7 @@ trained by either backend has the same weights:
     Adam           m, v as usual;           w -= lr * (m^ / (sqrt(v^) + eps) + wd * w)
     partial row-w. as Adam with v from mean(g*g), one per row
     LAMB           r = m^ / (sqrt(v^) + eps) + wd * w;   w -= lr * |w| / |r| * r   norms per row
+    partial row-w. LAMB: as LAMB with v from mean(g*g), one per row
     LARS-SGD       b = momentum * b + lr * eta * |w| / (|g| + wd * |w|) * (g + wd * w);   w -= b
 
 Shape suffixes: R rows of the table, K touched rows, D columns.
@@ -44,12 +45,15 @@ STATE_KINDS: Mapping[EmbOptimType, Mapping[str, str]] = {
     EmbOptimType.ADAM: {"exp_avg": "element", "exp_avg_sq": "element", "step": "table"},
     EmbOptimType.PARTIAL_ROWWISE_ADAM: {"exp_avg": "element", "exp_avg_sq": "row", "step": "table"},
     EmbOptimType.LAMB: {"exp_avg": "element", "exp_avg_sq": "element", "step": "table"},
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: {"exp_avg": "element", "exp_avg_sq": "row", "step": "table"},
     EmbOptimType.LARS_SGD: {"momentum_buffer": "element"},
 }
 """Per algorithm the state names (torch.optim's); each has one value per element, row or table."""
 
 _MOMENT_REDUCING = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.PARTIAL_ROWWISE_ADAM)
-_NORM_REDUCING = (EmbOptimType.LAMB, EmbOptimType.LARS_SGD)
+_LAMBS = (EmbOptimType.LAMB, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+_NORM_REDUCING = (*_LAMBS, EmbOptimType.LARS_SGD)
+_ROW_WISE_SQUARES = (EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB)
 
 
 def is_row_reducing(algorithm: EmbOptimType) -> bool:
@@ -367,13 +371,13 @@ def _move(
     else:
         assert step is not None
         mean_hat = advance("exp_avg", g_KD, spec.beta1, 1 - spec.beta1) / (1 - spec.beta1**step)
-        if kind is EmbOptimType.PARTIAL_ROWWISE_ADAM:
+        if kind in _ROW_WISE_SQUARES:
             moment_K = _row_moment(g_KD) if row_moment is None else row_moment
             square = advance("exp_avg_sq", moment_K, spec.beta2, 1 - spec.beta2).unsqueeze(1)
         else:
             square = advance("exp_avg_sq", g_KD.square(), spec.beta2, 1 - spec.beta2)
         delta_KD = mean_hat / (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
-        if kind is EmbOptimType.LAMB:
+        if kind in _LAMBS:
             assert old_KD is not None
             delta_KD = delta_KD.add(old_KD, alpha=decay)
             delta_KD *= _safe_ratio(_row_norm(old_KD), _row_norm(delta_KD))

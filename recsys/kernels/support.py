@@ -129,6 +129,11 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("cpu", "the installed fbgemm_gpu lacks the CPU kernels", lambda s: not has_cpu_ops()),
     # CUDA: from fbgemm_gpu 1.8.0's own checks; tests/gpu compares the two backends there.
+    Limit(
+        "cuda",
+        "its partial row-wise LAMB has not been compared",
+        lambda s: s.fused is not None and s.fused.algorithm is EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    ),
     Limit("cuda", "the installed fbgemm_gpu has no CUDA kernels", lambda s: not has_cuda_ops()),
     Limit(
         "cuda",

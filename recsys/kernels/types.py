@@ -65,6 +65,7 @@ class EmbOptimType(enum.Enum):
     ADAM = "adam"
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     LAMB = "lamb"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
     LARS_SGD = "lars_sgd"
 
     def __str__(self) -> str:
@@ -133,7 +134,8 @@ class TableSpec:
             )
 
 
-_DECAYS_DECOUPLED = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM, EmbOptimType.LAMB)
+_LAMBS = (EmbOptimType.LAMB, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+_DECAYS_DECOUPLED = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM, *_LAMBS)
 
 
 @final
@@ -186,7 +188,7 @@ class OptimizerSpec:
         if self.weight_decay_mode is None:
             object.__setattr__(self, "weight_decay_mode", default)
         elif self.weight_decay_mode is not default and self.algorithm in (
-            EmbOptimType.LAMB,
+            *_LAMBS,
             EmbOptimType.LARS_SGD,
         ):
             raise ValueError(

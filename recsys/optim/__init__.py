@@ -22,6 +22,7 @@ from recsys.optim.optimizers import (
     Adam,
     LarsSGD,
     PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     RowWiseAdagrad,
     in_backward_optimizer_filter,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "LarsSGD",
     "OptimizerWrapper",
     "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
     "RowWiseAdagrad",
     "WarmupOptimizer",
     "WarmupPolicy",

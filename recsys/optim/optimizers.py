@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recsys.kernels.arguments import finite
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec
 
@@ -25,6 +26,7 @@ __all__ = [
     "Adam",
     "LarsSGD",
     "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
     "RowWiseAdagrad",
     "in_backward_optimizer_filter",
 ]
@@ -66,24 +68,36 @@ class _RowOptimizer(Optimizer):
             spec = self._spec(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(spec, parameter, parameter.grad, group["lr"])
+                    self._update(spec, parameter, parameter.grad, group)
         return loss
 
     def _update(
-        self, spec: OptimizerSpec, parameter: Tensor, grad: Tensor, learning_rate: float
+        self, spec: OptimizerSpec, parameter: Tensor, grad: Tensor, group: dict[str, Any]
     ) -> None:
         weight = parameter.detach()
         weight = weight.view(weight.shape[0] if weight.dim() > 1 else 1, -1)
         state = self.state[parameter]
         if not state:
-            state.update(init_state(spec, weight))
+            state.update(self._new_state(spec, weight, group))
         if grad.is_sparse:
             grad = grad.coalesce()
             rows, grads = grad.indices()[0], grad.values()
         else:
             rows = torch.arange(weight.shape[0], device=weight.device)
             grads = grad.reshape(weight.shape)
-        update_rows(spec, weight, state, rows, grads, learning_rate)
+        rate, sign = self._rate_and_sign(state, group)
+        update_rows(spec, weight, state, rows, grads if sign > 0 else -grads, rate)
+
+    def _new_state(
+        self, spec: OptimizerSpec, weight: Tensor, group: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        return init_state(spec, weight)
+
+    def _rate_and_sign(
+        self, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> tuple[float, float]:
+        """The rate of this step, and -1 to go up the gradient."""
+        return group["lr"], 1.0
 
 
 class SGD(_RowOptimizer):
@@ -134,8 +148,17 @@ class RowWiseAdagrad(_RowOptimizer):
     Args:
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
-        eps: Added to the square root.
+        lr_decay: Step ``t`` (from 0) has the rate ``lr / (1 + t * lr_decay)``.
         weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
+        initial_accumulator_value: What the accumulators start from.
+        eps: Added to the square root.
+        maximize: Go up the gradient.
+
+    A table that owns the optimizer takes no ``lr_decay``, ``initial_accumulator_value`` and
+    ``maximize``: schedule its rate, and negate the loss.
+
+    Raises:
+        ValueError: A setting is negative or not finite.
     """
 
     algorithm = EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -144,11 +167,44 @@ class RowWiseAdagrad(_RowOptimizer):
         self,
         params: Parameters,
         lr: float = 0.01,
-        *,
-        eps: float = 1e-10,
+        lr_decay: float = 0.0,
         weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _spec(self, group: dict[str, Any]) -> OptimizerSpec:
+        for name in ("lr_decay", "initial_accumulator_value"):
+            finite(f"RowWiseAdagrad.{name}", group[name], least=0)
+        own = ("lr_decay", "initial_accumulator_value", "maximize")
+        return super()._spec({name: value for name, value in group.items() if name not in own})
+
+    def _new_state(
+        self, spec: OptimizerSpec, weight: Tensor, group: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        state = init_state(spec, weight)
+        state["sum"].fill_(group["initial_accumulator_value"])
+        if group["lr_decay"]:
+            state["step"] = torch.zeros(())  # counted by `update_rows`
+        return state
+
+    def _rate_and_sign(
+        self, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> tuple[float, float]:
+        steps = float(state["step"]) if "step" in state else 0.0
+        rate = group["lr"] / (1 + steps * group["lr_decay"])
+        return rate, -1.0 if group["maximize"] else 1.0
 
 
 class _AdamLike(_RowOptimizer):
@@ -204,6 +260,27 @@ class LAMB(_AdamLike):
     """
 
     algorithm = EmbOptimType.LAMB
+
+
+class PartialRowWiseLAMB(_AdamLike):
+    """LAMB with one second moment per row, as partial row-wise Adam has it.
+
+    Args:
+        params: Parameters or groups, as in torch.optim.
+        lr: Learning rate.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the square root.
+        weight_decay: Decoupled, inside the trust ratio.
+
+    Example:
+        >>> weight = nn.Parameter(torch.tensor([[3.0, 4.0]]))
+        >>> weight.grad = torch.tensor([[1.0, 1.0]])
+        >>> PartialRowWiseLAMB([weight], lr=0.1).step()
+        >>> weight.detach()  # a step of 0.1 times the row's length, 5
+        tensor([[2.6464, 3.6464]])
+    """
+
+    algorithm = EmbOptimType.PARTIAL_ROWWISE_LAMB
 
 
 class LarsSGD(_RowOptimizer):

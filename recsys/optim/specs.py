@@ -129,6 +129,7 @@ _CLASSES: Mapping[type[Optimizer], _Meaning] = {
     ours.Adam: _Meaning(EmbOptimType.ADAM, _DECOUPLE, _ADAM),
     ours.PartialRowWiseAdam: _Meaning(EmbOptimType.PARTIAL_ROWWISE_ADAM, _DECOUPLE, _ADAM),
     ours.LAMB: _Meaning(EmbOptimType.LAMB, _DECOUPLE, _ADAM),
+    ours.PartialRowWiseLAMB: _Meaning(EmbOptimType.PARTIAL_ROWWISE_LAMB, _DECOUPLE, _ADAM),
     ours.LarsSGD: _Meaning(EmbOptimType.LARS_SGD, fields=("momentum", "eta")),
 }
 _ANY_VALUE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})

@@ -38,6 +38,7 @@ from recsys.optim import (
     Adam,
     LarsSGD,
     PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -47,8 +48,17 @@ FEATURES = ["f0", "f1", "f2", "f3"]
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 DIMS = (1, 2, 3, 4, 8, 16)
-OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, PartialRowWiseAdam, LAMB, LarsSGD)
-NEED_WHOLE_ROWS = (LAMB, LarsSGD)
+OPTIMIZERS = (
+    SGD,
+    Adagrad,
+    RowWiseAdagrad,
+    Adam,
+    PartialRowWiseAdam,
+    LAMB,
+    LarsSGD,
+    PartialRowWiseLAMB,
+)
+NEED_WHOLE_ROWS = (LAMB, LarsSGD, PartialRowWiseLAMB)
 """Optimizers of tables whose columns must not be split."""
 
 

@@ -97,13 +97,17 @@ def formula(spec: OptimizerSpec) -> Tensor:
             else:
                 first[r] = spec.beta1 * first[r] + (1 - spec.beta1) * g
                 square = g * g
-                if kind is EmbOptimType.PARTIAL_ROWWISE_ADAM:
+                if kind in (
+                    EmbOptimType.PARTIAL_ROWWISE_ADAM,
+                    EmbOptimType.PARTIAL_ROWWISE_LAMB,
+                ):
                     square = square.mean().expand(DIM)
                 second[r] = spec.beta2 * second[r] + (1 - spec.beta2) * square
                 m_hat = first[r] / (1 - spec.beta1**t)
                 v_hat = second[r] / (1 - spec.beta2**t)
                 direction = m_hat / (v_hat.sqrt() + spec.eps) + decay * w
-                trust = w.norm() / direction.norm() if kind is EmbOptimType.LAMB else 1.0
+                lambs = (EmbOptimType.LAMB, EmbOptimType.PARTIAL_ROWWISE_LAMB)
+                trust = w.norm() / direction.norm() if kind in lambs else 1.0
                 weight[r] = w - LR * trust * direction
     return weight.float()
 
@@ -114,6 +118,7 @@ def formula(spec: OptimizerSpec) -> Tensor:
         EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         EmbOptimType.PARTIAL_ROWWISE_ADAM,
         EmbOptimType.LAMB,
+        EmbOptimType.PARTIAL_ROWWISE_LAMB,
         EmbOptimType.LARS_SGD,
         EmbOptimType.ADAM,
     ],
@@ -200,6 +205,7 @@ def test_which_optimizers_reduce_rows() -> None:
         "EXACT_ROWWISE_ADAGRAD",
         "PARTIAL_ROWWISE_ADAM",
         "LAMB",
+        "PARTIAL_ROWWISE_LAMB",
         "LARS_SGD",
     ]
 

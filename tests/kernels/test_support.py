@@ -29,6 +29,7 @@ FBGEMM_NAMES = {
     EmbOptimType.ADAM: "adam",
     EmbOptimType.PARTIAL_ROWWISE_ADAM: "partial_rowwise_adam",
     EmbOptimType.LAMB: "lamb",
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: "partial_rowwise_lamb",
     EmbOptimType.LARS_SGD: "lars_sgd",
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward, mark_in_backward
 from recsys.optim.optimizers import in_backward_optimizer_filter
 from recsys.optim.rowwise_adagrad import RowWiseAdagrad
+from recsys.optim.specs import optimizer_spec
 
 CLASSES = [
     optimizers.SGD,
@@ -18,6 +20,7 @@ CLASSES = [
     optimizers.Adam,
     optimizers.PartialRowWiseAdam,
     optimizers.LAMB,
+    optimizers.PartialRowWiseLAMB,
     optimizers.LarsSGD,
 ]
 
@@ -96,7 +99,50 @@ def test_row_wise_adagrad_keeps_one_number_per_row() -> None:
     assert optimizer.state[layer.bias]["sum"].shape == (1,)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_row_wise_adagrad_follows_the_formula(maximize: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = nn.Parameter(torch.randn(3, 4, generator=generator))
+    weight, sums = table.detach().double().numpy().copy(), np.full(3, 0.5)
+    optimizer = RowWiseAdagrad([table], 0.1, 0.3, 0.2, 0.5, 1e-3, maximize=maximize)
+    for step in range(4):
+        grad = torch.randn(3, 4, generator=generator)
+        table.grad = grad.clone()
+        optimizer.step()
+        full = (-1 if maximize else 1) * grad.double().numpy() + 0.2 * weight
+        sums += (full**2).mean(axis=1)
+        weight -= 0.1 / (1 + step * 0.3) * full / (np.sqrt(sums) + 1e-3)[:, None]
+    np.testing.assert_allclose(table.detach(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_row_wise_adagrad_goes_on_from_a_saved_state() -> None:
+    tables = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    first = RowWiseAdagrad(tables[:1], 0.1, lr_decay=1.0)
+    for _ in range(2):
+        tables[0].grad = torch.ones(2, 3)
+        first.step()
+    second = RowWiseAdagrad(tables[1:], 0.1, lr_decay=1.0)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    with torch.no_grad():
+        tables[1].copy_(tables[0])
+    for table, optimizer in zip(tables, (first, second), strict=True):
+        table.grad = torch.ones(2, 3)
+        optimizer.step()
+    torch.testing.assert_close(tables[0], tables[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lr_decay": 0.1}, {"initial_accumulator_value": 1.0}, {"maximize": True}]
+)
+def test_what_tables_do_not_take_is_named(settings: dict[str, float]) -> None:
+    (name,) = settings
+    with pytest.raises(ValueError, match=rf"of embedding tables has no \['{name}'\]"):
+        optimizer_spec(RowWiseAdagrad, settings)
+
+
 def test_bad_settings_raise_at_once() -> None:
+    with pytest.raises(ValueError, match=r"RowWiseAdagrad\.lr_decay must be .* received -1"):
+        RowWiseAdagrad([nn.Parameter(torch.ones(1))], lr_decay=-1.0)
     with pytest.raises(ValueError, match="learning_rate must be finite and >= 0; received -1"):
         optimizers.SGD([nn.Parameter(torch.ones(1))], lr=-1.0)
 

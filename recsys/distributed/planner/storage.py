@@ -30,6 +30,7 @@ _UPDATE_COPIES: Mapping[EmbOptimType, int] = {
     EmbOptimType.ADAM: 5,
     EmbOptimType.PARTIAL_ROWWISE_ADAM: 4,
     EmbOptimType.LAMB: 7,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: 6,
     EmbOptimType.LARS_SGD: 4,
 }
 """Values of touched rows that an update in plain PyTorch holds at a time, gradients included."""

@@ -42,6 +42,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
     "RowWiseAdagrad": optim.RowWiseAdagrad,
     "Adam": torch.optim.Adam,
     "PartialRowWiseAdam": optim.PartialRowWiseAdam,
+    "PartialRowWiseLAMB": optim.PartialRowWiseLAMB,
     "LAMB": optim.LAMB,
     "LarsSGD": optim.LarsSGD,
     "none": None,

@@ -52,6 +52,7 @@ def table(
         (EmbOptimType.EXACT_ADAGRAD, 3200),
         (EmbOptimType.ADAM, 6404),  # and a counter of steps
         (EmbOptimType.PARTIAL_ROWWISE_ADAM, 3604),
+        (EmbOptimType.PARTIAL_ROWWISE_LAMB, 3604),
     ],
 )
 def test_weights_and_the_state_of_their_optimizer(algorithm: EmbOptimType, state: int) -> None:
