@@ -131,8 +131,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.optim",
         "Adagrad, Adam, CombinedOptimizer, GradientClipping, GradientClippingOptimizer, "
         "KeyedOptimizer, KeyedOptimizerWrapper, LAMB, LarsSGD, OptimizerWrapper, "
-        "PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad, SGD, WarmupOptimizer, WarmupPolicy, "
-        "WarmupStage, apply_optimizer_in_backward",
+        "PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad, SGD, WarmupOptimizer, "
+        "WarmupPolicy, WarmupStage, apply_optimizer_in_backward",
     ),
     (
         "torchrec.optim.apply_optimizer_in_backward",
