@@ -117,3 +117,10 @@ def test_differences_are_found(tmp_path: Path) -> None:
     page.write_text("# x\n\n```python\n1 / 0\n```\n")
     with pytest.raises(ZeroDivisionError):
         run_page(page, tmp_path, compare=False)
+
+
+def test_the_index_links_every_page() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([\w/]+\.md)\)", (docs / "index.md").read_text()))
+    pages = {page.name for page in docs.glob("*.md")} | {"tutorials/intro.md", "decisions/index.md"}
+    assert linked == pages - {"index.md"}

@@ -1,0 +1,160 @@
+"""Defaults and public members of shared names are TorchRec's, but for those listed with reasons."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+
+from recsys.compat.table import HOMES
+from tests.compat.facts import FILE, defaults_of, members_of
+
+INNER = "belongs to the engine inside, which is another one: docs/engine.md"
+HELD = "an attribute of the object, not of its class"
+DIFFERENT = {
+    r"EmbeddingCollection[.(]use_gather_select\w*\)?": (
+        "how a lookup gathers is the kernel's choice"
+    ),
+    (
+        r"(DistributedModelParallel|ShardedModule|Sharded\w+Collection|"
+        r"ShardedEmbeddingBag)\.write\w*"
+    ): "writes rows into a key-value store",
+    r"DistributedModelParallel\(model_tracker_configs\)": "no tracker of changed rows yet",
+    r"DistributedModelParallel\.(get_delta_tracker|init_torchrec_delta_tracker)": (
+        "no tracker of changed rows yet"
+    ),
+    r"(DistributedModelParallel|EmbeddingBagCollectionSharder)\.reshard": (
+        "load a checkpoint under another plan"
+    ),
+    r"\w*Sharder\.storage_usage": "the planner knows the bytes",
+    r"\w*Sharder\.sharded_module_type": "a sharder may return any module",
+    r"(\w*Sharder|ShardedModule|Sharded\w+)\.qcomm_codecs_registry": HELD,
+    r"CombinedOptimizer\.(param_groups|params|state)": HELD,
+    r"(ModuleSharder|ShardedModule)\(qcomm_codecs_registry\)": (
+        "of the sharders that exchange something"
+    ),
+    r"\w*Sharder\.shard\(module_fqn\)": "names a module in logs; errors here name it by themselves",
+    r"Sharded\w+\(module_fqn\)": "names a module in logs; errors here name it by themselves",
+    r"\w+\(sharded_module_order_overwrite\)": "the order of outputs is the unsharded one, always",
+    r"ParameterSharding[.(](enforce_hbm|key_value_params|stochastic_rounding)\)?": (
+        "caches hold their states on the device; rounding is set with the optimizer; no "
+        "key-value store"
+    ),
+    (
+        r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.(compute|compute_and_output_dist|"
+        r"create_context|input_dist|output_dist|prefetch|preprocess_input|unsharded_module_type)"
+    ): "the stages of a batch are not public yet",
+    r"ShardedEmbeddingBag\.input_dist\(\w+\)": "the stages of a batch are not public yet",
+    r"Sharded\w+Collection\.sharded_parameter_names": (
+        "a feature-processed collection is replicated but for the collection in it"
+    ),
+    (
+        r"(Sharded\w+Collection|ShardedEmbeddingBag)\.(create_\w+|init_data_parallel|register_\w+|"
+        r"reset_parameters|shardings|extend_shard_name|update_shards|add_fp_params\w+|"
+        r"apply_feature\w+)"
+    ): INNER,
+    r"ShardingEnv\(output_dtensor\)": "state dicts hold ShardedTable",
+    r"(QCommsConfig|CommType)[.(](fp8_output_dtype|mx4_\w+|output_dtype)\)?": (
+        "no MX4 wire; fp8 arrives as fp32"
+    ),
+    r"DefaultDataParallelWrapper\(static_graph\)": "a model may leave dense parts unused",
+    r"DefaultDataParallelWrapper\((allreduce_comm_precision|params_to_ignore|ddp_kwargs)\)": (
+        "pass a wrapper of your own"
+    ),
+    r"EmbeddingShardingPlanner\((debug|callbacks|plan_loader)\)": (
+        "plans are saved, loaded and reported: docs/planner.md"
+    ),
+    r"EmbeddingShardingPlanner\.hash_planner_context_inputs\w*": (
+        "ranks compare what they were asked for"
+    ),
+    r"Topology\(ssd_cap\)": "no table lies on a disk",
+    r"Topology\(\w+_(mem_bw|host_bw)\)": (
+        "other machines are measured or taken by name: docs/planner.md"
+    ),
+    (
+        r"Topology[.(](pod_size|\w*compute_multiplier|uneven_\w+|generalized_\w+|"
+        r"created_by_factory|comms_bandwidths|devices|intra_group_size)\)?"
+    ): "costs are bytes over speeds: docs/decisions/0013",
+    (
+        r"EmbeddingEnumerator[.(](estimator|use_exact_enumerate_order|last_stored_search_space|"
+        r"populate_estimates|sharder_map)\)?"
+    ): "lists options; the planner rates them",
+    r"\w*StorageReservation\.(reserve|last_reserved_topology)": (
+        "says what is usable: usable(memory_cap, dense_bytes)"
+    ),
+    r"EnumerableShardingSpec\.(build_metadata|shard)": "of torch's ShardedTensor",
+    r"ShardedTensor[.(]\w+(\(\w+)?\)?": "torch's class; ours is ShardedTable",
+    r"shard_quant_model\(\w+\)": "tables lie whole on the devices of one process",
+    (
+        r"\w+Metric\.(LABELS|PREDICTIONS|WEIGHTS|clone_update_inputs|get_memory_usage|"
+        r"load_state_dict_hook|state_dict_hook)"
+    ): "of how states are held, which is another way",
+    (
+        r"RecMetricModule\.(async_compute|get_pre_compute_states|load_pre_compute_states|"
+        r"load_state_dict_hook|shutdown)"
+    ): "update is cheap enough to need no second process",
+    r"DLRM\w*\.compile_dense_path": "call torch.compile on the dense parts",
+    r"PositionWeightedModule\w*\.pre_process_input": INNER,
+    r"KTRegroupAsDict[.(](multi_device|clear_cache|embedding_cast)\)?": (
+        "regroups on the tensors' device, and keeps nothing"
+    ),
+    r"\w*Optimizer\w*\.(set_optimizer_step|update_hyper_parameters)": (
+        "set param_groups, or use a scheduler"
+    ),
+    r"GradientClippingOptimizer\.last_total_grad_norm": "step returns what the optimizer does",
+    r"KeyedOptimizerWrapper\(pass_params_dict\)": "the factory takes a list",
+    r"RowWiseAdagrad\(\w+\)": "FBGEMM's kernels do not have it",
+}
+"""What differs, as a pattern, and why."""
+
+
+def ours_of(dotted: str) -> object:
+    module, _, name = dotted.rpartition(".")
+    home = HOMES[module][name]
+    return getattr(importlib.import_module(home.module), home.name)
+
+
+def differences() -> Iterator[tuple[str, str]]:
+    """Yields what differs: a name, and how."""
+    seen: set[str] = set()
+    for line in FILE.read_text().splitlines()[1:]:
+        dotted, *words = line.split(" ")
+        ours = ours_of(dotted)
+        label = dotted.rpartition(".")[2]
+        if label in seen:
+            continue
+        seen.add(label)
+        there = set(members_of(ours)) | set(dir(ours)) if inspect.isclass(ours) else set()
+        for word in words:
+            if word.startswith("+"):
+                if word[1:] not in there:
+                    yield f"{label}.{word[1:]}", "is not here"
+                continue
+            below, argument, default = re.fullmatch(r"\.?(\w*)\((\w+)=(.*)\)", word).groups()  # type: ignore[union-attr]
+            function = getattr(ours, below, None) if below else ours
+            if function is None:
+                continue
+            own = defaults_of(function)
+            name = f"{label}{'.' * bool(below)}{below}({argument})"
+            if argument not in inspect.signature(function).parameters:
+                yield name, "is not taken"
+            elif own.get(argument) != default:
+                yield name, f"is {own.get(argument, 'required')}, there {default}"
+
+
+def test_what_differs_has_a_reason() -> None:
+    unexplained = [
+        f"{name} {how}"
+        for name, how in differences()
+        if not any(re.fullmatch(pattern, name) for pattern in DIFFERENT)
+    ]
+    assert unexplained == []
+
+
+def test_reasons_are_of_what_differs() -> None:
+    names = [name for name, _ in differences()]
+    idle = [
+        pattern for pattern in DIFFERENT if not any(re.fullmatch(pattern, name) for name in names)
+    ]
+    assert idle == []
