@@ -22,6 +22,7 @@ def shard_quant_model(
     model: nn.Module,
     world_size: int = 1,
     compute_device: str = "cuda",
+    sharding_device: str = "meta",
     *,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
@@ -34,6 +35,8 @@ def shard_quant_model(
         model: as :func:`~recsys.inference.quantize_embeddings` returns it; left as it is.
         world_size: the number of devices; on "cpu" all shards lie in host memory.
         compute_device: "cuda" or "cpu".
+        sharding_device: "meta", "cuda" or "cpu", and all the same: each table goes straight to the
+            device that looks it up.
         sharding_plan: table-wise placements by module path and table; the tables are spread by
             size if None.
 
@@ -66,6 +69,10 @@ def shard_quant_model(
         )
     if compute_device not in ("cuda", "cpu"):
         raise ValueError(f"compute_device must be 'cuda' or 'cpu'; received {compute_device!r}.")
+    if sharding_device not in ("meta", "cuda", "cpu"):
+        raise ValueError(
+            f"sharding_device must be 'meta', 'cuda' or 'cpu'; received {sharding_device!r}."
+        )
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1; received {world_size}.")
     if compute_device == "cuda" and world_size > torch.cuda.device_count():

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from recsys.distributed.types import ShardingPlan
-from recsys.inference import export_torchscript, shard_quant_model
+from recsys.inference import export_torchscript, quantize_inference_model, shard_quant_model
 from tests.inference.test_export import _eager, _inputs, _model
+from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
 
 KEYS = ["x", "y", "z"]
 
@@ -39,6 +43,8 @@ def test_bad_plans_are_refused() -> None:
 def test_devices_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="must be 'cuda' or 'cpu'; received 'gpu'"):
         shard_quant_model(_model(), 1, "gpu")
+    with pytest.raises(ValueError, match=r"sharding_device must be .* received 'gpu'"):
+        shard_quant_model(_model(), 1, "cpu", "gpu")
     with pytest.raises(ValueError, match="at least 1; received 0"):
         shard_quant_model(_model(), 0, "cpu")
     with pytest.raises(ValueError, match=r"must not exceed the CUDA devices, \d+ here"):
@@ -60,3 +66,16 @@ def test_sharding_takes_the_rows_that_were_loaded() -> None:
     assert not torch.equal(loaded[0], original[0])
     for one, another in zip(moved, loaded, strict=True):
         assert torch.equal(one, another)
+
+
+@pytest.mark.parametrize("make", [_pooled, _sequence, _processed])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_collection_alone_is_sharded(make: Any, device: str) -> None:
+    quantized = quantize_inference_model(make())
+    sharded, plan = shard_quant_model(quantized, 2, compute_device="cpu", sharding_device=device)
+    assert type(sharded) is type(quantized)
+    assert list(plan.plan) == [""]
+    assert {entry.ranks[0] for entry in plan.plan[""].values()} == {0, 1}  # type: ignore[attr-defined]
+    for each in (sharded, copy.deepcopy(sharded), pickle.loads(pickle.dumps(sharded))):
+        assert torch.equal(_flat(each(_batch())), _flat(quantized(_batch())))
+        assert list(each.state_dict()) == list(quantized.state_dict())
