@@ -245,7 +245,7 @@ class BinaryCriteoUtils:
             input_dir_labels_and_dense: where the counts and labels are.
             input_dir_sparse: where the categories are.
             output_dir_shuffled: another folder, which gets files of the same names and sizes.
-            rows_per_day: by day its rows.
+            rows_per_day: by day its rows; the last day may be left out.
             output_dir_full_set: must be None: one file of everything would hold ids as floats.
             days: how many there are.
             int_columns: of the counts.
@@ -254,8 +254,8 @@ class BinaryCriteoUtils:
             random_seed: of the permutation.
 
         Raises:
-            ValueError: a file has another shape, ``output_dir_full_set`` is given, or the output
-                folder is one of the inputs.
+            ValueError: a day is not in ``rows_per_day``, a file has another shape,
+                ``output_dir_full_set`` is given, or the output folder is one of the inputs.
         """
         check_path_manager_key(path_manager_key)
         if output_dir_full_set is not None:
@@ -270,8 +270,14 @@ class BinaryCriteoUtils:
             raise ValueError(
                 f"output_dir_shuffled must be another folder than the inputs'; received {output}."
             )
-        sizes = [rows_per_day[day] for day in range(days)]
-        order = np.random.default_rng(random_seed).permutation(sum(sizes[:-1]))
+        missing = sorted(set(range(days - 1)) - rows_per_day.keys())
+        if missing:
+            raise ValueError(
+                f"rows_per_day must have all of the {days} days but the last; received "
+                f"{dict(rows_per_day)}, without {missing}."
+            )
+        sizes = [rows_per_day[day] for day in range(days - 1)]
+        order = np.random.default_rng(random_seed).permutation(sum(sizes))
         kinds = {
             "dense": (input_dir_labels_and_dense, int_columns),
             "sparse": (input_dir_sparse, sparse_columns),
@@ -280,14 +286,14 @@ class BinaryCriteoUtils:
         for kind, (folder, columns) in kinds.items():
             names = [f"day_{day}_{kind}.npy" for day in range(days)]
             read = [_with_columns(Path(folder) / name, columns) for name in names]
-            found = [len(array) for array in read]
+            found = [len(array) for array in read[:-1]]
             if found != sizes:
                 raise ValueError(
                     f"The {kind} files in {folder} must have the rows of rows_per_day {sizes}; "
                     f"received {found}."
                 )
             start = 0
-            for name, size in zip(names[:-1], sizes[:-1], strict=True):
+            for name, size in zip(names[:-1], sizes, strict=True):
                 written = open_memmap(output / name, "w+", read[0].dtype, (size, columns))
                 for here in _stretches(size):
                     rows = order[start + here.start : start + here.stop]

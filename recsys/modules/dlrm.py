@@ -319,6 +319,15 @@ class DLRM(nn.Module):
             batch_norm=batch_norm, dropout=dropout,
         )  # fmt: skip
 
+    def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
+        """Compile all but the lookup, in place; names in the state dict stay.
+
+        Args:
+            compile_mode: of ``torch.compile``.
+        """
+        for arch in (self.dense_arch, self.inter_arch, self.over_arch):
+            arch.compile(mode=compile_mode)
+
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor | None
     ) -> torch.Tensor:

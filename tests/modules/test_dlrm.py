@@ -237,3 +237,23 @@ def test_batch_norm_and_dropout_reach_all_layers_but_the_logit():
     torch.testing.assert_close(
         *(dlrm.eval()(batch.dense_features, batch.sparse_features) for _ in range(2))
     )
+
+
+def test_all_but_the_lookup_is_compiled(monkeypatch):
+    compiled = []
+
+    def note(function, mode):
+        def call(*inputs):
+            compiled.append((type(function.__self__), mode))
+            return function(*inputs)
+
+        return call
+
+    dlrm, batch = model(), random_batch()
+    names = list(dlrm.state_dict())
+    expected = dlrm(batch.dense_features, batch.sparse_features)
+    monkeypatch.setattr(torch, "compile", note)
+    dlrm.compile_dense_path("default")
+    torch.testing.assert_close(dlrm(batch.dense_features, batch.sparse_features), expected)
+    assert compiled == [(kind, "default") for kind in (DenseArch, InteractionArch, OverArch)]
+    assert list(dlrm.state_dict()) == names
