@@ -23,6 +23,10 @@ from recsys.metrics.windows import RowWindow, SumWindow, gather_rows
 if TYPE_CHECKING:
     from recsys.metrics.rec_metric import RecMetric
 
+PENDING_VALUES = 3 * 32_768
+"""Batches are added up together once they have so many predictions, labels and weights: some tens
+of calls for all of them, on tensors that fit into a core's cache."""
+
 
 class _TaskGroup:
     """The sums and rows of metrics that have the same tasks."""
@@ -44,6 +48,8 @@ class _TaskGroup:
         ranked = [metric for metric in metrics if metric.ranks_rows]
         self.row_inputs = sorted({name for m in ranked for name in m.get_required_inputs()})
         self.rows = {size: RowWindow(size) for size in sorted({m.local_window for m in ranked})}
+        # Rows of batches that are not added up yet, with the sums that need more than rows.
+        self.pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.validates = any(metric.should_validate_update for metric in metrics)
 
     def update(
@@ -56,29 +62,46 @@ class _TaskGroup:
         batch = build_batch(
             self.tasks, predictions, labels, weights, inputs, num_classes=self.num_classes
         )
-        num_samples = batch.labels.size(1)
-        if num_samples == 0 or (self.validates and not batch.weights.any()):
+        num_samples = batch.rows.size(2)
+        if num_samples == 0 or (self.validates and not batch.rows[2].any()):
             return
+        extra = [batch.input(name).long() for name in self.row_inputs]
         if self.windows:
-            sums_TK = self._sum(batch)
-            self.lifetime += sums_TK
-            for window in self.windows.values():
-                window.add(sums_TK, num_samples)
+            wide = [quantity.of(batch) for quantity in self.wide]
+            if self.pending and self.pending[0][0].shape != batch.rows.shape:
+                self.flush()
+            self.pending.append((batch.rows, torch.cat(wide, dim=1) if wide else None))
+            if len(self.pending) * batch.rows.numel() >= PENDING_VALUES:
+                self.flush()
         if self.rows:
-            extra = [batch.input(name).long() for name in self.row_inputs]
             empty = torch.empty(0, num_samples, dtype=torch.int64, device=batch.rows.device)
             for rows in self.rows.values():
                 rows.add(batch.rows, torch.stack(extra) if extra else empty)
 
-    def _sum(self, batch: MetricBatch) -> torch.Tensor:
+    def flush(self) -> None:
+        """Add up the batches that wait for it; all are of one size."""
+        if not self.pending:
+            return
+        rows, wide = zip(*self.pending, strict=True)
+        self.pending.clear()
         sums = []
+        if self.weighted or self.unweighted:
+            # Shapes have the batch before the sample.
+            batch = MetricBatch(self.tasks, torch.stack(rows, dim=2), None, {})
         if self.weighted:
-            values_TKN = torch.stack([q.of(batch) for q in self.weighted], dim=1)
-            sums.append(torch.bmm(values_TKN, batch.weights.unsqueeze(2)).squeeze(2))
+            values_TBKN = torch.stack([q.of(batch) for q in self.weighted], dim=2)
+            weights_TBN1 = batch.weights.unsqueeze(3)
+            summed = torch.bmm(values_TBKN.flatten(0, 1), weights_TBN1.flatten(0, 1))
+            sums.append(summed.view(values_TBKN.shape[:3]))
         if self.unweighted:
-            sums.append(torch.stack([q.of(batch).sum(1) for q in self.unweighted], dim=1))
-        sums += [quantity.of(batch) for quantity in self.wide]
-        return torch.cat(sums, dim=1)
+            sums.append(torch.stack([q.of(batch).sum(2) for q in self.unweighted], dim=2))
+        if self.wide:
+            sums.append(torch.stack(wide, dim=1))
+        sums_TBK = torch.cat(sums, dim=2)
+        self.lifetime += sums_TBK.sum(1)
+        for sums_TK in sums_TBK.unbind(1):
+            for window in self.windows.values():
+                window.add(sums_TK, rows[0].size(2))
 
     def window_totals(self) -> dict[int, torch.Tensor]:
         """The sums of each window, by its size on one rank."""
@@ -142,6 +165,7 @@ class _TaskGroup:
                 yield f"{task.name}.{name}", place, column
 
     def reset(self) -> None:
+        self.pending.clear()
         self.lifetime = torch.zeros_like(self.lifetime)
         self.windows = {size: SumWindow(size) for size in self.windows}
         self.rows = {size: RowWindow(size) for size in self.rows}
@@ -208,6 +232,7 @@ class Accumulators(torch.nn.Module):
 
         if self._own is not None:
             raise RuntimeError("sync() must not be called twice. Call unsync() in between.")
+        self._flush()
         self._own = [(g.lifetime, g.windows, g.rows) for g in self._groups]
         if not self._groups or not (dist.is_available() and dist.is_initialized()):
             return
@@ -263,6 +288,7 @@ class Accumulators(torch.nn.Module):
         Returns:
             Scalars, or a vector per result of several values, by key.
         """
+        self._flush()
         results: dict[str, torch.Tensor] = {}
         for group in self._groups:
             lifetime = group.named(group.lifetime)
@@ -287,6 +313,10 @@ class Accumulators(torch.nn.Module):
                         )
         return results
 
+    def _flush(self) -> None:
+        for group in self._groups:
+            group.flush()
+
     def reset(self) -> None:
         """Forget everything."""
         self._own = None
@@ -295,6 +325,7 @@ class Accumulators(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to a device; sums stay float64 whatever is asked for."""
+        self._flush()
         for group in self._groups:
             device = fn(torch.empty(0, device=group.lifetime.device)).device
             group.lifetime = group.lifetime.to(device)
@@ -308,6 +339,7 @@ class Accumulators(torch.nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        self._flush()
         for group in self._groups:
             for key, task, columns in group.entries():
                 destination[f"{prefix}lifetime.{key}"] = group.lifetime[task, columns]

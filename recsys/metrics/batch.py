@@ -38,9 +38,27 @@ class MetricBatch:
         self.tasks = tasks
         self.rows = rows_3TN
         self.classes = classes_TNC
-        self.predictions, self.labels, self.weights = rows_3TN.double().unbind()
         self._inputs = inputs
         self._decisions: dict[float, torch.Tensor] = {}
+
+    @cached_property
+    def _doubles(self) -> tuple[torch.Tensor, ...]:
+        return self.rows.double().unbind()
+
+    @property
+    def predictions(self) -> torch.Tensor:
+        """``[T, N]`` float64."""
+        return self._doubles[0]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """``[T, N]`` float64."""
+        return self._doubles[1]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """``[T, N]`` float64."""
+        return self._doubles[2]
 
     @cached_property
     def ones(self) -> torch.Tensor:
@@ -95,10 +113,10 @@ class MetricBatch:
                 "Add it to what update() is given."
             )
         values = self._inputs[name]
-        if per_sample and values.numel() != self.labels.size(1):
+        if per_sample and values.numel() != self.rows.size(2):
             raise ValueError(
                 f"the model output '{name}' must have one value per sample, "
-                f"{self.labels.size(1)}; received shape {list(values.shape)}."
+                f"{self.rows.size(2)}; received shape {list(values.shape)}."
             )
         return values.reshape(-1)
 
@@ -143,6 +161,31 @@ def build_batch(
         TypeError: something is no tensor.
         ValueError: a task is missing, or sizes or devices differ.
     """
+    given = (predictions, labels) if weights is None else (predictions, labels, weights)
+    names = [task.name for task in tasks]
+    try:
+        flat = [tensors[name] for tensors in given for name in names]  # type: ignore[index]
+        shapes = {tensor.shape for tensor in flat}
+        is_plain = len(shapes) == 1 and num_classes == 1 and len(given) == 3
+        is_plain = is_plain and flat[0].dim() == 1
+        is_plain = is_plain and {tensor.dtype for tensor in flat} == {torch.float32}
+        is_plain = is_plain and len({tensor.device for tensor in flat}) == 1
+    except (KeyError, IndexError, TypeError, AttributeError):
+        is_plain = False
+    if is_plain:
+        return MetricBatch(tasks, torch.cat(flat).view(3, len(tasks), -1), None, inputs)
+    return _build_any_batch(tasks, predictions, labels, weights, inputs, num_classes)
+
+
+def _build_any_batch(
+    tasks: Sequence[RecTaskInfo],
+    predictions: TaskTensors,
+    labels: TaskTensors,
+    weights: TaskTensors | None,
+    inputs: Mapping[str, torch.Tensor],
+    num_classes: int,
+) -> MetricBatch:
+    """Check and convert what is not plain float32 rows of one size."""
     places = range(len(tasks))
     found = [
         [_of_task(kind, given, place, tasks[place]) for place in places]

@@ -169,7 +169,11 @@ class RecMetricModule(torch.nn.Module):
         self.world_size = world_size
         self.rec_tasks = list(rec_tasks or ())
         self.rec_metrics = rec_metrics if rec_metrics is not None else RecMetricList([])
-        self._tasks = list({task for m in self.rec_metrics.rec_metrics for task in m.tasks})
+        tasks = {task for metric in self.rec_metrics.rec_metrics for task in metric.tasks}
+        self._keys = [
+            {task.name: getattr(task, kind) for task in tasks}
+            for kind in ("prediction_name", "label_name", "weight_name")
+        ]
         self._inputs = self.get_required_inputs() or []
         self.throughput_metric = throughput_metric
         self.state_metrics = dict(state_metrics or {})
@@ -203,11 +207,16 @@ class RecMetricModule(torch.nn.Module):
         """
         if len(self.rec_metrics):
             inputs = {name: model_out[name] for name in self._inputs if name in model_out}
+            try:
+                found = [
+                    {name: model_out[key] for name, key in keys.items()} for keys in self._keys
+                ]
+            except KeyError as error:
+                raise ValueError(
+                    f"model_out must have {error}, as a task says; received {sorted(model_out)}."
+                ) from None
             self.rec_metrics.update(
-                predictions={t.name: _find(model_out, t.prediction_name, t) for t in self._tasks},
-                labels={t.name: _find(model_out, t.label_name, t) for t in self._tasks},
-                weights={t.name: _find(model_out, t.weight_name, t) for t in self._tasks},
-                **(inputs | kwargs),
+                predictions=found[0], labels=found[1], weights=found[2], **(inputs | kwargs)
             )
         if self.throughput_metric is not None:
             self.throughput_metric.update()
@@ -405,12 +414,3 @@ def _build_metric(
         process_group=process_group,
         **(definition.arguments or {}),
     )
-
-
-def _find(model_out: Mapping[str, torch.Tensor], name: str, task: RecTaskInfo) -> torch.Tensor:
-    if name not in model_out:
-        raise ValueError(
-            f"model_out must have '{name}', as the task '{task.name}' says; received "
-            f"{sorted(model_out)}."
-        )
-    return model_out[name]

@@ -251,7 +251,7 @@ def test_bad_configurations() -> None:
     with pytest.raises(ValueError, match=r"in seconds; received 5\.0 and 1\.0"):
         build({}, min_compute_interval=5.0, max_compute_interval=1.0)
     module = build()
-    with pytest.raises(ValueError, match="must have 'buy_label', as the task 'buy' says"):
+    with pytest.raises(ValueError, match="must have 'buy_label', as a task says; received"):
         module.update({k: v for k, v in model_out(0, 4).items() if k != "buy_label"})
 
 
