@@ -69,7 +69,7 @@ def areas_under_roc(
     """Compute the chance of each group that a positive is scored above a negative; ties are half.
 
     Args:
-        scores_N: ``[N]`` float64.
+        scores_N: ``[N]`` of any float dtype.
         labels_N: ``[N]``, from 0 to 1, float64.
         weights_N: ``[N]`` float64.
         groups: the groups.
@@ -90,7 +90,7 @@ def average_precisions(
     """Compute each group's area under the curve of precision over recall, as steps.
 
     Args:
-        scores_N: ``[N]`` float64.
+        scores_N: ``[N]`` of any float dtype.
         labels_N: ``[N]``, from 0 to 1, float64.
         weights_N: ``[N]`` float64.
         groups: the groups.
@@ -116,7 +116,7 @@ def inverted_pairs(
     rounds as their ranks have bits, which the host reads from the device.
 
     Args:
-        scores_N: ``[N]`` float64.
+        scores_N: ``[N]`` of any float dtype.
         labels_N: ``[N]`` float64.
         weights_N: ``[N]`` float64.
         groups: the groups.
@@ -155,7 +155,7 @@ def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.
     """Find each sample's place in its group, the highest score first.
 
     Args:
-        scores_N: ``[N]`` float64.
+        scores_N: ``[N]`` of any float dtype.
         groups: the groups.
 
     Returns:

@@ -204,7 +204,7 @@ class GAUCMetric(SessionMetric):
 
     The model output ``num_candidates`` has the sizes of the sessions, whose samples follow one
     another. Sessions of one class are left out. Results: ``gauc``, and ``gauc_num_samples``, how
-    many sessions there were.
+    many sessions there were. On a GPU each update waits for the device.
     """
 
     namespace = MetricNamespace.GAUC

@@ -318,8 +318,8 @@ class TensorWeightedAvgMetric(SumMetric):
         """Name the sums."""
 
         def weights(batch: MetricBatch) -> torch.Tensor:
-            is_weighted = torch.tensor([task.weighted for task in batch.tasks])
-            return batch.weights.where(is_weighted.to(batch.weights.device)[:, None], 1.0)
+            places = enumerate(task.weighted for task in batch.tasks)
+            return torch.stack([(batch.weights if w else batch.ones)[i] for i, w in places])
 
         def tensors(batch: MetricBatch) -> torch.Tensor:
             return torch.stack([batch.input(str(task.tensor_name)) for task in batch.tasks])

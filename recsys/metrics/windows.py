@@ -75,7 +75,7 @@ class RowWindow:
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
-        self.num_rows = 0
+        self._num_kept = 0  # The oldest batch stays whole.
         self._parts: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
     @property
@@ -91,14 +91,14 @@ class RowWindow:
             extra_EN: ``[E, N]`` what belongs to them, int64.
         """
         self._parts.append((rows_TN, extra_EN))
-        self.num_rows += rows_TN.size(-1)
-        while self.num_rows > self.max_rows:
-            rows, extra = self._parts.popleft()
-            kept = max(0, rows.size(-1) - (self.num_rows - self.max_rows))
-            self.num_rows -= rows.size(-1) - kept
-            if kept:
-                # A copy, so that the rest of a big batch is freed.
-                self._parts.appendleft((rows[..., -kept:].clone(), extra[..., -kept:].clone()))
+        self._num_kept += rows_TN.size(-1)
+        while self._num_kept - self._parts[0][0].size(-1) >= self.max_rows:
+            self._num_kept -= self._parts.popleft()[0].size(-1)
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        return min(self._num_kept, self.max_rows)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Give all, the oldest first.
@@ -108,9 +108,10 @@ class RowWindow:
         """
         if not self._parts:
             return None
-        if len(self._parts) > 1:
+        if len(self._parts) > 1 or self._num_kept > self.max_rows:
             rows, extra = (torch.cat(parts, dim=-1) for parts in zip(*self._parts, strict=True))
-            self._parts = deque([(rows, extra)])
+            self._parts = deque([(rows[..., -self.max_rows :], extra[..., -self.max_rows :])])
+            self._num_kept = self.num_rows
         return self._parts[0]
 
     def to(self, device: torch.device) -> None:

@@ -22,6 +22,7 @@ PAGES = [
     ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "data.md",
     ROOT / "docs" / "engine.md",
+    ROOT / "docs" / "metrics.md",
     ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",
     ROOT / "docs" / "quantization.md",

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from recsys.metrics import metric_module
+from recsys.metrics import accumulators, metric_module
 from recsys.metrics.metric_module import (
     REC_METRICS_MAPPING,
     RecMetricModule,
@@ -22,10 +24,12 @@ from recsys.metrics.metrics_config import (
     RecMetricDef,
     RecMetricEnum,
     RecTaskInfo,
+    SessionMetricDef,
     StateMetricEnum,
     ThroughputDef,
 )
 from tests.metrics.data import TASKS, batches_of_rank, model_out
+from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
 CLICK, BUY = (RecTaskInfo(t, f"{t}_label", f"{t}_prediction", f"{t}_weight") for t in TASKS)
@@ -263,3 +267,58 @@ def test_a_default_for_everything() -> None:
     out = {name: torch.rand(4) for name in ("prediction", "label", "weight", "other")}
     module.update(out)
     assert "ne-DefaultTask|window_ne" in module.compute()
+
+
+def test_an_update_on_a_gpu_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulators, "PENDING_VALUES", 200)  # every third
+    waits = {RecMetricEnum.XAUC, RecMetricEnum.MULTICLASS_RECALL, RecMetricEnum.GAUC}
+    session = SessionMetricDef("session_id", 2)
+    tasks = [
+        dataclasses.replace(t, session_metric_def=session, tensor_name="tensor")
+        for t in (CLICK, BUY)
+    ]
+    wanted = {
+        metric: RecMetricDef(rec_tasks=tasks, window_size=64)
+        for metric in RecMetricEnum
+        if metric not in waits
+    }
+    for metric in ("auc", "auprc", "rauc"):
+        wanted[RecMetricEnum(metric)].arguments = {f"grouped_{metric}": True}
+    config = MetricsConfig(rec_tasks=tasks, rec_metrics=wanted)
+    on_cpu = generate_metric_module(RecMetricModule, config, 16, 1, 0, {}, torch.device("cpu"))
+    batches = [model_out(seed, 16) for seed in range(7)]
+    for batch in batches:
+        on_cpu.update(batch)
+    with PretendedCuda() as cuda:
+        module = generate_metric_module(RecMetricModule, config, 16, 1, 0, {}, CUDA)
+        on_device = [{k: v.to(CUDA) for k, v in batch.items()} for batch in batches]
+        cuda.forget()
+        for batch in on_device:
+            module.update(batch)
+        assert cuda.notes == []
+        found = module.compute()
+        assert all(cuda.is_on_device(value) for value in found.values())
+    assert {k: float(v) for k, v in found.items()} == pytest.approx(
+        {k: float(v) for k, v in on_cpu.compute().items()}, nan_ok=True
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes=st.lists(st.integers(0, 16), max_size=12), limit=st.integers(1, 500))
+def test_batches_added_up_together_or_one_by_one(sizes: list[int], limit: int) -> None:
+    wanted = SUMS | {
+        RecMetricEnum.NDCG: RecMetricDef(rec_tasks=[CLICK, BUY], window_size=160),
+        RecMetricEnum.SCALAR: RecMetricDef(rec_tasks=[CLICK, BUY], window_size=48),
+    }
+    modules = []
+    for values in (1, limit):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(accumulators, "PENDING_VALUES", values)
+            module = build(wanted)
+            for seed, size in enumerate(sizes):
+                module.update(model_out(seed, size))
+        modules.append(module)
+    first, second = ({k: float(v) for k, v in m.compute().items()} for m in modules)
+    assert first == pytest.approx(second, nan_ok=True, rel=1e-12)
+    saved = [module.state_dict() for module in modules]
+    torch.testing.assert_close(saved[0], saved[1])
