@@ -28,7 +28,7 @@ SURFACE = {
     "recsys.distributed.planner": """
         CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner
         FixedPercentageStorageReservation Hardware HeuristicalStorageReservation
-        ParameterConstraints PlannerError PoolingStats Topology
+        ParameterConstraints PlannerError PlannerErrorType PoolingStats Topology
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection

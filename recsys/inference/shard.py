@@ -21,8 +21,8 @@ from recsys.inference.quantized_tables import rows_left
 def shard_quant_model(
     model: nn.Module,
     world_size: int = 1,
-    compute_device: str = "cuda",
-    sharding_device: str = "meta",
+    compute_device: str | torch.device = "cuda",
+    sharding_device: str | torch.device = "meta",
     *,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
@@ -67,6 +67,10 @@ def shard_quant_model(
             f"{type(model).__name__} has no quantized collection to shard. Call "
             "quantize_embeddings first."
         )
+    compute_device, sharding_device = (
+        device.type if isinstance(device, torch.device) else device
+        for device in (compute_device, sharding_device)
+    )
     if compute_device not in ("cuda", "cpu"):
         raise ValueError(f"compute_device must be 'cuda' or 'cpu'; received {compute_device!r}.")
     if sharding_device not in ("meta", "cuda", "cpu"):

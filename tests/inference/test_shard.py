@@ -69,10 +69,11 @@ def test_sharding_takes_the_rows_that_were_loaded() -> None:
 
 
 @pytest.mark.parametrize("make", [_pooled, _sequence, _processed])
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_collection_alone_is_sharded(make: Any, device: str) -> None:
+@pytest.mark.parametrize("device", ["meta", "cpu", torch.device("cpu")])
+def test_a_collection_alone_is_sharded(make: Any, device: str | torch.device) -> None:
     quantized = quantize_inference_model(make())
-    sharded, plan = shard_quant_model(quantized, 2, compute_device="cpu", sharding_device=device)
+    compute = device if isinstance(device, torch.device) else "cpu"
+    sharded, plan = shard_quant_model(quantized, 2, compute, device)
     assert type(sharded) is type(quantized)
     assert list(plan.plan) == [""]
     assert {entry.ranks[0] for entry in plan.plan[""].values()} == {0, 1}  # type: ignore[attr-defined]

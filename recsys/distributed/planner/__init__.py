@@ -28,6 +28,7 @@ from recsys.distributed.planner.types import (
     HeuristicalStorageReservation,
     ParameterConstraints,
     PlannerError,
+    PlannerErrorType,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "HeuristicalStorageReservation",
     "ParameterConstraints",
     "PlannerError",
+    "PlannerErrorType",
     "PoolingStats",
     "Topology",
 ]
