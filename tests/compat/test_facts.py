@@ -94,7 +94,6 @@ DIFFERENT = {
         r"RecMetricModule\.(async_compute|get_pre_compute_states|load_pre_compute_states|"
         r"load_state_dict_hook|shutdown)"
     ): "update is cheap enough to need no second process",
-    r"DLRM\w*\.compile_dense_path": "call torch.compile on the dense parts",
     r"PositionWeightedModule\w*\.pre_process_input": INNER,
     r"KTRegroupAsDict[.(](multi_device|clear_cache|embedding_cast)\)?": (
         "regroups on the tensors' device, and keeps nothing"
@@ -104,7 +103,6 @@ DIFFERENT = {
     ),
     r"GradientClippingOptimizer\.last_total_grad_norm": "step returns what the optimizer does",
     r"KeyedOptimizerWrapper\(pass_params_dict\)": "the factory takes a list",
-    r"RowWiseAdagrad\(\w+\)": "FBGEMM's kernels do not have it",
 }
 """What differs, as a pattern, and why."""
 
