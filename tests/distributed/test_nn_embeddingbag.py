@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint.state import state_of
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder, ShardedEmbeddingBag
+from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -20,9 +24,9 @@ from recsys.distributed.types import (
     ShardingType,
 )
 from recsys.kernels.types import EmbOptimType
-from recsys.optim import Adagrad, RowWiseAdagrad, apply_optimizer_in_backward
-from recsys.optim.keyed import KeyedOptimizerWrapper
-from tests.distributed.cases import CPU, assert_same, whole_state
+from recsys.optim import Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
+from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from tests.distributed.cases import CPU, assert_same, whole, whole_state
 from tests.ranks import RankPool
 
 ROWS, DIM = 13, 8
@@ -126,9 +130,9 @@ def _train_both(kind: ShardingType, optimizer: type[torch.optim.Optimizer] | Non
     assert own <= set(start)
     expected = train(reference, None, world_size, optimizer is not None)
     received = train(sharded, rank, world_size, optimizer is not None)
-    for step, (whole, mine) in enumerate(zip(expected, received, strict=True)):
+    for step, (together, mine) in enumerate(zip(expected, received, strict=True)):
         sizes = [len(part["square"]) for part in batches(step, world_size)]
-        torch.testing.assert_close(mine, whole.split(sizes)[rank], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, together.split(sizes)[rank], rtol=1e-5, atol=1e-5)
     state = whole_state(sharded)
     assert_same(state, reference.state_dict())
     assert not any(torch.equal(state[f"{name}.weight"], start[f"{name}.weight"]) for name in BAGS)
@@ -153,6 +157,51 @@ def test_trains_on_other_numbers_of_ranks(
     ranks: RankPool, world_size: int, kind: ShardingType
 ) -> None:
     ranks(world_size, _train_both, kind, RowWiseAdagrad)
+
+
+def _everything(kind: ShardingType, in_backward: bool, path: str, load: bool) -> dict[str, Tensor]:
+    """Trains and saves, or loads; and returns the model's and the optimizer's whole state."""
+    sharded = shard(model(RowWiseAdagrad if in_backward else None), kind)
+    stepped = {
+        name: parameter
+        for name, parameter in sharded.named_parameters()
+        if not (in_backward and name.startswith(BAGS))
+    }
+    wrapped = KeyedOptimizerWrapper(stepped, lambda params: Adam(params, lr=0.1))
+    wrapped.init_state()
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, wrapped])
+    if load:
+        load_checkpoint(path, sharded, optimizer)
+    else:
+        for step in range(2):
+            optimizer.zero_grad()
+            sharded(batches(step, dist.get_world_size())[dist.get_rank()]).sum().backward()
+            optimizer.step()
+        save_checkpoint(path, sharded, optimizer)
+    found = whole_state(sharded)
+    for name, states in state_of(sharded, optimizer)["optimizer"]["state"].items():
+        for key, value in states.items():
+            if isinstance(value, ShardedTable):
+                value = ShardedTable(
+                    value.shape, value.local_shards(), dtype=value.dtype, device=value.device,
+                    group=dist.group.WORLD,
+                )  # fmt: skip
+            found[f"{name}/{key}"] = whole(value)
+    return found
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_checkpoints_load_under_another_plan(
+    ranks: RankPool, tmp_path: Path, in_backward: bool
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = ranks(2, _everything, ShardingType.ROW_WISE, in_backward, path, False)[0]
+    assert "summed.weight/sum" in saved or "summed.weight/exp_avg" in saved
+    assert any(value.abs().sum() > 0 for name, value in saved.items() if "/" in name)
+    for world_size, kind in ((2, ShardingType.COLUMN_WISE), (1, ShardingType.ROW_WISE)):
+        loaded = ranks(world_size, _everything, kind, in_backward, path, True)
+        for of_rank in loaded:
+            assert_same(of_rank, saved, rtol=0, atol=0)
 
 
 def _weights_get_gradients() -> None:

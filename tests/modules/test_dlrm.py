@@ -1,9 +1,11 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from recsys.datasets.random import RandomRecDataset
 from recsys.datasets.utils import Batch
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.modules.dlrm import (
     DLRM,
     DenseArch,
@@ -257,3 +259,28 @@ def test_all_but_the_lookup_is_compiled(monkeypatch):
     torch.testing.assert_close(dlrm(batch.dense_features, batch.sparse_features), expected)
     assert compiled == [(kind, "default") for kind in (DenseArch, InteractionArch, OverArch)]
     assert list(dlrm.state_dict()) == names
+
+
+def _trains_with_batch_norm_on_ranks():
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    unsharded = DLRM(collection(), 5, [8, DIM], [8, 1], batch_norm=True, dropout=0.1)
+    names = list(unsharded.state_dict())
+    before = unsharded.dense_arch.model._mlp[0]._norm.running_mean.clone()
+    train = DistributedModelParallel(DLRMTrain(unsharded), device=torch.device("cpu"))
+    for step in range(2):
+        batch = random_batch(6 + rank + step)
+        loss, _ = train(batch)
+        loss.backward()
+    assert [name.removeprefix("model.") for name in train.state_dict()] == names
+    weights = [parameter.grad for parameter in train.module.model.over_arch.parameters()]
+    gathered = [None, None]
+    dist.all_gather_object(gathered, weights)
+    for mine, theirs in zip(*gathered, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    after = train.module.model.dense_arch.model._mlp[0]._norm.running_mean
+    assert not torch.equal(after, before)
+
+
+def test_trains_with_batch_norm_on_ranks(ranks):
+    ranks(2, _trains_with_batch_norm_on_ranks)
