@@ -528,6 +528,35 @@ def test_rows_that_were_replaced_must_fit() -> None:
             module(_batch())
 
 
+def test_a_part_of_a_table_is_not_the_table() -> None:
+    module: Any = quantize_embeddings(_pooled())
+    table = module.embedding_bags["a"]
+    table.weight = table.weight[:49]  # at the same address
+    with pytest.raises(ValueError, match=r"shape \(50, 12\).* received torch.uint8 of \(49, 12\)"):
+        module(_batch())
+
+
+def test_a_feature_of_several_tables_is_checked_against_the_smallest() -> None:
+    for sizes in ((20, 50), (50, 20)):
+        tables = [
+            EmbeddingConfig(rows, 4, name, feature_names=["x"])
+            for rows, name in zip(sizes, "ab", strict=True)
+        ]
+        module = quantize_embeddings(EmbeddingCollection(tables=tables, device=CPU))
+        batch = KeyedJaggedTensor(["x"], torch.tensor([20]), lengths=torch.tensor([1]))
+        with pytest.raises(IndexError, match="Feature x has the id 20, outside its table with 20"):
+            module(batch)
+
+
+@pytest.mark.parametrize("make", [_pooled, _sequence, _processed])
+def test_tables_may_take_turns_between_shards(make: Any) -> None:
+    module: Any = quantize_inference_model(make())
+    spread = module.on_devices([(0, CPU), (1, CPU), (0, CPU)])
+    outputs = module(_batch()), spread(_batch())
+    assert torch.equal(_flat(outputs[0]), _flat(outputs[1]))
+    assert list(outputs[0].keys()) == list(outputs[1].keys())
+
+
 @pytest.mark.parametrize("given", [None, torch.tensor([1]), {"x": torch.tensor([1])}])
 def test_batches_must_be_keyed_jagged_tensors(given: Any) -> None:
     for make in (_pooled, _sequence):
