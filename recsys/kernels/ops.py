@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 try:
     import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
@@ -324,7 +324,7 @@ def upload(
 
 def _is_traced(tensor: object) -> bool:
     """Whether torch.fx is tracing: such a tensor says neither its device nor its dtype."""
-    return isinstance(tensor, torch.fx.Proxy)
+    return isinstance(tensor, fx.Proxy)
 
 
 def _fbgemm_serves(tensor: Tensor) -> bool:
