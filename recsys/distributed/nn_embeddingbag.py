@@ -80,7 +80,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     """A ``torch.nn.EmbeddingBag`` placed on many ranks.
 
     Its output, gradients, weight and state dict are those of the unsharded bag, whatever the plan.
-    Every rank calls it with its own bags, also when it has none. Its sharder makes it.
+    Every rank calls it with its own bags, also when it has none. Its sharder makes it. With a
+    ``padding_idx`` a call on a GPU waits for the device once more.
     """
 
     _table: TableShards
