@@ -43,7 +43,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             :class:`~recsys.optim.keyed.CombinedOptimizer` of a model's ``fused_optimizer`` and
             that of its dense parameters.
         clipping: what to limit.
-        max_gradient: the limit.
+        max_gradient: the limit; 0 stops training.
         norm_type: of :attr:`GradientClipping.NORM`: 2.0, another exponent, or ``inf`` for the
             largest value.
         enable_global_grad_clip: add up the norm over the ranks, in one all-reduce of one number.
@@ -57,7 +57,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         last_total_grad_norm: the norm before the last clipping, None before it.
 
     Raises:
-        ValueError: if ``max_gradient`` is not positive; at a step, if tables are fused, or their
+        ValueError: if ``max_gradient`` is negative or NaN; at a step, if tables are fused, or their
             norm is wanted without ``enable_global_grad_clip``.
 
     Example:
@@ -82,9 +82,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
         track_grad_norm: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        if not max_gradient > 0:
+        if not max_gradient >= 0:
             raise ValueError(
-                f"max_gradient must be positive; received {max_gradient}. To leave gradients as "
+                f"max_gradient must be at least 0; received {max_gradient}. To leave gradients as "
                 "they are use GradientClipping.NONE."
             )
         self._clipping = clipping

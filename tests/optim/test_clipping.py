@@ -67,6 +67,14 @@ def test_values_are_limited_each() -> None:
     assert optimizer.last_total_grad_norm is None
 
 
+@pytest.mark.parametrize("clipping", [GradientClipping.NORM, GradientClipping.VALUE])
+def test_a_limit_of_0_stops_training(clipping: GradientClipping) -> None:
+    optimizer, weights = two(clipping=clipping, max_gradient=0)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+
+
 def test_nothing_is_clipped_unless_asked_for() -> None:
     optimizer, (a, _) = two(max_gradient=0.001, track_grad_norm=True)
     optimizer.step()
@@ -109,8 +117,8 @@ def test_wrappers_can_be_stacked() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_gradient": 0.0}, "max_gradient must be positive; received 0.0"),
-        ({"max_gradient": math.nan}, "max_gradient must be positive; received nan"),
+        ({"max_gradient": -1.0}, "max_gradient must be at least 0; received -1.0"),
+        ({"max_gradient": math.nan}, "max_gradient must be at least 0; received nan"),
         ({"norm_type": -1.0}, "norm_type must be positive, or 'inf'; received -1.0"),
     ],
 )
