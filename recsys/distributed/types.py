@@ -471,8 +471,8 @@ class Awaitable(abc.ABC, Generic[T]):
     A class of your own defines ``_wait_impl``, which returns the result.
 
     Example:
-        >>> class Ones(Awaitable[Tensor]):
-        ...     def _wait_impl(self) -> Tensor:
+        >>> class Ones(Awaitable[torch.Tensor]):
+        ...     def _wait_impl(self) -> torch.Tensor:
         ...         return torch.ones(2)
         >>> Ones().wait().tolist()
         [1.0, 1.0]

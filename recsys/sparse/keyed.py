@@ -132,8 +132,8 @@ class KeyedTensor:
         Example:
             >>> KeyedTensor.from_tensor_list(["a", "b"], [torch.ones(1, 1), torch.zeros(1, 2)])
             KeyedTensor(2 keys, shape (1, 3), float32, cpu)
-                "a": [[1]]
-                "b": [[0, 0]]
+                "a": [[1.0]]
+                "b": [[0.0, 0.0]]
         """
         widths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, widths, torch.cat(tensors, dim=cat_dim), key_dim)
