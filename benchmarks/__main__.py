@@ -113,6 +113,8 @@ def main() -> None:
     result = {"machine": machine(), "cases": cases, "import_s": imports}
     (RESULTS / "dlrm-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     subprocess.run([sys.executable, "-m", "benchmarks.kjt"], check=True)
+    metrics = ("benchmarks.metrics", "--out", str(RESULTS / "metrics-cpu.json"))
+    subprocess.run([sys.executable, "-m", *metrics], check=True)
     report.main([])
 
 

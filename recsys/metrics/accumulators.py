@@ -23,9 +23,11 @@ from recsys.metrics.windows import RowWindow, SumWindow, gather_rows
 if TYPE_CHECKING:
     from recsys.metrics.rec_metric import RecMetric
 
-PENDING_VALUES = 3 * 32_768
-"""Batches are added up together once they have so many predictions, labels and weights: some tens
-of calls for all of them, on tensors that fit into a core's cache."""
+PENDING_VALUES = 3 * 65_536
+"""Batches wait until they have so many predictions, labels and weights, and are then added up in
+one go: what the step has driven out of the caches is fetched once for all of them."""
+CHUNK_VALUES = 3 * 8_192
+"""So many are added up together: in few calls for small batches, on tensors that stay cached."""
 
 
 class _TaskGroup:
@@ -80,10 +82,14 @@ class _TaskGroup:
 
     def flush(self) -> None:
         """Add up the batches that wait for it; all are of one size."""
-        if not self.pending:
-            return
-        rows, wide = zip(*self.pending, strict=True)
-        self.pending.clear()
+        if self.pending:
+            each = max(1, CHUNK_VALUES // self.pending[0][0].numel())
+            for begin in range(0, len(self.pending), each):
+                self._add(self.pending[begin : begin + each])
+            self.pending.clear()
+
+    def _add(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        rows, wide = zip(*batches, strict=True)
         sums = []
         if self.weighted or self.unweighted:
             # Shapes have the batch before the sample.
