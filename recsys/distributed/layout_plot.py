@@ -33,8 +33,8 @@ def plot_layout(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "Layout.plot needs matplotlib; received an environment without it. Install the extra "
-            "that has it: pip install matplotlib."
+            "Layout.plot needs matplotlib; received an environment without it. Install it: "
+            "pip install matplotlib."
         ) from error
     traffic = traffic_of(
         layout, samples_per_rank=samples_per_rank, ids_per_sample=ids_per_sample, pooled=pooled

@@ -550,8 +550,10 @@ class LazyAwaitable(Awaitable[T]):
     def wait(self) -> T:
         """Blocks until the result is there and returns it; the same object at every call."""
         if self._result is _UNSET:
-            self._result = super().wait()
-            self._finish = None
+            result = self._wait_impl() if self._finish is None else self._finish()
+            for callback in self._callbacks or ():
+                result = callback(result)
+            self._result, self._finish = result, None
         return self._result
 
     def __repr__(self) -> str:

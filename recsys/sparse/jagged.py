@@ -52,8 +52,9 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        lengths = validate.whole_numbers(lengths)
         validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
+        if lengths is not None and lengths.dtype not in validate.INT_DTYPES:
+            lengths = lengths.long()  # there are none: `torch.tensor([])` is fp32
         if lengths is not None and lengths.dim() != 1:
             raise ValueError(
                 f"JaggedTensor.lengths must be 1-D; received shape {tuple(lengths.shape)}."

@@ -69,8 +69,9 @@ class KeyedBuffer:
         index_per_key: dict[str, int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
-        lengths = validate.whole_numbers(lengths)
         validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
+        if lengths is not None and lengths.dtype not in validate.INT_DTYPES:
+            lengths = lengths.long()  # there are none: `torch.tensor([])` is fp32
         keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)
         if lengths is not None and lengths.dim() != 1:

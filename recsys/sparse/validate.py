@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-_INT_DTYPES = frozenset((torch.int32, torch.int64))
+INT_DTYPES = frozenset((torch.int32, torch.int64))
 _debug = os.environ.get("RECSYS_DEBUG", "0") not in {"", "0"}
 _MAX_UNIQUE_LISTS = 64
 _unique_lists: dict[tuple[int, str], list[str]] = {}
@@ -101,14 +101,14 @@ def check_parts(
     if lengths is not None:
         if not isinstance(lengths, Tensor):
             _refuse_part(owner, "lengths", lengths)
-        if lengths.dtype not in _INT_DTYPES:
+        if lengths.dtype not in INT_DTYPES and lengths.numel():
             _refuse_dtype(owner, "lengths", lengths)
         if lengths.device != device:
             _refuse_device(owner, "lengths", lengths, device)
     if offsets is not None:
         if not isinstance(offsets, Tensor):
             _refuse_part(owner, "offsets", offsets)
-        if offsets.dtype not in _INT_DTYPES:
+        if offsets.dtype not in INT_DTYPES:
             _refuse_dtype(owner, "offsets", offsets)
         if offsets.device != device:
             _refuse_device(owner, "offsets", offsets, device)
@@ -375,13 +375,6 @@ def _describe_bag(position: int, keys: Sequence[str], stride_per_key: Sequence[i
             return f'bag {bag} of feature "{key}"'
         bag -= stride
     return f"bag {position}"
-
-
-def whole_numbers(lengths: Tensor | None) -> Tensor | None:
-    """Return lengths as they are, and as int64 if there are none: `torch.tensor([])` is fp32."""
-    if isinstance(lengths, Tensor) and not lengths.numel() and lengths.dtype not in _INT_DTYPES:
-        return lengths.long()
-    return lengths
 
 
 def _refuse_part(owner: str, name: str, part: object) -> NoReturn:

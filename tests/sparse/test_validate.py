@@ -282,3 +282,13 @@ def test_debug_from_the_environment():
         check=True,
     )
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int8])
+def test_no_lengths_may_be_of_any_type(dtype: torch.dtype) -> None:
+    none, ids = torch.empty(0, dtype=dtype), torch.empty(0, dtype=torch.int64)
+    for made in (KeyedJaggedTensor(["a"], ids, lengths=none), JaggedTensor(ids, lengths=none)):
+        assert made.lengths().dtype == torch.int64
+        made.validate()
+    with pytest.raises(TypeError, match=r"lengths must be int32 or int64; received"):
+        KeyedJaggedTensor(["a"], ids, lengths=torch.zeros(1, dtype=dtype))
