@@ -28,7 +28,67 @@ class Value:
     """In place of the span; it is then given over the lifetime only."""
 
 
-class RecMetric(torch.nn.Module, abc.ABC):
+class _Measured(torch.nn.Module):
+    """What is updated and computed: one metric, or several that share their sums."""
+
+    _accumulators: Accumulators
+
+    def _members(self) -> "Sequence[RecMetric]":
+        raise NotImplementedError
+
+    def update(
+        self,
+        *,
+        predictions: TaskTensors,
+        labels: TaskTensors,
+        weights: TaskTensors | None,
+        **kwargs: torch.Tensor,
+    ) -> None:
+        """Add a batch of ``N`` samples.
+
+        Args:
+            predictions: ``[N]`` by task name, or ``[T, N]``.
+            labels: like them.
+            weights: like them; ``None`` for ones.
+            **kwargs: ``[N]`` the required inputs, by key.
+
+        Raises:
+            TypeError: something is no tensor.
+            ValueError: something is missing, or sizes or devices differ.
+            RuntimeError: it is called between `sync` and `unsync`.
+        """
+        self._accumulators.update(predictions, labels, weights, kwargs)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        """Compute the results over all ranks; every rank must call it.
+
+        Returns:
+            Scalars by key, float64; nothing on ranks that get none.
+        """
+        return compute_synced(self._accumulators, self._members())
+
+    def local_compute(self) -> dict[str, torch.Tensor]:
+        """Compute the results over this rank's samples.
+
+        Returns:
+            Scalars; the names begin with ``local_``.
+        """
+        return self._accumulators.compute(self._members(), "local_")
+
+    def sync(self) -> None:
+        """Take in what all ranks have seen, until `unsync`; every rank must call it."""
+        self._accumulators.sync()
+
+    def unsync(self) -> None:
+        """Go back to what this rank has seen."""
+        self._accumulators.unsync()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._accumulators.reset()
+
+
+class RecMetric(_Measured, abc.ABC):
     """A metric of some tasks.
 
     It keeps sums (`quantities`, `values`), of which it needs constant memory and which are exact
@@ -158,56 +218,8 @@ class RecMetric(torch.nn.Module, abc.ABC):
         """
         return set()
 
-    def update(
-        self,
-        *,
-        predictions: TaskTensors,
-        labels: TaskTensors,
-        weights: TaskTensors | None,
-        **kwargs: torch.Tensor,
-    ) -> None:
-        """Add a batch of ``N`` samples.
-
-        Args:
-            predictions: ``[N]`` by task name, or ``[T, N]``.
-            labels: like them.
-            weights: like them; ``None`` for ones.
-            **kwargs: ``[N]`` the required inputs, by key.
-
-        Raises:
-            TypeError: something is no tensor.
-            ValueError: something is missing, or sizes or devices differ.
-            RuntimeError: it is called between `sync` and `unsync`.
-        """
-        self._accumulators.update(predictions, labels, weights, kwargs)
-
-    def compute(self) -> dict[str, torch.Tensor]:
-        """Compute the results over all ranks; every rank must call it.
-
-        Returns:
-            Scalars by key, float64; nothing on ranks that get none.
-        """
-        return compute_synced(self._accumulators, [self])
-
-    def local_compute(self) -> dict[str, torch.Tensor]:
-        """Compute the results over this rank's samples.
-
-        Returns:
-            Scalars; the names begin with ``local_``.
-        """
-        return self._accumulators.compute([self], "local_")
-
-    def sync(self) -> None:
-        """Take in what all ranks have seen, until `unsync`; every rank must call it."""
-        self._accumulators.sync()
-
-    def unsync(self) -> None:
-        """Go back to what this rank has seen."""
-        self._accumulators.unsync()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._accumulators.reset()
+    def _members(self) -> "Sequence[RecMetric]":
+        return [self]
 
 
 def compute_synced(
@@ -232,7 +244,7 @@ def compute_synced(
 
 
 @final
-class RecMetricList(torch.nn.Module):
+class RecMetricList(_Measured):
     """Metrics that are updated and computed together.
 
     They share their sums, and their ranks' sums travel together. What the metrics have seen before
@@ -264,53 +276,5 @@ class RecMetricList(torch.nn.Module):
         names = {name for metric in self.rec_metrics for name in metric.get_required_inputs()}
         return sorted(names) or None
 
-    def update(
-        self,
-        *,
-        predictions: TaskTensors,
-        labels: TaskTensors,
-        weights: TaskTensors | None,
-        **kwargs: torch.Tensor,
-    ) -> None:
-        """Add a batch; see `RecMetric.update`.
-
-        Args:
-            predictions: ``[N]`` by task name.
-            labels: like them.
-            weights: like them; ``None`` for ones.
-            **kwargs: ``[N]`` the required inputs, by key.
-
-        Raises:
-            TypeError: something is no tensor.
-            ValueError: something is missing, or sizes or devices differ.
-            RuntimeError: it is called between `sync` and `unsync`.
-        """
-        self._accumulators.update(predictions, labels, weights, kwargs)
-
-    def compute(self) -> dict[str, torch.Tensor]:
-        """Compute the results over all ranks; every rank must call it.
-
-        Returns:
-            Scalars by key, float64; nothing on ranks that get none.
-        """
-        return compute_synced(self._accumulators, self.rec_metrics)
-
-    def local_compute(self) -> dict[str, torch.Tensor]:
-        """Compute the results over this rank's samples.
-
-        Returns:
-            Scalars; the names begin with ``local_``.
-        """
-        return self._accumulators.compute(self.rec_metrics, "local_")
-
-    def sync(self) -> None:
-        """Take in what all ranks have seen, until `unsync`; every rank must call it."""
-        self._accumulators.sync()
-
-    def unsync(self) -> None:
-        """Go back to what this rank has seen."""
-        self._accumulators.unsync()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._accumulators.reset()
+    def _members(self) -> Sequence[RecMetric]:
+        return self.rec_metrics

@@ -7,7 +7,7 @@ these take both steps at once and show the optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -71,24 +71,46 @@ class _TablesOptimizer(KeyedOptimizer):
         """Does nothing: the tables have their state from the start."""
 
 
-def _attach(
-    collection: TableCollection,
-    optimizer_type: type[Optimizer],
-    optimizer_kwargs: Mapping[str, Any],
-    location: EmbeddingLocation | None,
-) -> None:
-    name = getattr(location, "name", None)
-    if name not in (None, "DEVICE", "HOST"):
-        raise ValueError(
-            f"A {type(collection).__name__} lies on its device; received location {name}. Leave it "
-            "out, and shard the model with compute kernel 'fused_uvm' or 'fused_uvm_caching'."
-        )
-    # One that tables do not know is an error now, not at the first lookup.
-    AttachedOptimizer(optimizer_type, optimizer_kwargs).spec()
-    apply_optimizer_in_backward(optimizer_type, collection.parameters(), optimizer_kwargs)
+class _OwnsOptimizer(TableCollection):
+    """What the two kinds of collections share: the optimizer that they were made with."""
+
+    _tables_name: ClassVar[str]
+
+    def _attach(
+        self,
+        optimizer_type: type[Optimizer],
+        optimizer_kwargs: Mapping[str, Any],
+        location: EmbeddingLocation | None,
+    ) -> None:
+        name = getattr(location, "name", None)
+        if name not in (None, "DEVICE", "HOST"):
+            raise ValueError(
+                f"A {type(self).__name__} lies on its device; received location {name}. Leave it "
+                "out, and shard the model with compute kernel 'fused_uvm' or 'fused_uvm_caching'."
+            )
+        # One that tables do not know is an error now, not at the first lookup.
+        AttachedOptimizer(optimizer_type, optimizer_kwargs).spec()
+        apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
+        self._optimizer_type = optimizer_type
+        self._optimizer_kwargs = dict(optimizer_kwargs)
+
+    def optimizer_type(self) -> type[Optimizer]:
+        """The class of the tables' optimizer."""
+        return self._optimizer_type
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Its arguments."""
+        return self._optimizer_kwargs
+
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The tables' optimizer as it is now: its state to save and load, its `lr` to set.
+
+        `step()` has nothing left to do. Ask again after the collection was moved.
+        """
+        return _TablesOptimizer(self, self._tables_name)
 
 
-class FusedEmbeddingBagCollection(EmbeddingBagCollection):
+class FusedEmbeddingBagCollection(EmbeddingBagCollection, _OwnsOptimizer):
     """An `EmbeddingBagCollection` whose tables own an optimizer.
 
     Args:
@@ -115,6 +137,8 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         tensor([-0.5000, -0.5000, -0.5000, -0.5000], grad_fn=<SelectBackward0>)
     """
 
+    _tables_name = "embedding_bags"
+
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -127,27 +151,10 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         super().__init__(tables, is_weighted, device, bounds_check_mode=bounds_check_mode)
-        self._optimizer_type = optimizer_type
-        self._optimizer_kwargs = dict(optimizer_kwargs)
-        _attach(self, optimizer_type, optimizer_kwargs, location)
-
-    def optimizer_type(self) -> type[Optimizer]:
-        """The class of the tables' optimizer."""
-        return self._optimizer_type
-
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """Its arguments."""
-        return self._optimizer_kwargs
-
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizer as it is now: its state to save and load, its `lr` to set.
-
-        `step()` has nothing left to do. Ask again after the collection was moved.
-        """
-        return _TablesOptimizer(self, "embedding_bags")
+        self._attach(optimizer_type, optimizer_kwargs, location)
 
 
-class FusedEmbeddingCollection(EmbeddingCollection):
+class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
     """An `EmbeddingCollection` whose tables own an optimizer.
 
     Args:
@@ -170,6 +177,8 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         0.5
     """
 
+    _tables_name = "embeddings"
+
     def __init__(
         self,
         tables: Iterable[EmbeddingConfig],
@@ -182,24 +191,7 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         super().__init__(tables, device, need_indices, bounds_check_mode=bounds_check_mode)
-        self._optimizer_type = optimizer_type
-        self._optimizer_kwargs = dict(optimizer_kwargs)
-        _attach(self, optimizer_type, optimizer_kwargs, location)
-
-    def optimizer_type(self) -> type[Optimizer]:
-        """The class of the tables' optimizer."""
-        return self._optimizer_type
-
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """Its arguments."""
-        return self._optimizer_kwargs
-
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizer as it is now: its state to save and load, its `lr` to set.
-
-        `step()` has nothing left to do. Ask again after the collection was moved.
-        """
-        return _TablesOptimizer(self, "embeddings")
+        self._attach(optimizer_type, optimizer_kwargs, location)
 
 
 def fuse_embedding_optimizer(
