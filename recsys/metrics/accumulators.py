@@ -23,7 +23,7 @@ from recsys.metrics.windows import RowWindow, SumWindow, gather_rows
 if TYPE_CHECKING:
     from recsys.metrics.rec_metric import RecMetric
 
-PENDING_VALUES = 3 * 65_536
+PENDING_VALUES = 3 * 131_072
 """Batches wait until they have so many predictions, labels and weights, and are then added up in
 one go: what the step has driven out of the caches is fetched once for all of them."""
 CHUNK_VALUES = 3 * 8_192
@@ -39,10 +39,9 @@ class _TaskGroup:
         self.num_classes = metrics[0].num_classes
         quantities = {q.name: q for metric in metrics for q in metric.quantities()}
         # In the order in which sums are computed.
-        self.weighted = [q for q in quantities.values() if q.is_weighted and not q.width]
-        self.unweighted = [q for q in quantities.values() if not q.is_weighted and not q.width]
+        self.narrow = [q for q in quantities.values() if not q.width]
         self.wide = [q for q in quantities.values() if q.width]
-        self.quantities = [*self.weighted, *self.unweighted, *self.wide]
+        self.quantities = [*self.narrow, *self.wide]
         num_sums = sum(q.width or 1 for q in self.quantities)
         self.lifetime = torch.zeros(len(self.tasks), num_sums, dtype=torch.float64)
         windows = {metric.local_window for metric in metrics if metric.quantities()}
@@ -91,16 +90,11 @@ class _TaskGroup:
     def _add(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         rows, wide = zip(*batches, strict=True)
         sums = []
-        if self.weighted or self.unweighted:
-            # Shapes have the batch before the sample.
+        if self.narrow:
+            # Shapes have the batch before the sample. Each quantity is summed at once, while the
+            # caches have its values.
             batch = MetricBatch(self.tasks, torch.stack(rows, dim=2), None, {})
-        if self.weighted:
-            values_TBKN = torch.stack([q.of(batch) for q in self.weighted], dim=2)
-            weights_TBN1 = batch.weights.unsqueeze(3)
-            summed = torch.bmm(values_TBKN.flatten(0, 1), weights_TBN1.flatten(0, 1))
-            sums.append(summed.view(values_TBKN.shape[:3]))
-        if self.unweighted:
-            sums.append(torch.stack([q.of(batch).sum(2) for q in self.unweighted], dim=2))
+            sums.append(torch.stack([q.sums(batch) for q in self.narrow], dim=2))
         if self.wide:
             sums.append(torch.stack(wide, dim=1))
         sums_TBK = torch.cat(sums, dim=2)

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from recsys.metrics.entropy import negative_cross_entropy, positive_cross_entropy
+from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo
 
 TaskTensors = torch.Tensor | Mapping[str, torch.Tensor]
@@ -66,14 +66,9 @@ class MetricBatch:
         return torch.ones_like(self.labels)
 
     @cached_property
-    def log_loss_positive(self) -> torch.Tensor:
-        """``[T, N]`` what a label of 1 adds to the log loss."""
-        return positive_cross_entropy(self.predictions, self.labels)
-
-    @cached_property
     def log_loss(self) -> torch.Tensor:
         """``[T, N]`` binary cross entropy, in nats."""
-        return self.log_loss_positive + negative_cross_entropy(self.predictions, self.labels)
+        return cross_entropy(self.predictions, self.labels)
 
     @cached_property
     def errors(self) -> torch.Tensor:
@@ -134,6 +129,21 @@ class Quantity:
     """Whether values are summed times the weights."""
     width: int = 0
     """If not 0, `of` gives ``[T, width]`` sums itself."""
+
+    def sums(self, batch: MetricBatch) -> torch.Tensor:
+        """Sum the values, if `width` is 0.
+
+        Args:
+            batch: the batch.
+
+        Returns:
+            ``[T]`` float64.
+        """
+        values_TN = self.of(batch)
+        if not self.is_weighted:
+            return values_TN.sum(-1)
+        summed: torch.Tensor = torch.linalg.vecdot(values_TN, batch.weights)
+        return summed
 
 
 def build_batch(

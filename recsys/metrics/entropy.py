@@ -139,18 +139,15 @@ def cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor
     Returns:
         ``[..., N]``, in nats.
     """
-    return positive_cross_entropy(probs_N, labels_N) + negative_cross_entropy(probs_N, labels_N)
+    positive_N = probs_N.clamp(min=EPSILON).log_()
+    # Not log1p, which takes twice as long and says the same to 1e-16.
+    negative_N = (1.0 - probs_N).clamp_(min=EPSILON).log_()
+    return torch.lerp(negative_N, positive_N, labels_N).neg_()
 
 
 def positive_cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Compute what labels of 1 add to the cross entropy; arguments as of `cross_entropy`."""
     return -labels_N * probs_N.clamp(min=EPSILON).log_()
-
-
-def negative_cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Compute what labels of 0 add to the cross entropy; arguments as of `cross_entropy`."""
-    # Not log1p, which takes eight times as long and says the same to 1e-16.
-    return (labels_N - 1.0) * (1.0 - probs_N).clamp_(min=EPSILON).log_()
 
 
 def normalize_entropy(

@@ -12,7 +12,11 @@ from typing import Any, ClassVar, final
 import torch
 
 from recsys.metrics.batch import MetricBatch, Quantity
-from recsys.metrics.entropy import cross_entropy, normalize_entropy
+from recsys.metrics.entropy import (
+    cross_entropy,
+    normalize_entropy,
+    positive_cross_entropy,
+)
 from recsys.metrics.metrics_namespace import (
     MetricName,
     MetricNameBase,
@@ -25,11 +29,13 @@ from recsys.metrics.rec_metric import RecMetric, Value
 Sums = Mapping[str, torch.Tensor]
 """``[T]`` by name, or ``[T, width]`` for a quantity of some width."""
 
-WEIGHT = Quantity("weight", lambda batch: batch.ones)
+WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
 LABEL = Quantity("label", lambda batch: batch.labels)
 PREDICTION = Quantity("prediction", lambda batch: batch.predictions)
 LOG_LOSS = Quantity("log_loss", lambda batch: batch.log_loss)
-LOG_LOSS_POSITIVE = Quantity("log_loss_positive", lambda batch: batch.log_loss_positive)
+LOG_LOSS_POSITIVE = Quantity(
+    "log_loss_positive", lambda batch: positive_cross_entropy(batch.predictions, batch.labels)
+)
 SQUARED_ERROR = Quantity("squared_error", lambda batch: batch.errors.square())
 ABSOLUTE_ERROR = Quantity("absolute_error", lambda batch: batch.errors.abs())
 SQUARED_LABEL = Quantity("squared_label", lambda batch: batch.labels.square())
@@ -183,7 +189,7 @@ class SegmentedNEMetric(SumMetric):
                 number_N = batch.input(key).long()
                 # Others are summed into a column of their own, which is dropped.
                 number_N = number_N.where((number_N >= 0) & (number_N < num_groups), num_groups)
-                values_TN = of.of(batch) * batch.weights
+                values_TN = of.of(batch) * batch.weights if of.is_weighted else of.of(batch)
                 sums = values_TN.new_zeros(len(values_TN), num_groups + 1)
                 return sums.index_add_(1, number_N, values_TN)[:, :num_groups]
 
@@ -423,10 +429,12 @@ class AccuracyMetric(ThresholdMetric):
     def decisions(self) -> tuple[Quantity, Quantity]:
         """Name the sums."""
         threshold = self.options["threshold"]
-        right = Quantity(
-            f"right_{threshold}", lambda b: (b.decisions(threshold) == b.labels).double()
-        )
-        return right, WEIGHT
+
+        def is_right(batch: MetricBatch) -> torch.Tensor:
+            right = torch.empty_like(batch.labels)  # float64 at once, without a bool between
+            return torch.eq(batch.decisions(threshold), batch.labels, out=right)
+
+        return Quantity(f"right_{threshold}", is_right), WEIGHT
 
 
 @final
