@@ -50,7 +50,18 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "sharder_name",
     ),
     ("torchrec.distributed.planner.types", "recsys.distributed.planner.types", "PlannerErrorType"),
+    ("torchrec.fx.utils", "recsys.tracing", "assert_fx_safe"),
+    (
+        "torchrec.pt2.checks",
+        "recsys.tracing",
+        "is_non_strict_exporting, is_pt2_compiling, is_torchdynamo_compiling",
+    ),
     # sparse
+    (
+        "torchrec.sparse.jagged_tensor_validator",
+        "recsys.sparse.jagged_tensor_validator",
+        "validate_keyed_jagged_tensor",
+    ),
     (
         "torchrec.sparse.jagged_tensor",
         "recsys.sparse",
@@ -190,8 +201,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.embedding_types",
         "recsys.distributed.types",
-        "EmbeddingComputeKernel, ShardingType",
+        "EmbeddingComputeKernel, ShardingType, compute_kernel_to_embedding_location",
     ),
+    ("torchrec.distributed.embedding_types", "recsys.sparse.kjt_list", "KJTList"),
+    (
+        "torchrec.distributed.utils",
+        "recsys.distributed.fused_params",
+        "add_params_from_parameter_sharding, convert_to_fbgemm_types, merge_fused_params",
+    ),
+    ("torchrec.distributed.utils", "recsys.distributed.types", "copy_to_device"),
+    ("torchrec.distributed.utils", "recsys.optim.specs", "optimizer_type_to_emb_opt_type"),
     (
         "torchrec.distributed.embedding_types",
         "recsys.modules.feature_processor",
@@ -250,10 +269,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.sharding_plan",
         "recsys.distributed.sharding_plan",
-        "ParameterShardingGenerator, apply_to_all, column_wise, construct_module_sharding_plan, "
-        "data_parallel, grid_shard, placement, row_wise, table_row_wise, table_wise",
+        "ParameterShardingGenerator, apply_to_all, calculate_shard_sizes_and_offsets, "
+        "column_wise, construct_module_sharding_plan, data_parallel, "
+        "get_sharding_constructor_from_type, grid_shard, placement, placement_helper, row_wise, "
+        "table_row_wise, table_wise",
     ),
-    ("torchrec.distributed.comm", "recsys.distributed.node", "get_local_rank, get_local_size"),
+    (
+        "torchrec.distributed.comm",
+        "recsys.distributed.node",
+        "get_local_rank, get_local_size, intra_and_cross_node_pg",
+    ),
     # distributed.planner
     (
         "torchrec.distributed.planner",
@@ -279,6 +304,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.distributed.planner.enumerators",
         "recsys.distributed.planner.enumerators",
         "EmbeddingEnumerator",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.sharding_plan",
+        "calculate_shard_sizes_and_offsets",
     ),
     (
         "torchrec.distributed.planner.planners",
@@ -488,14 +518,13 @@ INSTEAD: dict[str, str] = {
     "torchrec.modules.hash_mc_": "Hash ids before the model, such as ids % num_embeddings.",
     "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
     "before the model.",
-    "torchrec.pt2": "Call torch.compiler.is_dynamo_compiling().",
-    "torchrec.fx": "To export a model, call recsys.inference.export_torchscript; trace_model "
+    "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript; trace_model "
     "gives the graph.",
     "torchrec.inference.model_packager": "To export a model, call "
     "recsys.inference.export_torchscript.",
     "torchrec.inference.modules.Predict": "To export a model, call "
     "recsys.inference.export_torchscript.",
-    "torchrec.distributed.sharded_model_copy": "Call copy.deepcopy(model), or "
+    "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
     "DistributedModelParallel.copy(device).",
     "torchrec.distributed.shard._shard_modules": "Use shard_modules, or shard_quant_model for a "
     "quantized model.",

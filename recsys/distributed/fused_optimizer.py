@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from recsys.distributed.fused_params import optimizer_params
 from recsys.distributed.lookup import LocalShard
 from recsys.distributed.row_updates import DeferredUpdates
 from recsys.distributed.table_shards import TableShards
@@ -33,7 +34,8 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
         fused_params: ``optimizer`` (an :class:`~recsys.kernels.types.EmbOptimType`, FBGEMM's enum
             of the same name, or its name) and its hyperparameters: the fields of
             :class:`~recsys.kernels.types.OptimizerSpec`; ``update_mode`` and ``row_state`` as for
-            :func:`~recsys.optim.apply_optimizer_in_backward`.
+            :func:`~recsys.optim.apply_optimizer_in_backward`. Settings of tables, such as
+            ``cache_load_factor``, are passed over.
 
     Raises:
         ValueError: if no optimizer is named, or one that does not exist, or a hyperparameter that
@@ -46,7 +48,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
         >>> optimizer.spec.learning_rate, optimizer.is_deferred
         (0.5, True)
     """
-    params = dict(fused_params)
+    params = optimizer_params(fused_params)
     chosen = params.pop("optimizer", None)
     update_mode = to_update_mode(params.pop("update_mode", UpdateMode.FUSED))
     row_state = to_row_state(params.pop("row_state", RowState.EXACT))
@@ -92,7 +94,7 @@ def optimizer_of_table(
     if not weight.requires_grad:
         return None
     attached = attached_optimizer(weight)
-    if attached is not None or not fused_params:
+    if attached is not None or not optimizer_params(fused_params):
         return None if attached is None else attached.table_optimizer()
     return optimizer_from_fused_params(fused_params)
 

@@ -69,3 +69,38 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
         return local_rank
     rank = ShardingEnv.default().rank if rank is None else rank
     return rank % get_local_size(world_size)
+
+
+def intra_and_cross_node_pg(
+    device: torch.device | None = None, backend: str | None = None
+) -> tuple[torch.distributed.ProcessGroup | None, torch.distributed.ProcessGroup | None]:
+    """Returns the process group of this rank's node, and that of its peers on all nodes.
+
+    Peers have the same place on their node. Every rank must call it; groups are made once. Nodes
+    hold consecutive ranks, :func:`get_local_size` each.
+
+    Args:
+        device: on ``meta`` there are no groups; else it makes no difference.
+        backend: of the groups, such as "gloo"; that of the default group if None.
+
+    Returns:
+        The two groups, or twice None on ``meta``.
+
+    Raises:
+        ValueError: if there is no default process group, or nodes are not equally large.
+    """
+    if device is not None and device.type == "meta":
+        return None, None
+    env = ShardingEnv.default()
+    if env.process_group is None:
+        raise ValueError(
+            "intra_and_cross_node_pg needs the default process group; received a process without "
+            "one. Call torch.distributed.init_process_group first."
+        )
+    size = get_local_size(env.world_size)
+    place = env.rank % size
+    first = env.rank - place
+    return (
+        env.group_of(range(first, first + size), backend),
+        env.group_of(range(place, env.world_size, size), backend),
+    )

@@ -102,6 +102,8 @@ def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
         entry["bounds_check_mode"] = json.dumps(sharding.bounds_check_mode.name)
     if sharding.cache_params is not None and sharding.cache_params.load_factor is not None:
         entry["cache_load_factor"] = json.dumps(sharding.cache_params.load_factor)
+    if sharding.stochastic_rounding is not None:
+        entry["stochastic_rounding"] = json.dumps(sharding.stochastic_rounding)
     if sharding.output_dtype is not None:
         entry["output_dtype"] = json.dumps(str(sharding.output_dtype).removeprefix("torch."))
     return "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in entry.items()) + "}"
@@ -215,7 +217,15 @@ def _sharding(subject: str, entry: object, made_for: PlanRanks) -> ParameterShar
         subject,
         entry,
         ("sharding_type", "compute_kernel"),
-        ("ranks", "size", "shards", "bounds_check_mode", "cache_load_factor", "output_dtype"),
+        (
+            "ranks",
+            "size",
+            "shards",
+            "bounds_check_mode",
+            "cache_load_factor",
+            "stochastic_rounding",
+            "output_dtype",
+        ),
         hint='Such as {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [0]}.',
     )
     kind = choice_of(f"{subject}: sharding_type", members["sharding_type"], _KINDS)
@@ -249,6 +259,11 @@ def _sharding(subject: str, entry: object, made_for: PlanRanks) -> ParameterShar
         if not is_number(share):
             wrong_type(f"{subject}: cache_load_factor", "a number", share)
         sharding.cache_params = CacheParams(load_factor=share)
+    if "stochastic_rounding" in members:
+        rounds = members["stochastic_rounding"]
+        if not isinstance(rounds, bool):
+            wrong_type(f"{subject}: stochastic_rounding", "true or false", rounds)
+        sharding.stochastic_rounding = rounds
     if "output_dtype" in members:
         name = text_of(f"{subject}: output_dtype", members["output_dtype"])
         dtype = getattr(torch, name, None)

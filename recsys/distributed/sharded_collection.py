@@ -19,6 +19,7 @@ from recsys.distributed.batch_segments import BatchCutter
 from recsys.distributed.comm import together
 from recsys.distributed.construction import constructing
 from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
+from recsys.distributed.fused_params import with_table_settings
 from recsys.distributed.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
 from recsys.distributed.layout import Layout, Rect
 from recsys.distributed.lookup import GroupSettings, Lookups, needs_one_width
@@ -34,7 +35,9 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardedModule,
     ShardingEnv,
+    compute_kernel_to_embedding_location,
     refuse_to_pickle,
+    warn_once,
 )
 from recsys.distributed.wire import QuantizedCommCodecs
 from recsys.kernels.arguments import setting
@@ -49,11 +52,6 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
-
-_LOCATIONS = {
-    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
-    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
-}
 
 
 class ShardedCollection(ShardedModule):
@@ -97,6 +95,7 @@ class ShardedCollection(ShardedModule):
             weights = module.table_weights()
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
             check_plan_covers(construction.path or type(module).__name__, plan, weights)
+            plan = with_table_settings(plan, fused_params or {})
             check_untied(module, weights.values())
             self._configs: list[Any] = module.configs()
             self._poolings = module.poolings()
@@ -105,7 +104,12 @@ class ShardedCollection(ShardedModule):
             self._device = canonical_device(device or default_device(env))
             self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
             self._adopt(module)
-            self._build([_TableOptions(weight, fused_params or {}) for weight in weights.values()])
+            self._build(
+                [
+                    _TableOptions(weight, fused_params or {}, plan[name].stochastic_rounding)
+                    for name, weight in weights.items()
+                ]
+            )
             construction.works_on(self._device)
             construction.add(construction.path or type(module).__name__, self._facts())
             construction.load(
@@ -235,12 +239,15 @@ class ShardedCollection(ShardedModule):
                 f"Table {name!r} is data_parallel and has stochastic_rounding, with which its "
                 "replicas would drift apart. Place it otherwise, or turn the rounding off."
             )
+        location = compute_kernel_to_embedding_location(
+            EmbeddingComputeKernel(sharding.compute_kernel)
+        )
         return GroupSettings(
             pooling=pooling_of_parts(self._poolings[number], rects),
             weights_dtype=option.dtype,
             optimizer=owned and shared_optimizer(owned.spec, self._device, owned.update_mode),
             requires_grad=option.requires_grad,
-            location=_LOCATIONS.get(EmbeddingComputeKernel(sharding.compute_kernel)),
+            location=None if location is EmbeddingLocation.DEVICE else location,
             deferred=owned is not None and owned.is_deferred,
             exchanges_row_statistics=exchanges,
             splits_row_state=reads_rows and not exchanges,
@@ -354,7 +361,9 @@ class ShardedCollection(ShardedModule):
 class _TableOptions:
     """What a table brings along: dtype, whether it trains, and its optimizer."""
 
-    def __init__(self, weight: nn.Parameter, fused_params: Mapping[str, Any]) -> None:
+    def __init__(
+        self, weight: nn.Parameter, fused_params: Mapping[str, Any], rounds: bool | None
+    ) -> None:
         # carries what was attached, without keeping the whole table alive
         self.source: nn.Parameter | None = None
         if attached_optimizer(weight) is not None:
@@ -364,6 +373,14 @@ class _TableOptions:
         self.is_meta = weight.is_meta
         self.requires_grad = weight.requires_grad
         self.optimizer = optimizer_of_table(weight, fused_params)
+        if self.optimizer is not None and weight.dtype in (torch.float16, torch.bfloat16):
+            self.optimizer = self.optimizer.rounding(rounds)
+        elif rounds:
+            warn_once(
+                "ParameterSharding.stochastic_rounding",
+                rounds,
+                "It is for tables of float16 or bfloat16 that own an optimizer.",
+            )
 
 
 def _bounds_check_mode(

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.layout import Rect
 from recsys.distributed.node import get_local_size
 from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.strategies import (
+    MIN_COLUMNS,
     STRATEGIES,
     column_blocks,
     parameter_sharding,
@@ -25,6 +26,7 @@ from recsys.distributed.strategies import (
     row_blocks,
     sharding_of_rects,
     split_by_sizes,
+    split_evenly,
 )
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
@@ -34,16 +36,20 @@ from recsys.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from recsys.kernels.arguments import choice
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 __all__ = [
     "ParameterShardingGenerator",
     "apply_to_all",
+    "calculate_shard_sizes_and_offsets",
     "column_wise",
     "construct_module_sharding_plan",
     "data_parallel",
+    "get_sharding_constructor_from_type",
     "grid_shard",
     "placement",
+    "placement_helper",
     "row_wise",
     "table_column_wise",
     "table_row_wise",
@@ -350,6 +356,128 @@ def construct_module_sharding_plan(
         rects_of(name, weight.shape[0], weight.shape[1], placed, world_size)
         plan[name] = placed
     return plan
+
+
+def get_sharding_constructor_from_type(
+    sharding_type: ShardingType,
+) -> Callable[..., ParameterShardingGenerator]:
+    """Returns the helper that makes generators of a sharding type, such as :func:`row_wise`.
+
+    Args:
+        sharding_type: or the value of one.
+
+    Raises:
+        ValueError: if there is no such type.
+
+    Example:
+        >>> get_sharding_constructor_from_type(ShardingType.TABLE_WISE)(rank=1) is not None
+        True
+    """
+    return _HELPERS[choice("sharding_type", sharding_type, ShardingType)]
+
+
+_HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
+    ShardingType.DATA_PARALLEL: data_parallel,
+    ShardingType.TABLE_WISE: table_wise,
+    ShardingType.COLUMN_WISE: column_wise,
+    ShardingType.ROW_WISE: row_wise,
+    ShardingType.TABLE_ROW_WISE: table_row_wise,
+    ShardingType.TABLE_COLUMN_WISE: table_column_wise,
+    ShardingType.GRID_SHARD: grid_shard,
+}
+
+
+def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
+    """Returns where a rank keeps its shards, as a plan writes it; see :func:`placement`.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        index: of the GPU on its node.
+        rank: among all ranks.
+
+    Example:
+        >>> placement_helper("cuda", index=1, rank=5), placement_helper("cpu", rank=5)
+        ('rank:5/cuda:1', 'rank:5/cpu')
+    """
+    device = f"cuda:{index}" if device_type == "cuda" else device_type
+    return f"rank:{rank}/{device}"
+
+
+def calculate_shard_sizes_and_offsets(
+    tensor: Tensor,
+    world_size: int,
+    local_world_size: int,
+    sharding_type: str,
+    col_wise_shard_dim: int | None = None,
+    device_memory_sizes: Sequence[int] | None = None,
+    num_buckets: int | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Cuts a table as a sharding type does, before anybody knows who owns the parts.
+
+    Rows are cut evenly, the last parts smaller or empty. Columns are cut into parts of one width,
+    a multiple of 4; where no such width fits, there is one part.
+
+    Args:
+        tensor: the table, ``[rows, columns]``; only its shape is read.
+        world_size: ranks: the parts of ``row_wise``, the copies of ``data_parallel``.
+        local_world_size: ranks per node: the row parts of ``table_row_wise`` and ``grid_shard``.
+        sharding_type: a :class:`~recsys.distributed.types.ShardingType` value.
+        col_wise_shard_dim: the least width of a part that is cut by columns; 128 if None.
+        device_memory_sizes: for ``row_wise``, one number per rank: rows are in proportion.
+        num_buckets: for ``row_wise``, as for :func:`row_wise`.
+
+    Returns:
+        The sizes of the parts, ``[rows, columns]`` each, and their offsets.
+
+    Raises:
+        ValueError: if there is no such type, buckets do not fit, or there is not one memory size
+            per rank.
+
+    Example:
+        >>> import torch
+        >>> calculate_shard_sizes_and_offsets(torch.empty(10, 4), 2, 2, "row_wise")
+        ([[5, 4], [5, 4]], [[0, 0], [5, 0]])
+    """
+    kind = choice("sharding_type", sharding_type, ShardingType)
+    num_rows, dim = tensor.shape
+    rows, columns = [(0, num_rows)], [(0, dim)]
+    if kind is ShardingType.ROW_WISE and num_buckets is not None:
+        rows = split_by_sizes(_bucket_rows(num_rows, num_buckets, world_size))
+    elif kind is ShardingType.ROW_WISE and device_memory_sizes is not None:
+        rows = _in_proportion(num_rows, device_memory_sizes, world_size)
+    elif kind is ShardingType.ROW_WISE:
+        rows = _even_parts(num_rows, world_size)
+    elif kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD):
+        rows = _even_parts(num_rows, local_world_size)
+    if kind in (
+        ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD
+    ):  # fmt: skip
+        least = 128 if col_wise_shard_dim is None else col_wise_shard_dim
+        fitting = [w for w in range(MIN_COLUMNS, dim, MIN_COLUMNS) if dim % w == 0 and w >= least]
+        columns = split_evenly(dim, dim // (fitting or [dim])[0])
+    parts = [(row, column) for column in columns for row in rows]
+    if kind is ShardingType.DATA_PARALLEL:
+        parts *= world_size
+    return (
+        [[bottom - top, right - left] for (top, bottom), (left, right) in parts],
+        [[top, left] for (top, _), (left, _) in parts],
+    )
+
+
+def _even_parts(size: int, parts: int) -> list[tuple[int, int]]:
+    """As ``split_evenly``, with the empty blocks."""
+    blocks = split_evenly(size, parts)
+    return blocks + [(size, size)] * (parts - len(blocks))
+
+
+def _in_proportion(num_rows: int, sizes: Sequence[int], world_size: int) -> list[tuple[int, int]]:
+    if len(sizes) != world_size:
+        raise ValueError(
+            f"device_memory_sizes must be one per rank; received {len(sizes)} for {world_size} "
+            "ranks."
+        )
+    rows = [num_rows * size // sum(sizes) for size in sizes[:-1]]
+    return split_by_sizes([*rows, num_rows - sum(rows)])
 
 
 _Cut = Callable[[int, int, int, int], list[Rect]]  # rows, columns, ranks per node, ranks

@@ -12,7 +12,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum, unique
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,8 @@ from torch import nn
 from recsys.distributed.file_checks import read_source
 from recsys.distributed.module_tree import outermost, walk
 from recsys.kernels.arguments import choice, setting, whole_list
-from recsys.kernels.types import BoundsCheckMode
+from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
+from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 
 T = TypeVar("T")
 
@@ -65,6 +66,31 @@ class EmbeddingComputeKernel(Enum):
     """As ``FUSED_UVM``, with a cache in device memory."""
     QUANT = "quant"
     """Quantized rows, for inference."""
+
+
+def compute_kernel_to_embedding_location(
+    compute_kernel: EmbeddingComputeKernel,
+) -> EmbeddingLocation:
+    """Returns where the rows of a table with this compute kernel lie.
+
+    Args:
+        compute_kernel: of the table.
+
+    Raises:
+        ValueError: if it is no :class:`EmbeddingComputeKernel`, nor the value of one.
+
+    Example:
+        >>> compute_kernel_to_embedding_location(EmbeddingComputeKernel.FUSED_UVM)
+        <EmbeddingLocation.MANAGED: 'managed'>
+    """
+    kernel = choice("compute_kernel", compute_kernel, EmbeddingComputeKernel)
+    return _LOCATIONS.get(kernel, EmbeddingLocation.DEVICE)
+
+
+_LOCATIONS = {
+    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
+}
 
 
 @final
@@ -160,7 +186,20 @@ class EnumerableShardingSpec:
     shards: list[ShardMetadata]
 
 
-_warned_of: set[str] = set()  # fields of CacheParams, in this process
+_warned_of: set[str] = set()  # settings that mean nothing, in this process
+
+
+def warn_once(setting: str, value: object, advice: str) -> None:
+    """Warns, once per process, that a setting means nothing here.
+
+    Args:
+        setting: such as ``"CacheParams.algorithm"``.
+        value: what was received.
+        advice: what to do, or what holds instead.
+    """
+    if setting not in _warned_of:
+        _warned_of.add(setting)
+        warnings.warn(f"{setting} means nothing here; received {value!r}. {advice}", stacklevel=4)
 
 
 @final
@@ -203,13 +242,8 @@ class CacheParams:
             )
         for own in fields(self):
             value = getattr(self, own.name)
-            if own.name != "load_factor" and value and own.name not in _warned_of:
-                _warned_of.add(own.name)
-                warnings.warn(
-                    f"CacheParams.{own.name} means nothing here; received {value!r}. Only "
-                    "load_factor can be chosen.",
-                    stacklevel=3,
-                )
+            if own.name != "load_factor" and value:
+                warn_once(f"CacheParams.{own.name}", value, "Only load_factor can be chosen.")
 
 
 @final
@@ -224,8 +258,16 @@ class ParameterSharding:
         sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
             ``sharding_type`` and ``ranks``.
         cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
+        enforce_hbm: means nothing: a cached table's states lie where its kernel puts them.
+        stochastic_rounding: whether the optimizer of a table of fp16 or bf16 rounds at random, as
+            in :class:`~recsys.kernels.types.OptimizerSpec`; None: as the optimizer says. For other
+            tables it means nothing.
         bounds_check_mode: what to do with an id outside the table.
-        output_dtype: dtype of the looked-up embeddings; None or float32.
+        output_dtype: dtype of the looked-up embeddings; None or float32, also as a
+            :class:`~recsys.modules.embedding_configs.DataType`.
+        key_value_params: means nothing: no table lies in a key-value store.
+
+    True or a value for what means nothing warns, once per process.
 
     Raises:
         TypeError: if ranks are no list of whole numbers.
@@ -237,9 +279,11 @@ class ParameterSharding:
     ranks: list[int] | None = None
     sharding_spec: EnumerableShardingSpec | None = None
     cache_params: CacheParams | None = None
-    _: KW_ONLY
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
     bounds_check_mode: BoundsCheckMode | None = None
-    output_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | DataType | None = None
+    key_value_params: object | None = None
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -248,6 +292,17 @@ class ParameterSharding:
         self.sharding_type, self.compute_kernel = kind.value, kernel.value
         if self.ranks is not None:
             self.ranks = whole_list(f"{where}.ranks", self.ranks)
+        if isinstance(self.output_dtype, DataType):
+            self.output_dtype = data_type_to_dtype(self.output_dtype)
+        if self.enforce_hbm:
+            warn_once(f"{where}.enforce_hbm", True, "States lie where the compute kernel says.")
+        if self.key_value_params is not None:
+            warn_once(
+                f"{where}.key_value_params",
+                self.key_value_params,
+                "Tables lie in device or host memory: compute kernels fused, fused_uvm, "
+                "fused_uvm_caching.",
+            )
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
@@ -417,16 +472,32 @@ class ShardingEnv:
         """
         if node_size == 1:
             return ShardingEnv(1, 0)
+        first = self.rank - self.rank % node_size
+        group = self.group_of(range(first, first + node_size))
+        return ShardingEnv(node_size, self.rank - first, group)
+
+    def group_of(
+        self, ranks: Sequence[int], backend: str | None = None
+    ) -> torch.distributed.ProcessGroup:
+        """Returns the process group of some of these ranks, this one among them.
+
+        Each of them must ask in the same order as the others; the group is made once.
+
+        Args:
+            ranks: numbers in this environment.
+            backend: of the group, such as "gloo"; that of the default group if None.
+        """
         assert self.process_group is not None
-        known = _node_envs.setdefault(self.process_group, {})
-        if node_size not in known:
-            first = self.rank - self.rank % node_size
+        known = _groups.setdefault(self.process_group, {})
+        key = tuple(ranks), backend
+        if key not in known:
             members = torch.distributed.get_process_group_ranks(self.process_group)
-            group = torch.distributed.new_group(
-                members[first : first + node_size], use_local_synchronization=True
+            known[key] = torch.distributed.new_group(
+                [members[rank] for rank in ranks],
+                backend=backend,
+                use_local_synchronization=True,
             )
-            known[node_size] = ShardingEnv(node_size, self.rank - first, group)
-        return known[node_size]
+        return known[key]
 
     @classmethod
     def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
@@ -460,9 +531,10 @@ class ShardingEnv:
         return cls.from_local()
 
 
-_node_envs: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[int, ShardingEnv]] = (
-    WeakKeyDictionary()
-)
+_groups: WeakKeyDictionary[
+    torch.distributed.ProcessGroup,
+    dict[tuple[tuple[int, ...], str | None], torch.distributed.ProcessGroup],
+] = WeakKeyDictionary()
 
 
 class Awaitable(abc.ABC, Generic[T]):
@@ -690,12 +762,15 @@ def refuse_to_pickle(module: nn.Module) -> NoReturn:
 M = TypeVar("M", bound=nn.Module)
 
 
-def copy_around_sharded(module: M, device: torch.device) -> M:
+def copy_around_sharded(
+    module: M, device: torch.device, current_device: torch.device | None = None
+) -> M:
     """Returns a deep copy on another device; sharded modules below make their own.
 
     Args:
         module: whose parameters and buffers, outside of sharded modules, move to ``device``.
         device: where the copy goes.
+        current_device: whose tensors move; all if None.
     """
 
     def is_inner(root: nn.Module) -> Callable[[nn.Module], bool]:
@@ -706,17 +781,48 @@ def copy_around_sharded(module: M, device: torch.device) -> M:
         for _, inner in outermost(module, is_inner(module))
     }
     copied = copy.deepcopy(module, copies)
-    move_parts(copied, device, is_inner(copied))
+    move_parts(copied, device, is_inner(copied), current_device)
     return copied
 
 
+def copy_to_device(module: M, current_device: torch.device, to_device: torch.device) -> M:
+    """Returns a deep copy whose tensors on one device lie on another; others stay where they are.
+
+    Args:
+        module: a model, or a part of one. Sharded modules in it are copied to ``to_device``.
+        current_device: whose tensors move; those on ``meta`` never do.
+        to_device: where to.
+
+    Example:
+        >>> cpu, meta = torch.device("cpu"), torch.device("meta")
+        >>> copy_to_device(nn.Linear(2, 3), cpu, meta).weight.device
+        device(type='meta')
+    """
+    return copy_around_sharded(module, to_device, current_device)
+
+
 def move_parts(
-    module: nn.Module, device: torch.device, is_leaf: Callable[[nn.Module], bool]
+    module: nn.Module,
+    device: torch.device,
+    is_leaf: Callable[[nn.Module], bool],
+    current_device: torch.device | None = None,
 ) -> None:
-    """Moves the tensors of a model, in place, save those of leaves and those on ``meta``."""
+    """Moves the tensors of a model, in place, save those of leaves and those on ``meta``.
+
+    Args:
+        module: the model.
+        device: where to.
+        is_leaf: tells which parts stay, with what is below them.
+        current_device: whose tensors move; all if None.
+    """
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        stays = tensor.is_meta or current_device not in (None, tensor.device)
+        return tensor if stays else tensor.to(device)
+
     for _, part in walk(module, is_leaf):
         if not is_leaf(part):
-            part._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
+            part._apply(moved, recurse=False)
 
 
 class ModuleSharder(abc.ABC, Generic[T]):

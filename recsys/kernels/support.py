@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "Limit",
     "LookupSettings",
     "choose_backend",
+    "fbgemm_element_type",
     "shared_optimizer",
 ]
 
@@ -211,3 +212,24 @@ def shared_optimizer(
     if device.type == "cuda" and update_mode is UpdateMode.FUSED:
         return spec
     return replace(spec, learning_rate=0.0)
+
+
+def fbgemm_element_type(element_type: torch.dtype | str) -> Any:
+    """FBGEMM's `SparseType` of an element type.
+
+    Args:
+        element_type: A dtype, or a name such as "FP16" or "INT4".
+
+    Raises:
+        ImportError: FBGEMM is not installed.
+        ValueError: It has no such type.
+
+    Example:
+        >>> fbgemm_element_type(torch.bfloat16).name
+        'BF16'
+    """
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+    if isinstance(element_type, str):
+        return SparseType(element_type.lower())
+    return SparseType.from_dtype(element_type)

@@ -6,7 +6,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "TableOptimizer",
     "optimizer_kind",
     "optimizer_spec",
+    "optimizer_type_to_emb_opt_type",
     "supported_optimizer_classes",
     "to_row_state",
     "to_update_mode",
@@ -66,6 +67,12 @@ class TableOptimizer:
     def may_replicate(self) -> bool:
         """Whether copies of a table stay alike: not if each rounds by its own chance."""
         return not self.spec.stochastic_rounding
+
+    def rounding(self, stochastic: bool | None) -> TableOptimizer:
+        """The same with or without stochastic rounding; None: as it is."""
+        if stochastic is None:
+            return self
+        return replace(self, spec=replace(self.spec, stochastic_rounding=stochastic))
 
 
 def to_update_mode(given: UpdateMode | str) -> UpdateMode:
@@ -159,6 +166,33 @@ def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
     return optimizer_class.__qualname__ if meaning is None else meaning.algorithm.value
 
 
+def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptimType:
+    """What kernels call an optimizer class.
+
+    Args:
+        optimizer_class: A class of torch.optim or recsys.optim.
+
+    Raises:
+        ValueError: Tables have no such optimizer.
+
+    Example:
+        >>> optimizer_type_to_emb_opt_type(torch.optim.Adagrad).name
+        'EXACT_ADAGRAD'
+    """
+    return _meaning_of(optimizer_class).algorithm
+
+
+def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
+    meaning = _CLASSES.get(optimizer_class)
+    if meaning is None:
+        raise ValueError(
+            f"Embedding tables have no optimizer like {optimizer_class.__module__}."
+            f"{optimizer_class.__name__}. Choose one of "
+            f"{[f'{c.__module__}.{c.__name__}' for c in _CLASSES]}."
+        )
+    return meaning
+
+
 def optimizer_spec(
     optimizer_class: type[Optimizer], optimizer_kwargs: Mapping[str, Any]
 ) -> OptimizerSpec:
@@ -181,13 +215,7 @@ def optimizer_spec(
         >>> optimizer_spec(torch.optim.Adagrad, {"lr": 0.5}).learning_rate
         0.5
     """
-    meaning = _CLASSES.get(optimizer_class)
-    if meaning is None:
-        raise ValueError(
-            f"Embedding tables have no optimizer like {optimizer_class.__module__}."
-            f"{optimizer_class.__name__}. Choose one of "
-            f"{[f'{c.__module__}.{c.__name__}' for c in _CLASSES]}."
-        )
+    meaning = _meaning_of(optimizer_class)
     parameters = _parameters_of(optimizer_class)  # type: ignore[arg-type]  # a class does hash
     unknown = sorted(set(optimizer_kwargs) - set(parameters))
     if unknown:

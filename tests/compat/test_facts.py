@@ -37,10 +37,6 @@ DIFFERENT = {
     r"\w*Sharder\.shard\(module_fqn\)": "names a module in logs; errors here name it by themselves",
     r"Sharded\w+\(module_fqn\)": "names a module in logs; errors here name it by themselves",
     r"\w+\(sharded_module_order_overwrite\)": "the order of outputs is the unsharded one, always",
-    r"ParameterSharding[.(](enforce_hbm|key_value_params|stochastic_rounding)\)?": (
-        "caches hold their states on the device; rounding is set with the optimizer; no "
-        "key-value store"
-    ),
     (
         r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.(compute|compute_and_output_dist|"
         r"create_context|input_dist|output_dist|prefetch|preprocess_input|unsharded_module_type)"

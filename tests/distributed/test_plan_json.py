@@ -105,6 +105,7 @@ def test_what_follows_is_left_out(tmp_path: Path) -> None:
     )
     tables["c"].bounds_check_mode = BoundsCheckMode.WARNING
     tables["c"].output_dtype = torch.float32
+    tables["c"].stochastic_rounding = False
     plan = ShardingPlan({"ebc": tables})
     assert plan.to_json(tmp_path / "plan.json") == (tmp_path / "plan.json").read_text()
     assert ShardingPlan.from_json(tmp_path / "plan.json") == plan
@@ -124,7 +125,7 @@ def test_what_follows_is_left_out(tmp_path: Path) -> None:
       "c": {"sharding_type": "row_wise", "compute_kernel": "fused", "shards": [
         {"rank": 0, "rows": [0, 1], "columns": [0, 8]},
         {"rank": 1, "rows": [1, 6], "columns": [0, 8]}
-      ], "bounds_check_mode": "WARNING", "output_dtype": "float32"}
+      ], "bounds_check_mode": "WARNING", "stochastic_rounding": false, "output_dtype": "float32"}
     }
   }
 }

@@ -12,16 +12,19 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
     apply_to_all,
+    calculate_shard_sizes_and_offsets,
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    get_sharding_constructor_from_type,
     grid_shard,
+    placement_helper,
     row_wise,
     table_column_wise,
     table_row_wise,
     table_wise,
 )
-from recsys.distributed.types import ParameterSharding
+from recsys.distributed.types import ParameterSharding, ShardingType
 from recsys.kernels.types import EmbOptimType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -254,3 +257,53 @@ class _OnlyWhole(EmbeddingBagCollectionSharder):
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def cut(rows: int, dim: int, kind: str, **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
+    table = torch.empty(rows, dim, device="meta")
+    return calculate_shard_sizes_and_offsets(table, 4, 2, kind, **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "kind", "settings", "sizes", "offsets"),
+    [
+        (10, 16, "table_wise", {}, [[10, 16]], [[0, 0]]),
+        (10, 16, "data_parallel", {}, [[10, 16]] * 4, [[0, 0]] * 4),
+        (5, 8, "row_wise", {}, [[2, 8], [2, 8], [1, 8], [0, 8]], [[0, 0], [2, 0], [4, 0], [5, 0]]),
+        (10, 8, "row_wise", {"num_buckets": 5}, [[4, 8], [2, 8], [2, 8], [2, 8]],
+         [[0, 0], [4, 0], [6, 0], [8, 0]]),
+        (10, 8, "row_wise", {"device_memory_sizes": [3, 1, 1, 1]},
+         [[5, 8], [1, 8], [1, 8], [3, 8]], [[0, 0], [5, 0], [6, 0], [7, 0]]),
+        (10, 16, "table_row_wise", {}, [[5, 16]] * 2, [[0, 0], [5, 0]]),
+        (10, 256, "column_wise", {}, [[10, 128]] * 2, [[0, 0], [0, 128]]),
+        (10, 260, "column_wise", {}, [[10, 260]], [[0, 0]]),
+        (10, 96, "column_wise", {"col_wise_shard_dim": 40}, [[10, 48]] * 2, [[0, 0], [0, 48]]),
+        (10, 97, "table_column_wise", {"col_wise_shard_dim": 8}, [[10, 97]], [[0, 0]]),
+        (10, 16, "column_wise", {"col_wise_shard_dim": 3}, [[10, 4]] * 4,
+         [[0, 0], [0, 4], [0, 8], [0, 12]]),
+        (10, 256, "grid_shard", {}, [[5, 128]] * 4, [[0, 0], [5, 0], [0, 128], [5, 128]]),
+    ],
+)  # fmt: skip
+def test_sizes_and_offsets_of_parts(
+    rows: int, dim: int, kind: str, settings: dict[str, Any], sizes: object, offsets: object
+) -> None:
+    """The numbers are what TorchRec 1.8.0 returns."""
+    assert cut(rows, dim, kind, **settings) == (sizes, offsets)
+
+
+def test_parts_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match=r"sharding_type must be .*; received 'stripes'"):
+        cut(10, 8, "stripes")
+    with pytest.raises(ValueError, match="one per rank; received 2 for 4 ranks"):
+        cut(10, 8, "row_wise", device_memory_sizes=[1, 1])
+
+
+def test_helpers_by_type() -> None:
+    placed = place(get_sharding_constructor_from_type(ShardingType.TABLE_WISE)(rank=3))
+    assert placed.ranks == [3]
+    assert {get_sharding_constructor_from_type(kind) for kind in ShardingType} >= {row_wise}
+
+
+def test_placements_by_parts() -> None:
+    assert placement_helper("cuda", 2, 5) == "rank:5/cuda:2"
+    assert placement_helper("cpu", 1, 3) == "rank:3/cpu"

@@ -28,9 +28,11 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
     ShardMetadata,
+    compute_kernel_to_embedding_location,
+    copy_to_device,
     placement_rank,
 )
-from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedTensor
 from tests.ranks import RankPool
@@ -411,3 +413,34 @@ class TestEnv:
             ShardingEnv(world_size=2, rank=2)
         with pytest.raises(ValueError, match="needs a process group for world_size=2"):
             ShardingEnv(world_size=2, rank=0)
+
+
+def test_where_the_rows_of_a_kernel_lie() -> None:
+    found = {
+        kernel.name: compute_kernel_to_embedding_location(kernel).name
+        for kernel in EmbeddingComputeKernel
+    }
+    assert found == {
+        "DENSE": "DEVICE",
+        "FUSED": "DEVICE",
+        "FUSED_UVM": "MANAGED",
+        "FUSED_UVM_CACHING": "MANAGED_CACHING",
+        "QUANT": "DEVICE",
+    }
+    with pytest.raises(ValueError, match=r"compute_kernel must be .*; received 'ssd'"):
+        compute_kernel_to_embedding_location("ssd")  # type: ignore[arg-type]
+
+
+def test_a_copy_moves_what_lies_on_one_device() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    stayed = copy_to_device(model, meta, cpu)  # what lies on meta has nothing to move
+    assert [p.device.type for p in stayed.parameters()] == ["cpu", "cpu", "meta", "meta"]
+    moved = copy_to_device(model, cpu, meta)
+    assert {p.device.type for p in moved.parameters()} == {"meta"}
+    assert model[0].weight.device == cpu
+
+
+def test_an_output_dtype_is_a_dtype_however_given() -> None:
+    placed = ParameterSharding("table_wise", "fused", [0], output_dtype=DataType.FP16)
+    assert placed.output_dtype is torch.float16

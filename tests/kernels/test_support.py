@@ -10,7 +10,12 @@ import torch
 
 from recsys.kernels import support, tbe_fbgemm
 from recsys.kernels.row_update import STATE_KINDS
-from recsys.kernels.support import LIMITS, LookupSettings, choose_backend
+from recsys.kernels.support import (
+    LIMITS,
+    LookupSettings,
+    choose_backend,
+    fbgemm_element_type,
+)
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmCpuKernel, has_cpu_ops
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import TorchKernel
@@ -216,3 +221,11 @@ def test_a_changed_op_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_limit_says_why() -> None:
     assert all(len(limit.reason) > 10 for limit in LIMITS)
+
+
+def test_element_types_of_fbgemm() -> None:
+    sparse_type = pytest.importorskip("fbgemm_gpu.split_embedding_configs").SparseType
+    assert fbgemm_element_type("INT4") is sparse_type.INT4
+    assert fbgemm_element_type(torch.float16) is sparse_type.FP16
+    with pytest.raises(ValueError, match="int64"):
+        fbgemm_element_type("INT64")

@@ -8,7 +8,11 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from recsys.optim.specs import optimizer_spec, supported_optimizer_classes
+from recsys.optim.specs import (
+    optimizer_spec,
+    optimizer_type_to_emb_opt_type,
+    supported_optimizer_classes,
+)
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -97,3 +101,10 @@ def test_nothing_is_ignored(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_spec(optimizer_class, kwargs)
+
+
+def test_the_type_of_a_class_is_that_of_its_tables() -> None:
+    for kind in supported_optimizer_classes():
+        assert optimizer_type_to_emb_opt_type(kind) is optimizer_spec(kind, {"lr": 0.1}).algorithm
+    with pytest.raises(ValueError, match=r"no optimizer like .*RMSprop"):
+        optimizer_type_to_emb_opt_type(torch.optim.RMSprop)

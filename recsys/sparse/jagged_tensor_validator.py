@@ -1,0 +1,73 @@
+"""A batch checked in full, on request: its parts against each other, its ids against tables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Protocol
+
+from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.validate import check_contents, check_parts, check_unique
+
+__all__ = ["validate_keyed_jagged_tensor"]
+
+
+class _Table(Protocol):
+    """What is asked of a config of a table."""
+
+    name: str
+    num_embeddings: int
+    feature_names: list[str]
+
+
+def validate_keyed_jagged_tensor(
+    kjt: KeyedJaggedTensor, configs: Iterable[_Table] | None = None
+) -> bool:
+    """Checks a batch in full, which waits for its device.
+
+    Its parts must fit each other: keys that are unique, lengths that are not negative and add up,
+    offsets that run from 0 to the number of values. On a CPU all this was checked when the batch
+    was made.
+
+    Args:
+        kjt: the batch.
+        configs: the tables that look its features up, such as EmbeddingBagConfigs; None: ids are
+            not looked at. Features that are not in the batch are passed over.
+
+    Returns:
+        Whether every id lies in its table. For the first that does not, a warning names feature,
+        table and id.
+
+    Raises:
+        ValueError: the parts do not fit.
+
+    Example:
+        >>> import torch
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> films = EmbeddingBagConfig(10, 4, "films", feature_names=["film"])
+        >>> ids = KeyedJaggedTensor(["film"], torch.tensor([3, 9]), lengths=torch.tensor([1, 1]))
+        >>> validate_keyed_jagged_tensor(ids, [films])
+        True
+    """
+    owner, keys, strides = type(kjt).__name__, kjt.keys(), kjt.stride_per_key()
+    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
+    if not keys:
+        return True
+    check_unique(owner, keys)
+    check_parts(owner, kjt.values(), kjt.weights_or_none(), lengths, offsets)
+    check_contents(owner, kjt.values(), lengths, offsets, keys, strides)
+    values = dict(zip(keys, kjt.values().split_with_sizes(kjt.length_per_key()), strict=True))
+    for config in configs or ():
+        for feature in config.feature_names:
+            ids = values.get(feature)
+            if ids is None or not ids.numel():
+                continue
+            outside = ids[(ids < 0) | (ids >= config.num_embeddings)]
+            if outside.numel():
+                warnings.warn(
+                    f"Feature {feature!r} has the id {int(outside[0])}, outside of table "
+                    f"{config.name!r} with {config.num_embeddings} rows.",
+                    stacklevel=2,
+                )
+                return False
+    return True

@@ -1,0 +1,64 @@
+"""Several batches of jagged features as one object of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+
+from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.streamable import Pipelineable
+
+__all__ = ["KJTList"]
+
+
+@final
+class KJTList(Pipelineable):
+    """A list of batches that is moved, and kept on a stream, as a whole.
+
+    Args:
+        features: the batches.
+
+    Attributes:
+        features: the batches, as given.
+
+    Example:
+        >>> one = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> batches = KJTList([one, one])
+        >>> len(batches), batches[1].keys(), [b.stride() for b in batches]
+        (2, ['f'], [1, 1])
+    """
+
+    def __init__(self, features: Sequence[KeyedJaggedTensor]) -> None:
+        self.features = list(features)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, key: int) -> KeyedJaggedTensor:
+        return self.features[key]
+
+    def __setitem__(self, key: int, item: KeyedJaggedTensor) -> None:
+        self.features[key] = item
+
+    def __iter__(self) -> Iterator[KeyedJaggedTensor]:
+        return iter(self.features)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> KJTList:
+        """Returns the batches on another device.
+
+        Args:
+            device: where to.
+            non_blocking: whether the host goes on while pinned memory is copied.
+        """
+        return KJTList([batch.to(device, non_blocking) for batch in self.features])
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the batches' memory from being used anew until work in a stream is done.
+
+        Args:
+            stream: where they are used.
+        """
+        for batch in self.features:
+            batch.record_stream(stream)  # type: ignore[arg-type]  # of any device

@@ -1,0 +1,68 @@
+"""Questions that a model may ask while torch traces, compiles or exports it, and a check for fx."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+__all__ = [
+    "assert_fx_safe",
+    "is_non_strict_exporting",
+    "is_pt2_compiling",
+    "is_torchdynamo_compiling",
+]
+
+
+def is_torchdynamo_compiling() -> bool:
+    """Whether ``torch.compile`` or a strict ``torch.export`` reads this call now.
+
+    Example:
+        >>> is_torchdynamo_compiling()
+        False
+    """
+    return torch.compiler.is_dynamo_compiling()
+
+
+def is_non_strict_exporting() -> bool:
+    """Whether ``torch.export`` follows this call without reading its code: ``strict=False``.
+
+    Example:
+        >>> is_non_strict_exporting()
+        False
+    """
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def is_pt2_compiling() -> bool:
+    """Whether one of the two holds.
+
+    Example:
+        >>> is_pt2_compiling()
+        False
+    """
+    return is_torchdynamo_compiling() or is_non_strict_exporting()
+
+
+def assert_fx_safe(condition: bool | torch.fx.Proxy, message: str) -> None:
+    """Raises AssertionError if a condition does not hold; ``torch.fx`` traces past it.
+
+    A plain ``assert`` of what is traced ends the trace, as nothing is known yet.
+
+    Args:
+        condition: what must hold.
+        message: of the error.
+
+    Raises:
+        AssertionError: it does not hold.
+
+    Example:
+        >>> def double(x: torch.Tensor) -> torch.Tensor:
+        ...     assert_fx_safe(x.dim() == 2, "x must have two dims")
+        ...     return x * 2
+        >>> torch.fx.symbolic_trace(double)(torch.ones(1, 1))
+        tensor([[2.]])
+    """
+    if isinstance(condition, torch.fx.Proxy):
+        return
+    if not condition:
+        raise AssertionError(message)

@@ -1,0 +1,42 @@
+"""Several batches as one."""
+
+from __future__ import annotations
+
+import torch
+
+from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.kjt_list import KJTList
+from recsys.streamable import Multistreamable
+
+
+def batch(id_: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], torch.tensor([id_]), lengths=torch.tensor([1]))
+
+
+def test_it_is_a_list() -> None:
+    batches = KJTList([batch(1), batch(2)])
+    assert len(batches) == 2
+    assert batches[1].values().tolist() == [2]
+    batches[0] = batch(7)
+    assert [b.values().item() for b in batches] == [7, 2]
+    assert isinstance(batches, Multistreamable)
+
+
+def test_it_moves_as_a_whole() -> None:
+    batches = KJTList([batch(1), batch(2)])
+    moved = batches.to(torch.device("meta"))
+    assert [b.device().type for b in moved] == ["meta", "meta"]
+    assert [b.device().type for b in batches] == ["cpu", "cpu"]
+
+
+def test_every_batch_is_kept_on_the_stream() -> None:
+    seen: list[object] = []
+
+    class Seen(KeyedJaggedTensor):
+        def record_stream(self, stream: torch.Stream) -> None:
+            seen.append(stream)
+
+    stream = object()
+    parts = torch.tensor([1]), torch.tensor([1])
+    KJTList([Seen(["f"], parts[0], lengths=parts[1]) for _ in range(3)]).record_stream(stream)  # type: ignore[arg-type]
+    assert seen == [stream] * 3
