@@ -344,6 +344,18 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "QuantFeatureProcessedEmbeddingBagCollection, quantize_embeddings, "
         "quantize_inference_model, shard_quant_model",
     ),
+    (
+        "torchrec.inference.modules",
+        "recsys.inference.modules",
+        "BatchingMetadata, PredictFactory, PredictModule, QualNameMetadata, "
+        "assign_weights_to_tbe, get_table_to_weights_from_tbe, quantize_dense, quantize_feature, "
+        "trim_torch_package_prefix_from_typename",
+    ),
+    (
+        "torchrec.inference.model_packager",
+        "recsys.inference.model_packager",
+        "PredictFactoryPackager, load_config_text, load_pickle_config",
+    ),
     ("torchrec.inference.modules", "recsys.inference.quant_prep", "set_pruning_data"),
     (
         "torchrec.quant",
@@ -520,10 +532,6 @@ INSTEAD: dict[str, str] = {
     "before the model.",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript; trace_model "
     "gives the graph.",
-    "torchrec.inference.model_packager": "To export a model, call "
-    "recsys.inference.export_torchscript.",
-    "torchrec.inference.modules.Predict": "To export a model, call "
-    "recsys.inference.export_torchscript.",
     "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
     "DistributedModelParallel.copy(device).",
     "torchrec.distributed.shard._shard_modules": "Use shard_modules, or shard_quant_model for a "

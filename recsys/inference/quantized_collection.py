@@ -118,6 +118,16 @@ class QuantizedTable(nn.Module):
         parts = [cast(Tensor, part).view(torch.uint8) for part in header]
         return torch.cat([*parts, self.weight], dim=1)
 
+    def assign(self, rows: Tensor) -> None:
+        """Write all rows, without padding."""
+        if not self._splits:
+            self.weight[:, : self._row_bytes].copy_(rows)
+            return
+        self.weight.copy_(rows[:, 4:])
+        for name, start in (("weight_qscale", 0), ("weight_qbias", 2)):
+            buffer = cast(Tensor, self._buffers[name])
+            buffer.copy_(rows[:, start : start + 2].contiguous().view(torch.float16))
+
     def size(self) -> tuple[int, int]:
         """The number of rows, and the bytes of each without padding."""
         return rows_left(self.config), self._row_bytes
@@ -230,6 +240,26 @@ class QuantizedCollection(nn.Module):
     def table_bytes(self) -> list[int]:
         """The size of each table in bytes, without padding."""
         return [prod(table.size()) for table in self._tables()]
+
+    def quantized_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """The tables' rows, and their scales and biases, as the constructor takes them."""
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for table in self._tables():
+            rows = table.rows()
+            has_header = DATA_TYPE_NUM_BITS[table.config.data_type] < 16
+            found[table.config.name] = (rows[:, 4:], rows[:, :4]) if has_header else (rows, None)
+        return found
+
+    def assign(self, weights: Weights) -> None:
+        """Write the rows of all tables, as the constructor takes them.
+
+        Raises:
+            ValueError: They do not fit the tables.
+        """
+        tables = self._tables()
+        given = self._given_rows(weights, torch.device("cpu"))
+        for table, rows in zip(tables, given, strict=True):
+            table.assign(rows)
 
     def options(self) -> dict[str, Any]:
         """The arguments, by name, that make a collection of the same rows."""
