@@ -19,6 +19,7 @@ BROAD = {
     "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
     "distributed/test_step_cost.py",
+    "metrics/test_every_metric.py",
     "metrics/test_sync.py",
     "test_bad_input.py",
     "test_docstrings.py",

@@ -407,6 +407,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.metrics.auc", "recsys.metrics.rank_metrics", "AUCMetric"),
     ("torchrec.metrics.auprc", "recsys.metrics.rank_metrics", "AUPRCMetric"),
     ("torchrec.metrics.average", "recsys.metrics.sum_metrics", "AverageMetric"),
+    ("torchrec.metrics.cali_free_ne", "recsys.metrics.sum_metrics", "CaliFreeNEMetric"),
     ("torchrec.metrics.calibration", "recsys.metrics.sum_metrics", "CalibrationMetric"),
     (
         "torchrec.metrics.calibration_with_recalibration",
@@ -415,6 +416,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.metrics.ctr", "recsys.metrics.sum_metrics", "CTRMetric"),
     ("torchrec.metrics.gauc", "recsys.metrics.session_metrics", "GAUCMetric"),
+    (
+        "torchrec.metrics.hindsight_target_pr",
+        "recsys.metrics.rank_metrics",
+        "HindsightTargetPRMetric",
+    ),
     ("torchrec.metrics.mae", "recsys.metrics.sum_metrics", "MAEMetric"),
     (
         "torchrec.metrics.metric_module",
@@ -437,6 +443,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "compose_metric_namespace, task_wildcard_metrics_pattern",
     ),
     ("torchrec.metrics.mse", "recsys.metrics.sum_metrics", "MSEMetric"),
+    (
+        "torchrec.metrics.multi_label_precision",
+        "recsys.metrics.sum_metrics",
+        "MultiLabelPrecisionMetric",
+    ),
     ("torchrec.metrics.multiclass_recall", "recsys.metrics.sum_metrics", "MulticlassRecallMetric"),
     ("torchrec.metrics.ndcg", "recsys.metrics.session_metrics", "NDCGMetric"),
     ("torchrec.metrics.ne", "recsys.metrics.sum_metrics", "NEMetric"),

@@ -21,7 +21,13 @@ from recsys.metrics.metrics_namespace import (
     compose_customized_metric_key,
     compose_metric_namespace,
 )
-from recsys.metrics.rank_metrics import AUCMetric, AUPRCMetric, BinnedAUCMetric, RAUCMetric
+from recsys.metrics.rank_metrics import (
+    AUCMetric,
+    AUPRCMetric,
+    BinnedAUCMetric,
+    HindsightTargetPRMetric,
+    RAUCMetric,
+)
 from recsys.metrics.rec_metric import RecMetric, RecMetricList
 from recsys.metrics.session_metrics import (
     GAUCMetric,
@@ -34,11 +40,13 @@ from recsys.metrics.sum_metrics import (
     AccuracyMetric,
     AverageMetric,
     CalibrationMetric,
+    CaliFreeNEMetric,
     CTRMetric,
     LogLossMetric,
     MAEMetric,
     MSEMetric,
     MulticlassRecallMetric,
+    MultiLabelPrecisionMetric,
     NEMetric,
     NEPositiveMetric,
     NMSEMetric,
@@ -66,13 +74,16 @@ REC_METRICS_MAPPING: dict[RecMetricEnumBase, type[RecMetric]] = {
     RecMetricEnum.AUPRC: AUPRCMetric,
     RecMetricEnum.AVERAGE: AverageMetric,
     RecMetricEnum.BINNED_AUC: BinnedAUCMetric,
+    RecMetricEnum.CALI_FREE_NE: CaliFreeNEMetric,
     RecMetricEnum.CALIBRATION: CalibrationMetric,
     RecMetricEnum.CTR: CTRMetric,
     RecMetricEnum.GAUC: GAUCMetric,
+    RecMetricEnum.HINDSIGHT_TARGET_PR: HindsightTargetPRMetric,
     RecMetricEnum.LOG_LOSS: LogLossMetric,
     RecMetricEnum.MAE: MAEMetric,
     RecMetricEnum.MSE: MSEMetric,
     RecMetricEnum.MULTICLASS_RECALL: MulticlassRecallMetric,
+    RecMetricEnum.MULTI_LABEL_PRECISION: MultiLabelPrecisionMetric,
     RecMetricEnum.NDCG: NDCGMetric,
     RecMetricEnum.NE: NEMetric,
     RecMetricEnum.NE_POSITIVE: NEPositiveMetric,

@@ -158,11 +158,7 @@ class BinnedAUCMetric(SumMetric):
         num_bins = self.options["num_bins"]
 
         def in_bins(batch: MetricBatch) -> torch.Tensor:
-            bin_TN = find_bins(batch.predictions, num_bins)
-            positive_TN = batch.labels * batch.weights
-            sums = positive_TN.new_zeros(len(bin_TN), 2 * num_bins)
-            sums.scatter_add_(1, bin_TN, batch.weights - positive_TN)
-            return sums.scatter_add_(1, bin_TN + num_bins, positive_TN)
+            return _count(batch, find_bins(batch.predictions, num_bins), num_bins)
 
         return (Quantity(f"bins_{num_bins}", in_bins, width=2 * num_bins),)
 
@@ -170,3 +166,62 @@ class BinnedAUCMetric(SumMetric):
         """Compute the results."""
         negative_TK, positive_TK = sums[self.quantities()[0].name].chunk(2, dim=1)
         yield Value(MetricName.BINNED_AUC, area_under_bins(positive_TK, negative_TK))
+
+
+THRESHOLDS = 1000
+"""Thresholds from 0 to 1, among which `HindsightTargetPRMetric` chooses."""
+
+
+@final
+class HindsightTargetPRMetric(SumMetric):
+    """What threshold would have reached a precision, and with what recall.
+
+    Results: ``hindsight_target_pr``, the least of 1,000 equally spaced thresholds from 0 to 1 at
+    which the predictions of at least it have the precision of the argument ``target_precision``,
+    and there ``hindsight_target_precision`` and ``hindsight_target_recall``. They are NaN if no
+    threshold reaches it. A window keeps counts as `BinnedAUCMetric` does.
+    """
+
+    namespace = MetricNamespace.HINDSIGHT_TARGET_PR
+    arguments: ClassVar[Mapping[str, Any]] = {"target_precision": 0.5}
+
+    def quantities(self) -> Sequence[Quantity]:
+        """Name the sums."""
+
+        def in_bins(batch: MetricBatch) -> torch.Tensor:
+            thresholds = _thresholds(batch.predictions)
+            # Bin 0 has what is below all thresholds.
+            bin_TN = torch.bucketize(batch.predictions, thresholds, right=True)
+            return _count(batch, bin_TN, THRESHOLDS + 1)
+
+        return (Quantity("thresholds", in_bins, width=2 * (THRESHOLDS + 1)),)
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        # [T, 2, K]: negatives and positives at or above each threshold, and below the first.
+        above = sums["thresholds"].unflatten(1, (2, -1)).flip(2).cumsum(2).flip(2)
+        negative_TK, positive_TK = above[:, :, 1:].unbind(1)
+        precision_TK = positive_TK / (positive_TK + negative_TK)
+        recall_TK = positive_TK / above[:, 1, :1]
+        reaches_TK = precision_TK >= self.options["target_precision"]
+        first_T1 = reaches_TK.int().argmax(1, keepdim=True)
+        for name, values_TK in (
+            (MetricName.HINDSIGHT_TARGET_PR, _thresholds(recall_TK).expand_as(recall_TK)),
+            (MetricName.HINDSIGHT_TARGET_PRECISION, precision_TK),
+            (MetricName.HINDSIGHT_TARGET_RECALL, recall_TK),
+        ):
+            found_T = values_TK.gather(1, first_T1).squeeze(1)
+            yield Value(name, found_T.where(reaches_TK.any(1), torch.nan))
+
+
+def _thresholds(like: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.0, 1.0, THRESHOLDS, dtype=torch.float64, device=like.device)
+
+
+def _count(batch: MetricBatch, bin_TN: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Sum the weights of negatives, then of positives, in each bin; a NaN shows in its bin."""
+    weights_TN = batch.weights.where(~batch.predictions.isnan(), torch.nan)
+    positive_TN = batch.labels * weights_TN
+    sums = positive_TN.new_zeros(len(bin_TN), 2 * num_bins)
+    sums.scatter_add_(1, bin_TN, weights_TN - positive_TN)
+    return sums.scatter_add_(1, bin_TN + num_bins, positive_TN)

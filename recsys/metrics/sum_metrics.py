@@ -161,6 +161,25 @@ class UnweightedNEMetric(SumMetric):
 
 
 @final
+class CaliFreeNEMetric(SumMetric):
+    """Log loss divided by that of always predicting the mean of the predictions.
+
+    That is the normalized entropy divided by the one that is left if nothing but the calibration is
+    kept: predictions that are too high or too low on the whole make both worse. The source of
+    normalized entropy is that of `recsys.metrics.normalized_entropy`.
+    """
+
+    namespace = MetricNamespace.CALI_FREE_NE
+    sums = (LOG_LOSS, LABEL, PREDICTION, WEIGHT)
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        mean, rate = sums["prediction"] / sums["weight"], sums["label"] / sums["weight"]
+        log_loss = sums["log_loss"] / sums["weight"]
+        yield Value(MetricName.CALI_FREE_NE, log_loss / cross_entropy(mean, rate))
+
+
+@final
 class SegmentedNEMetric(SumMetric):
     """Normalized entropy of each segment of the samples: ``segmented_ne_0``, ...
 
@@ -501,6 +520,53 @@ class MulticlassRecallMetric(SumMetric):
         """Compute the results."""
         recalls = sums[f"within_{self.num_classes}"] / sums["weight"].unsqueeze(1)
         yield Value(MetricName.MULTICLASS_RECALL, recalls)
+
+
+@final
+class MultiLabelPrecisionMetric(SumMetric):
+    """The share of right decisions among those for a label, for each label of a sample.
+
+    Predictions and labels are whole numbers, whose bits say which labels a sample was given and
+    which it has: bit 0 is the first. Floats hold them up to 24 labels, whole numbers up to 52.
+    Arguments: ``num_labels``, and ``label_names``, which are appended to the result's name in place
+    of ``label_0``, ``label_1``, ...
+    """
+
+    namespace = MetricNamespace.MULTI_LABEL_PRECISION
+    arguments: ClassVar[Mapping[str, Any]] = {"num_labels": 1, "label_names": None}
+
+    def _prepare(self) -> None:
+        num_labels, names = self.options["num_labels"], self.options["label_names"]
+        if not 1 <= num_labels <= 52:
+            raise ValueError(f"num_labels must be from 1 to 52; received {num_labels}.")
+        if names is not None and len(names) != num_labels:
+            raise ValueError(
+                f"label_names must have a name for each label, {num_labels}; received {names}."
+            )
+
+    def quantities(self) -> Sequence[Quantity]:
+        """Name the sums."""
+        num_labels = self.options["num_labels"]
+
+        def count(batch: MetricBatch, only_right: bool) -> torch.Tensor:
+            given_TN = batch.predictions.long()
+            given_TN = given_TN & batch.labels.long() if only_right else given_TN
+            bits_L1 = torch.arange(num_labels, device=given_TN.device).unsqueeze(1)
+            given_TLN = (given_TN.unsqueeze(1) >> bits_L1) & 1
+            return torch.einsum("tln,tn->tl", given_TLN.double(), batch.weights)
+
+        return (
+            Quantity(f"right_of_{num_labels}", lambda b: count(b, True), width=num_labels),
+            Quantity(f"decided_of_{num_labels}", lambda b: count(b, False), width=num_labels),
+        )
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        right_TL, decided_TL = (sums[quantity.name] for quantity in self.quantities())
+        names = self.options["label_names"]
+        names = names or [f"label_{place}" for place in range(self.options["num_labels"])]
+        for name, precision_T in zip(names, (right_TL / decided_TL).unbind(1), strict=True):
+            yield Value(MetricName.MULTI_LABEL_PRECISION, precision_T, name)
 
 
 @final

@@ -167,3 +167,34 @@ def test_binned_area_is_that_of_the_accumulator() -> None:
     wanted[RecMetricEnum.BINNED_AUC].arguments = {"num_bins": 1}
     with pytest.raises(ValueError, match="num_bins must be at least 2; received 1"):
         build(wanted)
+
+
+def test_hindsight_without_a_threshold_that_reaches_the_target() -> None:
+    wanted = {RecMetricEnum.HINDSIGHT_TARGET_PR: RecMetricDef(rec_tasks=[CLICK], window_size=16)}
+    module = build(wanted)
+    names = [f"hindsight_target_{name}" for name in ("pr", "precision", "recall")]
+    batch = model_out(0, 4)
+    batch["click_prediction"] = torch.tensor([0.0, 0.5, 0.5, 1.0])  # on a threshold: 0 and 1
+    batch["click_label"] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    module.update(batch)
+    found = module.compute()
+    assert all(found[f"hindsight_target_pr-click|window_{name}"].isnan() for name in names)
+    batch["click_label"] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    batch["click_weight"] = torch.ones(4)
+    for _ in range(4):
+        module.update(batch)
+    found = module.compute()
+    values = [found[f"hindsight_target_pr-click|window_{name}"].item() for name in names]
+    assert values == [pytest.approx(500 / 999), 1.0, 1.0]
+
+
+def test_a_prediction_that_is_no_number_shows_in_bins() -> None:
+    wanted = {
+        metric: RecMetricDef(rec_tasks=[CLICK], window_size=16)
+        for metric in (RecMetricEnum.HINDSIGHT_TARGET_PR, RecMetricEnum.BINNED_AUC)
+    }
+    module = build(wanted)
+    batch = model_out(0, 16)
+    batch["click_prediction"][3] = math.nan
+    module.update(batch)
+    assert all(value.isnan() for value in module.compute().values())

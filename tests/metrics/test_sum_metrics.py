@@ -33,6 +33,7 @@ METRICS = [
     *ARGUMENTS,
     RecMetricEnum.AVERAGE,
     RecMetricEnum.CALIBRATION,
+    RecMetricEnum.CALI_FREE_NE,
     RecMetricEnum.CTR,
     RecMetricEnum.LOG_LOSS,
     RecMetricEnum.MAE,
@@ -64,6 +65,7 @@ def oracle(batches, task):
     log_loss = sk.log_loss(y, p, sample_weight=w)
     recalibrated = RATE * p / (RATE * p + 1 - p)
     decided = p >= LIMIT
+    mean = np.full_like(p, np.average(p, weights=w))
     mse = sk.mean_squared_error(y, p, sample_weight=w)
     found = {
         "ne|ne": ne(p, y, w),
@@ -75,6 +77,7 @@ def oracle(batches, task):
         "unweighted_ne|unweighted_ne": ne(p, y, np.ones_like(w)),
         "recalibrated_ne|ne": ne(recalibrated, y, w),
         "recalibrated_calibration|calibration": np.sum(recalibrated * w) / np.sum(y * w),
+        "cali_free_ne|cali_free_ne": log_loss / sk.log_loss(y, mean, sample_weight=w),
         "calibration|calibration": np.sum(p * w) / np.sum(y * w),
         "ctr|ctr": np.average(y, weights=w),
         "average|label_average": np.average(y, weights=w),
@@ -259,5 +262,9 @@ def test_bad_arguments() -> None:
         of(RecMetricEnum.RECALL, limit=1)
     with pytest.raises(ValueError, match="needs the argument number_of_classes"):
         of(RecMetricEnum.MULTICLASS_RECALL)
+    with pytest.raises(ValueError, match="num_labels must be from 1 to 52; received 0"):
+        of(RecMetricEnum.MULTI_LABEL_PRECISION, num_labels=0)
+    with pytest.raises(ValueError, match=r"a name for each label, 2; received \['a'\]"):
+        of(RecMetricEnum.MULTI_LABEL_PRECISION, num_labels=2, label_names=["a"])
     with pytest.raises(ValueError, match=r"must have a tensor_name; received \['DefaultTask'\]"):
         of(RecMetricEnum.TENSOR_WEIGHTED_AVG)
