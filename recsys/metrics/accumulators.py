@@ -21,7 +21,8 @@ from recsys.metrics.metrics_namespace import (
 from recsys.metrics.windows import RowWindow, SumWindow, gather_rows
 
 if TYPE_CHECKING:
-    from recsys.metrics.rec_metric import RecMetric
+    from recsys.metrics.metrics_config import RecTaskInfo
+    from recsys.metrics.rec_metric import RecMetric, Value
 
 PENDING_VALUES = 3 * 131_072
 """Batches wait until they have so many predictions, labels and weights, and are then added up in
@@ -290,27 +291,38 @@ class Accumulators(torch.nn.Module):
         """
         self._flush()
         results: dict[str, torch.Tensor] = {}
+
+        def give(
+            metric: RecMetric,
+            tasks: Sequence[RecTaskInfo],
+            span: MetricPrefix,
+            values: Iterator[Value],
+        ) -> None:
+            for value in values:
+                name = f"{prefix}{value.prefix or span}{value.name}"
+                for task, of_task in zip(tasks, value.values_T, strict=True):
+                    key = compose_metric_namespace(metric.namespace, task.name)
+                    results[compose_customized_metric_key(key, name, value.description)] = of_task
+
         for group in self._groups:
             lifetime = group.named(group.lifetime)
             windows = {size: group.named(sums) for size, sums in group.window_totals().items()}
-            for metric in group.metrics:
-                if all(metric is not wanted for wanted in of):
-                    continue
-                found = []
+            metrics = [m for m in group.metrics if any(m is wanted for wanted in of)]
+            for metric in metrics:
                 if metric.quantities():
-                    found += [(MetricPrefix.LIFETIME, v) for v in metric.values(lifetime)]
                     in_window = metric.values(windows[metric.local_window])
-                    found += [(MetricPrefix.WINDOW, v) for v in in_window if v.prefix is None]
-                if metric.ranks_rows:
-                    rows = group.window_rows(metric.local_window)
-                    found += [(MetricPrefix.WINDOW, v) for v in metric.window_values(rows)]
-                for span, value in found:
-                    name = f"{prefix}{value.prefix or span}{value.name}"
-                    for task, of_task in zip(group.tasks, value.values_T, strict=True):
-                        key = compose_metric_namespace(metric.namespace, task.name)
-                        results[compose_customized_metric_key(key, name, value.description)] = (
-                            of_task
-                        )
+                    of_window = (value for value in in_window if value.prefix is None)
+                    give(metric, group.tasks, MetricPrefix.WINDOW, of_window)
+                    give(metric, group.tasks, MetricPrefix.LIFETIME, metric.values(lifetime))
+            for size in group.rows:
+                ranking = [m for m in metrics if m.ranks_rows and m.local_window == size]
+                rows = group.window_rows(size)
+                # By task: metrics share a task's sorted rows, which are then forgotten.
+                for place in range(len(group.tasks) if ranking else 0):
+                    of_task = rows.of_task(place)
+                    for metric in ranking:
+                        values = metric.window_values(of_task)
+                        give(metric, of_task.tasks, MetricPrefix.WINDOW, values)
         return results
 
     def _flush(self) -> None:

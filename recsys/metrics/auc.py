@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from recsys.metrics.checks import check_predictions
-from recsys.metrics.ranking import areas_under_roc, one_group
+from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
 from recsys.metrics.sums import Sums
 from recsys.metrics.windows import gather_rows
 
@@ -34,7 +34,7 @@ def auc(
         0.875
     """
     scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
-    return areas_under_roc(scores_N, labels_N, weights_N, one_group(scores_N))[0]
+    return areas_under_roc(Ranked(scores_N, labels_N, weights_N, one_group(scores_N)))[0]
 
 
 def find_bins(predictions: torch.Tensor, num_bins: int) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Self, final
 
 import torch
 
 from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo
+from recsys.metrics.ranking import Groups, Ranked, group_samples, one_group
 
 TaskTensors = torch.Tensor | Mapping[str, torch.Tensor]
 """``[T, N]`` in the order of the tasks, or by the tasks' names."""
@@ -40,6 +41,23 @@ class MetricBatch:
         self.classes = classes_TNC
         self._inputs = inputs
         self._decisions: dict[float, torch.Tensor] = {}
+        self._groups: dict[str | None, Groups] = {}
+        self._ranked: dict[str | None, Sequence[Ranked]] = {}
+
+    def of_task(self, place: int) -> Self:
+        """Give one task's part, which shares the groups; what is computed from it goes with it.
+
+        Args:
+            place: the task's.
+
+        Returns:
+            A batch of one task, without predictions of classes.
+        """
+        part = type(self)(
+            self.tasks[place : place + 1], self.rows[:, place : place + 1], None, self._inputs
+        )
+        part._groups = self._groups
+        return part
 
     @cached_property
     def _doubles(self) -> tuple[torch.Tensor, ...]:
@@ -88,6 +106,27 @@ class MetricBatch:
             decided = torch.ge(self.predictions, threshold, out=torch.empty_like(self.predictions))
             self._decisions[threshold] = decided
         return self._decisions[threshold]
+
+    def ranked(self, grouping: str | None) -> Sequence[Ranked]:
+        """Rank the samples of each task by their predictions.
+
+        Args:
+            grouping: the model output whose equal values make a group; ``None`` for one of all.
+
+        Returns:
+            They, by task.
+        """
+        if grouping not in self._groups:
+            self._groups[grouping] = (
+                one_group(self.rows[0, 0])
+                if grouping is None
+                else group_samples(self.input(grouping))
+            )
+        if grouping not in self._ranked:
+            # Predictions as they came: float32 sorts faster than float64.
+            tasks = zip(self.rows[0], self.labels, self.weights, strict=True)
+            self._ranked[grouping] = [Ranked(*task, self._groups[grouping]) for task in tasks]
+        return self._ranked[grouping]
 
     def input(self, name: str, per_sample: bool = True) -> torch.Tensor:
         """Look up another output of the model.

@@ -5,7 +5,7 @@ each and task, or 24 with float64 or whole numbers, and 8 for a grouping. Result
 alone; there are none over the lifetime. `BinnedAUCMetric` keeps counts instead and has both.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -14,18 +14,13 @@ from recsys.metrics.auc import area_under_bins, find_bins
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.ranking import (
-    Groups,
+    Ranked,
     areas_under_roc,
     average_precisions,
-    group_samples,
     inverted_pairs,
-    one_group,
-    sum_groups,
 )
 from recsys.metrics.rec_metric import RecMetric, Value
 from recsys.metrics.sum_metrics import SumMetric, Sums
-
-_Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Groups], torch.Tensor]
 
 
 class WindowMetric(RecMetric):
@@ -43,20 +38,11 @@ class WindowMetric(RecMetric):
         """Name the model outputs that are needed."""
         return {"grouping_keys"} if self.options[self.grouped_name.value] else set()
 
-    def scores(
-        self,
-        scores_N: torch.Tensor,
-        labels_N: torch.Tensor,
-        weights_N: torch.Tensor,
-        groups: Groups,
-    ) -> torch.Tensor:
+    def scores(self, ranked: Ranked) -> torch.Tensor:
         """Compute the value of each group.
 
         Args:
-            scores_N: ``[N]`` predictions, float.
-            labels_N: ``[N]``, float64.
-            weights_N: ``[N]``, float64.
-            groups: the groups.
+            ranked: the samples of a task.
 
         Returns:
             ``[G]`` float64.
@@ -65,18 +51,15 @@ class WindowMetric(RecMetric):
 
     def window_values(self, rows: MetricBatch) -> Iterator[Value]:
         """Compute the results."""
-        # Scores as they came: float32 sorts faster than float64.
-        tasks = list(zip(rows.rows[0], rows.labels, rows.weights, strict=True))
-        whole = one_group(rows.labels[0])
-        yield Value(self.name, torch.cat([self.scores(*of_task, whole) for of_task in tasks]))
-        if self.get_required_inputs():
-            groups = group_samples(rows.input("grouping_keys"))
-            there = groups.size_G > 0
+        of_tasks = [self.scores(ranked) for ranked in rows.ranked(None)]
+        yield Value(self.name, torch.cat(of_tasks))
+        for grouping in self.get_required_inputs():
             means = []
-            for of_task in tasks:
-                values_G = self.scores(*of_task, groups)
-                is_nan = sum_groups(of_task[0].isnan().double(), groups) > 0
-                values_G = values_G.where(is_nan | ~values_G.isnan(), self.undefined)
+            for ranked in rows.ranked(grouping):
+                there = ranked.groups.size_G > 0
+                values_G = self.scores(ranked)
+                is_undefined = values_G.isnan() & ~ranked.nan_G.isnan()
+                values_G = values_G.where(~is_undefined, self.undefined)
                 means.append(values_G.where(there, 0.0).sum() / there.sum())
             yield Value(self.grouped_name, torch.stack(means))
 
@@ -113,11 +96,10 @@ class AUPRCMetric(WindowMetric):
     scores = staticmethod(average_precisions)
 
 
-def _shares_in_order(
-    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
-) -> torch.Tensor:
-    inverted_G = inverted_pairs(scores_N, labels_N, torch.ones_like(weights_N), groups)
-    size_G = groups.size_G.double()
+def _shares_in_order(ranked: Ranked) -> torch.Tensor:
+    ones = torch.ones_like(ranked.weights)
+    inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones, ranked.groups)
+    size_G = ranked.groups.size_G.double()
     return 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
 
 

@@ -5,6 +5,7 @@ All work is in sorts and sums, without a loop over groups, and nothing waits for
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -63,48 +64,68 @@ def sum_groups(values_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     return values_N.new_zeros(len(groups.size_G)).index_add_(0, groups.index_N, values_N)
 
 
-def areas_under_roc(
-    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
-) -> torch.Tensor:
-    """Compute the chance of each group that a positive is scored above a negative; ties are half.
+@final
+class Ranked:
+    """Samples in the order of their scores: sorted once for all that is computed from it.
 
     Args:
         scores_N: ``[N]`` of any float dtype.
         labels_N: ``[N]``, from 0 to 1, float64.
         weights_N: ``[N]`` float64.
         groups: the groups.
+    """
+
+    def __init__(
+        self,
+        scores_N: torch.Tensor,
+        labels_N: torch.Tensor,
+        weights_N: torch.Tensor,
+        groups: Groups,
+    ) -> None:
+        self.scores, self.labels, self.weights = scores_N, labels_N, weights_N
+        self.groups = groups
+
+    @cached_property
+    def ties(self) -> "_Ties":
+        """Weights of both classes in runs of equal scores."""
+        return _Ties(self.scores, self.labels, self.weights, self.groups)
+
+    @cached_property
+    def nan_G(self) -> torch.Tensor:
+        """``[G]`` zero for groups whose scores are numbers, NaN for others."""
+        nans_G = sum_groups(self.scores.isnan().double(), self.groups)
+        return torch.where(nans_G > 0, torch.nan, 0.0)
+
+
+def areas_under_roc(ranked: Ranked) -> torch.Tensor:
+    """Compute the chance of each group that a positive is scored above a negative; ties are half.
+
+    Args:
+        ranked: the samples.
 
     Returns:
         ``[G]`` float64; NaN for a group of one class.
     """
-    ties = _Ties(scores_N, labels_N * weights_N, (1.0 - labels_N) * weights_N, groups)
-    positive_K, negative_K = ties.positive_K, ties.negative_K
-    beaten_K = ties.sum_to(negative_K) - 0.5 * negative_K
-    pairs_G = ties.sum_groups(positive_K) * ties.sum_groups(negative_K)
-    return ties.sum_groups(positive_K * beaten_K) / pairs_G + _nan_where_nan(scores_N, groups)
+    ties = ranked.ties
+    beaten_K = ties.sum_to(ties.negative_K) - 0.5 * ties.negative_K
+    pairs_G = ties.sum_groups(ties.positive_K) * ties.sum_groups(ties.negative_K)
+    return ties.sum_groups(ties.positive_K * beaten_K) / pairs_G + ranked.nan_G
 
 
-def average_precisions(
-    scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
-) -> torch.Tensor:
+def average_precisions(ranked: Ranked) -> torch.Tensor:
     """Compute each group's area under the curve of precision over recall, as steps.
 
     Args:
-        scores_N: ``[N]`` of any float dtype.
-        labels_N: ``[N]``, from 0 to 1, float64.
-        weights_N: ``[N]`` float64.
-        groups: the groups.
+        ranked: the samples.
 
     Returns:
         ``[G]`` float64; NaN for a group without positives.
     """
-    # Rising scores turned round, since precision is of what is scored at least as high.
-    ties = _Ties(-scores_N, labels_N * weights_N, (1.0 - labels_N) * weights_N, groups)
-    found_K = ties.sum_to(ties.positive_K)
-    precision_K = found_K / (found_K + ties.sum_to(ties.negative_K))
+    ties = ranked.ties
+    found_K = ties.sum_from(ties.positive_K)
+    precision_K = found_K / (found_K + ties.sum_from(ties.negative_K))
     gained_K = torch.where(ties.positive_K > 0, ties.positive_K * precision_K, 0.0)
-    areas_G = ties.sum_groups(gained_K) / ties.sum_groups(ties.positive_K)
-    return areas_G + _nan_where_nan(scores_N, groups)
+    return ties.sum_groups(gained_K) / ties.sum_groups(ties.positive_K) + ranked.nan_G
 
 
 def inverted_pairs(
@@ -181,24 +202,30 @@ class _Ties:
     def __init__(
         self,
         scores_N: torch.Tensor,
-        positive_N: torch.Tensor,
-        negative_N: torch.Tensor,
+        labels_N: torch.Tensor,
+        weights_N: torch.Tensor,
         groups: Groups,
     ) -> None:
-        order_N = scores_N.argsort()
-        if len(groups.size_G) > 1:
-            order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
-        group_N = groups.index_N[order_N]
-        starts_N = _starts(scores_N[order_N]) | _starts(group_N)
-        run_N = starts_N.long().cumsum(0) - 1
-        # At most N runs; the rest stay empty, in the first group.
-        zeros = torch.zeros_like(positive_N)
-        self.positive_K = zeros.index_add(0, run_N, positive_N[order_N])
-        self.negative_K = zeros.index_add(0, run_N, negative_N[order_N])
-        self.group_K = torch.zeros_like(group_N).index_copy_(0, run_N, group_N)
         self.num_groups = len(groups.size_G)
+        order_N = _argsort(scores_N)
+        if self.num_groups != 1:
+            order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
+        starts_N = _starts(scores_N[order_N])
+        if self.num_groups != 1:
+            group_N = groups.index_N[order_N]
+            starts_N |= _starts(group_N)
+        run_N = starts_N.cumsum(0) - 1
+        # At most N runs; the rest stay empty, in the first group.
+        zeros = torch.zeros_like(weights_N)
+        positive_N = labels_N * weights_N
+        self.positive_K = zeros.index_add(0, run_N, positive_N[order_N])
+        self.negative_K = zeros.index_add(0, run_N, (weights_N - positive_N)[order_N])
+        if self.num_groups != 1:
+            self.group_K = torch.zeros_like(group_N).index_copy_(0, run_N, group_N)
 
     def sum_groups(self, values_K: torch.Tensor) -> torch.Tensor:
+        if self.num_groups == 1:
+            return values_K.sum(0, keepdim=True)
         return values_K.new_zeros(self.num_groups).index_add_(0, self.group_K, values_K)
 
     def sum_to(self, values_K: torch.Tensor) -> torch.Tensor:
@@ -208,6 +235,29 @@ class _Ties:
             return sums_K
         sums_G = self.sum_groups(values_K)
         return sums_K - (sums_G.cumsum(0) - sums_G)[self.group_K]
+
+    def sum_from(self, values_K: torch.Tensor) -> torch.Tensor:
+        """Sums of each run and of those after it in its group."""
+        # Not the whole less `sum_to`, which the rounding of big sums would spoil at the end.
+        sums_K = values_K.flip(0).cumsum(0).flip(0)
+        if self.num_groups == 1:
+            return sums_K
+        sums_G = self.sum_groups(values_K)
+        return sums_K - (sums_G.flip(0).cumsum(0).flip(0) - sums_G)[self.group_K]
+
+
+_BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
+
+
+def _argsort(scores_N: torch.Tensor) -> torch.Tensor:
+    """Sort rising, NaN at either end."""
+    if scores_N.dtype not in _BITS:
+        scores_N = scores_N.float()
+    # Whole numbers are sorted seven times as fast. The bits of floats that are not negative rise
+    # with them; those of others fall, but for the sign. Adding zero makes -0.0 the 0.0 it equals.
+    bits_N = (scores_N + 0.0).view(_BITS[scores_N.dtype])
+    highest = torch.iinfo(bits_N.dtype).max
+    return torch.where(bits_N < 0, bits_N ^ highest, bits_N).argsort()
 
 
 def _starts(values_N: torch.Tensor) -> torch.Tensor:
@@ -221,8 +271,3 @@ def _number_runs(*rows_N: torch.Tensor) -> torch.Tensor:
     """Number runs of values from 0, equal in all rows."""
     starts_N = torch.stack([_starts(row_N) for row_N in rows_N]).any(0)
     return starts_N.long().cumsum(0) - 1
-
-
-def _nan_where_nan(scores_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Zero for groups whose scores are numbers, NaN for others."""
-    return torch.where(sum_groups(scores_N.isnan().double(), groups) > 0, torch.nan, 0.0)

@@ -15,6 +15,7 @@ from recsys.metrics.metrics_config import RecTaskInfo, SessionMetricDef
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.ranking import (
     Groups,
+    Ranked,
     areas_under_roc,
     group_samples,
     inverted_pairs,
@@ -227,7 +228,7 @@ class GAUCMetric(SessionMetric):
             torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
         )
         rows = (batch.predictions[place], batch.labels[place], batch.weights[place])
-        areas_G = areas_under_roc(*rows, sessions)
+        areas_G = areas_under_roc(Ranked(*rows, sessions))
         is_nan = sum_groups(rows[0].isnan().double(), sessions) > 0
         counts_G = is_nan | ~areas_G.isnan()
         return areas_G.where(counts_G, 0.0).sum(), counts_G.sum().double()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from recsys.metrics.ranking import (
+    Ranked,
     areas_under_roc,
     average_precisions,
     group_samples,
@@ -63,9 +64,17 @@ def inverted(scores, labels, weights):
     )
 
 
+def area_under_roc(*samples):
+    return areas_under_roc(Ranked(*samples))
+
+
+def average_precision(*samples):
+    return average_precisions(Ranked(*samples))
+
+
 @pytest.mark.parametrize(
     ("ours", "oracle"),
-    [(areas_under_roc, area), (average_precisions, precision), (inverted_pairs, inverted)],
+    [(area_under_roc, area), (average_precision, precision), (inverted_pairs, inverted)],
 )
 @settings(deadline=None, max_examples=150)
 @given(samples=SAMPLES)
@@ -91,7 +100,7 @@ def test_a_large_window():
     scores, weights = torch.tensor(generator.random((2, 20_000)))
     labels = torch.tensor(generator.random(20_000) < 0.1).double()
     groups = group_samples(torch.tensor(generator.integers(0, 50, 20_000)))
-    found = areas_under_roc(scores, labels, weights, groups)
+    found = area_under_roc(scores, labels, weights, groups)
     for place in range(50):
         of = groups.index_N == place
         expected = sk.roc_auc_score(labels[of], scores[of], sample_weight=weights[of])
@@ -101,7 +110,7 @@ def test_a_large_window():
 def test_a_score_that_is_no_number_shows():
     scores = torch.tensor([0.1, math.nan, 0.3, 0.4]).double()
     labels, ones = torch.tensor([0.0, 1.0, 0.0, 1.0]).double(), torch.ones(4).double()
-    for metric in (areas_under_roc, average_precisions):
+    for metric in (area_under_roc, average_precision):
         assert metric(scores, labels, ones, one_group(scores)).isnan().all()
         of_groups = metric(scores, labels, ones, group_samples(torch.tensor([5, 5, 9, 9])))
         assert of_groups[:2].isnan().tolist() == [True, False]
@@ -117,3 +126,16 @@ def test_places(samples):
         better = sum(bool(scores[j] > scores[i]) for j in of)
         assert shared[i] == better
         assert found[i] == better + sum(bool(scores[j] == scores[i]) for j in of if j < i)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_of_any_sign(dtype):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(200, generator=generator).mul(4).round().div(4).to(dtype)  # ties
+    scores[:6] = torch.tensor([0.0, -0.0, math.inf, -math.inf, 3e38, -3e38])
+    labels = (torch.rand(200, generator=generator) < 0.4).double()
+    weights = torch.rand(200, generator=generator).double()
+    as_ranks = torch.tensor(np.unique(scores.double().numpy(), return_inverse=True)[1])
+    for ours, oracle in ((area_under_roc, area), (average_precision, precision)):
+        found = ours(scores, labels, weights, one_group(scores)).item()
+        assert found == pytest.approx(oracle(as_ranks, labels, weights), abs=1e-9)
