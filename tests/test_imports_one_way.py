@@ -17,7 +17,7 @@ ROAD = ["kernels", "sparse", "optim", "modules", "distributed", "inference"]
 # Beside the road; each may import what is listed.
 BESIDE = {"compat": [], "datasets": ["sparse"], "metrics": []}
 # Files at the top that every room may import.
-TOOLS = {"lazy": [], "streamable": [], "tracing": []}
+TOOLS = {"contact": [], "lazy": [], "streamable": [], "tracing": []}
 # Files at the top that look into rooms. The package itself imports nothing when imported.
 TOP = {
     "__init__": [],

@@ -33,6 +33,7 @@ BROAD = {
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
+    "contact.py": "distributed/test_comm.py",
     "lazy.py": "test_public_surface.py",
     "distributed/agreement.py": "distributed/test_construction.py",
     "distributed/batch_segments.py": "distributed/test_input_dist.py",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 
+from recsys.contact import explained
 from recsys.metrics.batch import MetricBatch, TaskTensors, build_batch
 from recsys.metrics.metrics_namespace import (
     MetricPrefix,
@@ -228,6 +229,7 @@ class Accumulators(torch.nn.Module):
 
         Raises:
             RuntimeError: it is synced already.
+            LostContactError: contact with another rank is lost.
         """
         import torch.distributed as dist
 
@@ -238,10 +240,19 @@ class Accumulators(torch.nn.Module):
         if not self._groups or not (dist.is_available() and dist.is_initialized()):
             return
         process_group = self._metrics[0].process_group
-        num_ranks = dist.get_world_size(process_group)
-        if num_ranks == 1:
+        if dist.get_world_size(process_group) == 1:
             return
-        rank = dist.get_rank(process_group)
+        try:
+            with explained(process_group, "add up metrics"):
+                self._exchange(process_group, to_all)
+        except Exception:
+            self.unsync()
+            raise
+
+    def _exchange(self, process_group: torch.distributed.ProcessGroup | None, to_all: bool) -> None:
+        import torch.distributed as dist
+
+        num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         windows = [group.window_totals() for group in self._groups]
         rows = [window for group in self._groups for window in group.rows.values()]
         # Each rank fills in its own columns: how many rows, and whether they are float64.

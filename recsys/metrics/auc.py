@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from recsys.contact import explained
 from recsys.metrics.checks import check_predictions
 from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
 from recsys.metrics.sums import Sums
@@ -129,8 +130,9 @@ class AUC:
             mine = mine.cuda()  # A rank without samples does not know their device.
         count = torch.tensor([mine.size(1)], device=mine.device)
         counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(counts, count, group=group)
-        self._samples = [gather_rows(mine, torch.cat(counts).tolist(), group)]
+        with explained(group, "gather samples of a metric"):
+            dist.all_gather(counts, count, group=group)
+            self._samples = [gather_rows(mine, torch.cat(counts).tolist(), group)]
 
     def compute(self) -> torch.Tensor:
         """Compute the area over everything seen.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recsys.contact import explained
 from recsys.metrics.metrics_config import (
     BatchSizeStage,
     MetricsConfig,
@@ -310,7 +311,8 @@ class RecMetricModule(torch.nn.Module):
         group = self.rec_metrics[0].process_group
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         total = torch.tensor(seconds, dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=group)
+        with explained(group, "agree on when to compute metrics"):
+            dist.all_reduce(total, group=group)
         return total.item() / dist.get_world_size(group)
 
 

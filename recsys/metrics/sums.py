@@ -4,6 +4,8 @@ from typing import Self
 
 import torch
 
+from recsys.contact import explained
+
 
 class Sums:
     """An accumulator whose whole state is one tensor of sums.
@@ -48,4 +50,5 @@ class Sums:
         """
         import torch.distributed as dist
 
-        dist.all_reduce(self._sums, group=group)
+        with explained(group, "add up a metric"):
+            dist.all_reduce(self._sums, group=group)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.contact import explained
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 
 __all__ = ["GradientClipping", "GradientClippingOptimizer", "mark_part", "power_sum"]
@@ -59,6 +60,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     Raises:
         ValueError: if ``max_gradient`` is negative or NaN; at a step, if tables are fused, or their
             norm is wanted without ``enable_global_grad_clip``.
+        LostContactError: at a step, if contact with another rank is lost.
 
     Example:
         >>> from recsys.optim.keyed import KeyedOptimizerWrapper
@@ -179,7 +181,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     def _add_up(self, share: Tensor, group: dist.ProcessGroup | None) -> None:
         is_max = math.isinf(self._norm_type)
-        dist.all_reduce(share, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        with explained(group, "add up the norm of the gradients"):
+            dist.all_reduce(share, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
 
     def _check_norm(self, tables: Sequence[TableGradients], parts: Sequence[Tensor]) -> None:
         if self._is_global or not dist.is_available() or not dist.is_initialized():

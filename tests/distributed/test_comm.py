@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from recsys.distributed import comm
+from recsys import contact
 
 _STAGES = {
     "all_reduce": (1, "add up numbers"),
     "all_to_all": (0, "send numbers"),
+    "auc": (2, "gather samples of a metric"),
     "build": (2, "plan the model"),
+    "clip": (1, "add up the norm of the gradients"),
+    "interval": (1, "agree on when to compute metrics"),
     "load": (1, "load a state dict"),
+    "metrics": (2, "add up metrics"),
+    "ne": (0, "add up a metric"),
     "save": (0, "meet in the stage 'Saving [^']+'"),
 }
 """By what the ranks do: the rank that is lost, and what the others say of the stage."""
@@ -25,17 +30,46 @@ _SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
 from recsys import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagConfig
+from recsys import contact, metrics
 from recsys.distributed import comm
 from recsys.distributed.checkpoint import save_checkpoint
 from recsys.distributed.types import ShardingEnv
+from recsys.optim import GradientClipping, GradientClippingOptimizer, KeyedOptimizerWrapper
 
 folder, port, cases = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-comm._WAIT_FOR_SIGNS = 2.0
+contact._WAIT_FOR_SIGNS = 2.0
 
 
 def build():
     config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])
     return DistributedModelParallel(torch.nn.Sequential(EmbeddingBagCollection(tables=[config])))
+
+
+def clip():
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    sgd = KeyedOptimizerWrapper({"w": weight}, lambda p: torch.optim.SGD(p, lr=1.0))
+    limit = {"max_gradient": 1.0, "enable_global_grad_clip": True}
+    GradientClippingOptimizer(sgd, GradientClipping.NORM, **limit).step()
+
+
+def compute(**settings):
+    task = metrics.RecTaskInfo()
+    wanted = {
+        kind: metrics.RecMetricDef(rec_tasks=[task]) for kind in (
+            metrics.RecMetricEnum.NE, metrics.RecMetricEnum.AUC
+        )
+    }
+    config = metrics.MetricsConfig(rec_tasks=[task], rec_metrics=wanted, **settings)
+    module = metrics.generate_metric_module(
+        metrics.RecMetricModule, config, 2, 3, dist.get_rank(), {}, torch.device("cpu")
+    )
+    module.update({name: torch.rand(2) for name in ("prediction", "label", "weight")})
+    module.last_compute_time = 0.0
+    try:
+        module.compute()
+    finally:  # what this rank has seen is still there
+        module.update({name: torch.rand(2) for name in ("prediction", "label", "weight")})
 
 
 def run(what, rank, lost):
@@ -54,6 +88,16 @@ def run(what, rank, lost):
             comm.all_reduce(env, "add up numbers", torch.ones(3)).wait()
         elif what == "all_to_all":
             comm.all_to_all(env, "send numbers", torch.ones(3), [1] * 3, [1] * 3).wait()
+        elif what == "auc":
+            metrics.AUC().sync()
+        elif what == "ne":
+            metrics.NormalizedEntropy().sync()
+        elif what == "clip":
+            clip()
+        elif what == "metrics":
+            compute()
+        elif what == "interval":
+            compute(max_compute_interval=60.0)
         elif what == "build":
             build()
         elif what == "load":
@@ -109,4 +153,4 @@ def test_a_lost_rank_is_named_with_the_stage(said: Path, what: str) -> None:
 
 def test_what_is_no_lost_contact_is_not_told_as_such() -> None:
     error = RuntimeError("Split sizes doesn't match total dim 0 size")
-    assert comm.explain(error, None, "send numbers") is error
+    assert contact.explain(error, None, "send numbers") is error

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recsys.distributed.comm import explain, gather_objects
+from recsys.contact import explain
+from recsys.distributed.comm import gather_objects
 from recsys.distributed.types import ShardingEnv
 
 T = TypeVar("T")
