@@ -187,7 +187,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.types",
         "recsys.distributed.sharded_table",
-        "ShardedTable as ShardedTensor",
+        "Shard, ShardedTable as ShardedTensor, ShardedTensorMetadata",
     ),
     (
         "torchrec.distributed.types",

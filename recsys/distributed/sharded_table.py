@@ -8,8 +8,9 @@ chunks overlap them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -21,19 +22,75 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from recsys.distributed.comm import gather_objects
+from recsys.distributed.layout import Rect
+from recsys.distributed.node import get_local_size
+from recsys.distributed.strategies import placement
+from recsys.distributed.types import ShardMetadata
 
 
 @final
-class LocalPart(NamedTuple):
-    """A part of a table on this rank; a live view of what it trains.
+@dataclass(slots=True, eq=False)
+class Shard:
+    """A part of a table on one rank. It may be unpacked: ``offsets, tensor = shard``.
 
-    Attributes:
-        offsets: first row and column; of row-wise states the first row.
+    Args:
         tensor: the values.
+        metadata: where they lie in the table, and on which rank.
+
+    Raises:
+        ValueError: if the tensor has another shape than the metadata says.
+
+    Example:
+        >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 4), [6, 0], rank=3)
+        >>> shard.metadata.shard_sizes, shard.metadata.rank, shard.offsets
+        ([2, 4], 3, (6, 0))
     """
 
-    offsets: tuple[int, ...]
     tensor: Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if list(self.tensor.shape) != self.metadata.shard_sizes:
+            raise ValueError(
+                f"Shard.tensor must have the shape of its metadata, {self.metadata.shard_sizes}; "
+                f"received {list(self.tensor.shape)}."
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: Tensor, shard_offsets: list[int], rank: int) -> Shard:
+        """Makes the shard of a rank.
+
+        Args:
+            tensor: the values.
+            shard_offsets: first row and column in the table.
+            rank: that holds them, on the tensor's device.
+        """
+        place = f"rank:{rank}/{tensor.device}"
+        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.shape), place))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First row and column; of row-wise states the first row."""
+        return tuple(self.metadata.shard_offsets)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.offsets, self.tensor))
+
+
+@final
+@dataclass
+class ShardedTensorMetadata:
+    """What is known of a table without its values.
+
+    Args:
+        shards_metadata: its parts, on all ranks.
+        size: shape of the whole.
+        tensor_properties: its dtype.
+    """
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=torch.Size)
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
 
 @final
@@ -52,27 +109,31 @@ class ShardedTable(Tensor):
         dtype: of the parts.
         device: of the parts.
         group: the ranks that hold the other parts, None for one rank.
+        rects: the parts of all ranks, if they are known.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _shards: list[LocalPart]
+    _shards: list[tuple[tuple[int, ...], Tensor]]
     _group: torch.distributed.ProcessGroup | None
+    _rects: Sequence[Rect]
 
     @staticmethod
     def __new__(  # noqa: D102
         cls,
         size: Sequence[int],
-        shards: Sequence[tuple[tuple[int, ...], Tensor]],
+        shards: Iterable[Shard | tuple[tuple[int, ...], Tensor]],
         *,
         dtype: torch.dtype,
         device: torch.device,
         group: torch.distributed.ProcessGroup | None = None,
+        rects: Sequence[Rect] = (),
     ) -> ShardedTable:
         table: ShardedTable = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=device
         )
-        table._shards = [LocalPart(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
+        table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
         table._group = group
+        table._rects = rects
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,9 +144,41 @@ class ShardedTable(Tensor):
         """The ranks that hold the other parts; None for one rank."""
         return self._group
 
-    def local_shards(self) -> list[LocalPart]:
-        """Returns ``(offsets, tensor)`` for each part this rank holds, as live views."""
-        return self._shards
+    def local_shards(self) -> list[Shard]:
+        """Returns each part this rank holds, as live views; each unpacks to (offsets, tensor)."""
+        rank = 0 if self._group is None else self._group.rank()
+        return [
+            Shard.from_tensor_and_offsets(tensor, list(offsets), rank)
+            for offsets, tensor in self._shards
+        ]
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Returns the parts of all ranks, shape and dtype; no rank waits for another.
+
+        For a table that was made by hand, without ``rects``, the parts are those of this rank.
+        """
+        parts = [
+            ShardMetadata(
+                [rect.row_start, rect.col_start][: self.dim()],
+                [rect.num_rows, rect.num_cols][: self.dim()],
+                placement(self.device.type, rect.rank, get_local_size(self._world_size())),
+            )
+            for rect in self._rects
+        ]
+        return ShardedTensorMetadata(
+            parts or [shard.metadata for shard in self.local_shards()],
+            self.shape,
+            TensorProperties(dtype=self.dtype),
+        )
+
+    def _world_size(self) -> int:
+        return 1 if self._group is None else self._group.size()
+
+    def _like(self, shards: Iterable[tuple[tuple[int, ...], Tensor]]) -> ShardedTable:
+        return ShardedTable(
+            self.shape, shards, dtype=self.dtype, device=self.device,
+            group=self._group, rects=self._rects,
+        )  # fmt: skip
 
     def full_tensor(self) -> Tensor:
         """Gathers the whole on every rank. Every rank must call it.
@@ -167,27 +260,18 @@ class ShardedTable(Tensor):
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (tuple(self.shape), self._shards, self.dtype, self.device)
+        whole = tuple(self.shape), self._shards, self.dtype, self.device, self._rects
+        return _rebuild, whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
-        shards = [(offsets, tensor.clone()) for offsets, tensor in self._shards]
-        return ShardedTable(
-            self.shape, shards, dtype=self.dtype, device=self.device, group=self._group
-        )
+        return self._like((offsets, tensor.clone()) for offsets, tensor in self._shards)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            table = args[0]
-            return ShardedTable(
-                table.shape,
-                table._shards,
-                dtype=table.dtype,
-                device=table.device,
-                group=table._group,
-            )
+            return args[0]._like(args[0]._shards)
         if func is torch.ops.aten.copy_.default and not isinstance(args[0], ShardedTable):
             args[0].copy_(args[1].full_tensor())
             return args[0]
@@ -234,5 +318,6 @@ def _rebuild(
     shards: list[tuple[tuple[int, ...], Tensor]],
     dtype: torch.dtype,
     device: torch.device,
+    rects: Sequence[Rect] = (),
 ) -> ShardedTable:
-    return ShardedTable(size, shards, dtype=dtype, device=device)
+    return ShardedTable(size, shards, dtype=dtype, device=device, rects=rects)

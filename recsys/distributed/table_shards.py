@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed import comm
-from recsys.distributed.layout import PlacedTable
+from recsys.distributed.layout import PlacedTable, Rect
 from recsys.distributed.lookup import GroupSettings, LocalShard
 from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingEnv
@@ -82,15 +82,20 @@ class TableShards(nn.Module):
                 # named by its columns, so that a load where they are split otherwise must fail
                 for start, end in sorted({(r.col_start, r.col_end) for r in self.table.rects}):
                     own = [(s, state) for s, state in held if s.rect.col_start == start]
+                    rects = [rect for rect in self.table.rects if rect.col_start == start]
                     result[f"{name}_of_columns_{start}_to_{end}"] = self._view(
-                        own, torch.float32, _STATE_DIMS[kind]
+                        own, torch.float32, _STATE_DIMS[kind], rects
                     )
             else:
                 result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
         return result
 
     def _view(
-        self, held: Sequence[tuple[LocalShard, Tensor]], dtype: torch.dtype, dims: int
+        self,
+        held: Sequence[tuple[LocalShard, Tensor]],
+        dtype: torch.dtype,
+        dims: int,
+        rects: Sequence[Rect] = (),
     ) -> Tensor:
         if not self.table.rects:
             return held[0][1].detach()
@@ -104,6 +109,7 @@ class TableShards(nn.Module):
             dtype=dtype,
             device=self.device,
             group=self.env.process_group,
+            rects=rects or self.table.rects,
         )
 
     @torch.no_grad()

@@ -106,7 +106,8 @@ class ShardMetadata:
 
     Raises:
         TypeError: if offsets or sizes are no lists of whole numbers.
-        ValueError: if there are not two of each, or one is negative.
+        ValueError: if there are not two of each, or as many for a part that is no table, or one is
+            negative.
     """
 
     shard_offsets: list[int]
@@ -114,9 +115,13 @@ class ShardMetadata:
     placement: object = None
 
     def __post_init__(self) -> None:
-        for name in ("shard_offsets", "shard_sizes"):
-            subject = f"{type(self).__name__}.{name}"
-            setattr(self, name, whole_list(subject, getattr(self, name), length=2))
+        given = {name: getattr(self, name) for name in ("shard_offsets", "shard_sizes")}
+        for name, numbers in given.items():
+            setattr(self, name, whole_list(f"{type(self).__name__}.{name}", numbers))
+        num_dims = len(self.shard_offsets)
+        if num_dims != len(self.shard_sizes) or num_dims > 2:
+            for name, numbers in given.items():
+                whole_list(f"{type(self).__name__}.{name}", numbers, length=2)
         if type(self.placement) is str:
             self.placement = Placement(self.placement)
 
