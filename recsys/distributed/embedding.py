@@ -63,6 +63,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         device: torch.device | None = None,
         qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
+        module_fqn: str | None = None,
     ) -> None:
         self._use_index_dedup = use_index_dedup
         super().__init__(
@@ -72,6 +73,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             fused_params,
             device,
             qcomm_codecs_registry,
+            module_fqn,
         )
 
     def _adopt(self, module: Any) -> None:
@@ -203,6 +205,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
         """Returns the sharded collection with the given one's weights."""
         return ShardedEmbeddingCollection(
@@ -213,6 +216,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
             device,
             self.qcomm_codecs_registry,
             self.use_index_dedup,
+            module_fqn,
         )
 
     def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:

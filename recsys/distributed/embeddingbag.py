@@ -158,10 +158,11 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
         """Returns the sharded collection with the given one's weights."""
         return ShardedEmbeddingBagCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:

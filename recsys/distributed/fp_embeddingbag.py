@@ -118,10 +118,11 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
         """Returns the collection with sharded tables; their weights and the processors are kept."""
         processors, tables = module.split()
-        sharded = self._ebc_sharder.shard(tables, params, env, device)
+        sharded = self._ebc_sharder.shard(tables, params, env, device, module_fqn)
         return ShardedFeatureProcessedEmbeddingBagCollection(processors, sharded)
 
     def shardable_parameters(

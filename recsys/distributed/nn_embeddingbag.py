@@ -230,6 +230,7 @@ class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> ShardedEmbeddingBag:
         """Returns the sharded bag with the given one's weight.
 
@@ -244,6 +245,7 @@ class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
             self.fused_params,
             device,
             self.qcomm_codecs_registry,
+            module_fqn,
         )
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:

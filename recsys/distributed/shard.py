@@ -8,6 +8,7 @@ replicates the rest.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -278,7 +279,11 @@ def replace_modules(
     with constructing(env) as construction:
         for path, child in given.items():
             construction.path = path
-            made[id(child)] = sharders[type(child)].shard(child, plan.plan[path], env, device)
+            shard_one = sharders[type(child)].shard
+            # A sharder of a user's own may not take the path.
+            named = "module_fqn" in inspect.signature(shard_one).parameters
+            options = {"module_fqn": path} if named else {}
+            made[id(child)] = shard_one(child, plan.plan[path], env, device, **options)
         construction.path = ""
         construction.add("the model", {"the rest": _rest(module, is_leaf)})
         construction.at_the_end(lambda: _put_in(module, made, is_leaf))

@@ -67,6 +67,7 @@ class ShardedCollection(ShardedModule):
         device: where the tables go.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
             :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+        module_fqn: the module's path in the model, by which errors name it.
 
     Raises:
         ValueError: if the plan misses a table, names an unknown one, does not cover a table
@@ -87,6 +88,7 @@ class ShardedCollection(ShardedModule):
         fused_params: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
         qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
     ) -> None:
         super().__init__()
         self.sent_ahead = None
@@ -94,7 +96,8 @@ class ShardedCollection(ShardedModule):
         with constructing(env) as construction:
             weights = module.table_weights()
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
-            check_plan_covers(construction.path or type(module).__name__, plan, weights)
+            subject = construction.path or module_fqn or type(module).__name__
+            check_plan_covers(subject, plan, weights)
             plan = with_table_settings(plan, fused_params or {})
             check_untied(module, weights.values())
             self._configs: list[Any] = module.configs()
@@ -111,7 +114,7 @@ class ShardedCollection(ShardedModule):
                 ]
             )
             construction.works_on(self._device)
-            construction.add(construction.path or type(module).__name__, self._facts())
+            construction.add(subject, self._facts())
             construction.load(
                 module.init_seed,
                 lambda seed: load_tables(self._tables(), module, env, seed),

@@ -848,11 +848,20 @@ class ModuleSharder(abc.ABC, Generic[T]):
         params: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
         device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> nn.Module:
         """Returns what takes the module's place, with its weights.
 
         That is a :class:`ShardedModule`, or a module that contains some. Name the parts as in the
         given module, so that the state dict keeps its names.
+
+        Args:
+            module: to be sharded.
+            params: its plan.
+            env: the ranks.
+            device: where the tables go.
+            module_fqn: the module's path in the model, by which errors name it. A sharder of your
+                own may leave it out.
         """
 
     @abc.abstractmethod

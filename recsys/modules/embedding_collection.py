@@ -12,6 +12,7 @@ import torch
 from recsys.kernels.types import BoundsCheckMode, PoolingMode
 from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
+from recsys.modules.embedding_inputs import is_on_meta
 from recsys.modules.embedding_interfaces import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
@@ -80,7 +81,9 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         """Look up a batch.
 
         Args:
-            features: Ids int32 or int64 for all features of the tables (others are ignored).
+            features: Ids int32 or int64 for all features of the tables (others are ignored). On
+                `meta`, as the tables, what comes out has shapes and no values; where the number of
+                ids of each feature is not known, they are taken to have equally many.
 
         Returns:
             By feature ("feature@table" if several tables read it): values fp32 [N, D], the
@@ -92,6 +95,8 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             ValueError: The batch is on another device.
             IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
         """
+        if self.device.type == "meta" and is_on_meta(features):
+            return self._on_meta(features)
         groups = self._groups()
         features = self._checked(features, is_pooled=False, is_weighted=False)
         sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
@@ -113,6 +118,25 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         if len(groups) == 1:
             return found
         return {name: found[name] for names in self._names_by_table for name in names}
+
+    def _on_meta(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        keys, ids = features.keys(), features.values()
+        sizes = features.length_per_key_or_none()
+        if sizes is None:
+            each, more = divmod(ids.numel(), len(keys))
+            sizes = [each + (i < more) for i in range(len(keys))]
+        ids_of = dict(zip(keys, ids.split_with_sizes(sizes), strict=True))
+        strides = features.stride_per_key()
+        lengths_of = dict(zip(keys, features.lengths().split_with_sizes(strides), strict=True))
+        return {
+            name: JaggedTensor.from_parts(
+                torch.empty(ids_of[feature].numel(), config.embedding_dim, device="meta"),
+                ids_of[feature] if self._need_indices else None,
+                lengths_of[feature],
+            )
+            for config, names in zip(self._configs, self._names_by_table, strict=True)
+            for name, feature in zip(names, config.feature_names, strict=True)
+        }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables, in order."""

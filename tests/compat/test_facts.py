@@ -34,8 +34,9 @@ DIFFERENT = {
     r"(ModuleSharder|ShardedModule)\(qcomm_codecs_registry\)": (
         "of the sharders that exchange something"
     ),
-    r"\w*Sharder\.shard\(module_fqn\)": "names a module in logs; errors here name it by themselves",
-    r"Sharded\w+\(module_fqn\)": "names a module in logs; errors here name it by themselves",
+    r"ShardedFeatureProcessedEmbeddingBagCollection\(module_fqn\)": (
+        "its tables are sharded before it is made"
+    ),
     r"\w+\(sharded_module_order_overwrite\)": "the order of outputs is the unsharded one, always",
     (
         r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.(compute|compute_and_output_dist|"

@@ -17,16 +17,18 @@ OTHER_MEANING = {
     "torchrec.distributed.model_tracker.types.UpdateMode",
     "torchrec.quant.embedding_modules.EmbeddingCollection",
     # docs/planner.md says how these differ
+    "torchrec.distributed.planner.enumerators.Shard",
     "torchrec.distributed.planner.enumerators.ShardEstimator",
     "torchrec.distributed.planner.types.Enumerator",
     "torchrec.distributed.planner.types.Partitioner",
+    "torchrec.distributed.planner.types.Shard",
     "torchrec.distributed.planner.types.ShardEstimator",
     "torchrec.distributed.planner.types.Storage",
 }
 
 
 # Whose names are those of other classes elsewhere in TorchRec, too.
-ROOMS = ("torchrec.quant", "torchrec.models.deepfm")
+ROOMS = ("torchrec.quant", "torchrec.models.deepfm", "torchrec.distributed.planner")
 
 
 def read_names_in_use() -> dict[str, list[str]]:

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
@@ -36,8 +38,8 @@ from recsys.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
-from recsys.modules.embedding_configs import EmbeddingBagConfig
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizer
@@ -339,3 +341,37 @@ def test_tables_are_named_by_the_outermost_module_with_a_sharder() -> None:
             plan=ShardingPlan({"a.ebc": tables_of}),
             sharders=sharders,
         )
+
+
+class NamedSharder(EmbeddingBagCollectionSharder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str | None] = []
+
+    def shard(self, *args: Any, module_fqn: str | None = None, **kwargs: Any) -> Any:
+        self.seen.append(module_fqn)
+        return super().shard(*args, module_fqn=module_fqn, **kwargs)
+
+
+def test_a_sharder_is_told_the_path_of_its_module() -> None:
+    sharder = NamedSharder()
+    model = nn.ModuleDict({"a": nn.ModuleList([EmbeddingBagCollection(tables=tables())])})
+    shard_modules(model, sharders=[sharder])
+    assert sharder.seen == ["a.0"]
+
+
+@pytest.mark.parametrize(
+    ("sharder", "module"),
+    [
+        (EmbeddingBagCollectionSharder(), EmbeddingBagCollection(tables=tables())),
+        (EmbeddingBagSharder(), nn.EmbeddingBag(8, 4, mode="sum")),
+        (
+            EmbeddingCollectionSharder(),
+            EmbeddingCollection(tables=[EmbeddingConfig(8, 4, "t", feature_names=["f"])]),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_name_the_path(sharder: Any, module: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"plan of module 'model\.tables' must name each"):
+        sharder.shard(module, {}, ShardingEnv.from_local(), module_fqn="model.tables")

@@ -89,3 +89,32 @@ def test_a_bad_id_is_named() -> None:
         IndexError, match=r"Id 20 of feature 'friend' .* table 'users' with 20 rows"
     ):
         ec(features)
+
+
+@pytest.mark.parametrize("need_indices", [False, True])
+def test_on_meta_the_output_has_its_shapes(need_indices: bool) -> None:
+    meta = torch.device("meta")
+    ec = EmbeddingCollection(tables=TABLES, device=meta, need_indices=need_indices)
+    features = batch()
+    expected = EmbeddingCollection(tables=TABLES, need_indices=need_indices)(features)
+    features.length_per_key()  # known: it moves along
+    found = ec(features.to(meta))
+    assert list(found) == list(expected)
+    for name, jagged in found.items():
+        assert jagged.values().is_meta
+        assert jagged.values().shape == expected[name].values().shape
+        assert jagged.lengths().shape == expected[name].lengths().shape
+        assert (jagged.weights_or_none() is not None) == need_indices
+    with pytest.raises(ValueError, match="tables on meta; received a batch on cpu"):
+        ec(features)
+
+
+def test_on_meta_unknown_numbers_of_ids_are_equal_shares() -> None:
+    meta = torch.device("meta")
+    ec = EmbeddingCollection(
+        tables=[EmbeddingConfig(9, 4, "t", feature_names=["a", "b"])], device=meta
+    )
+    ids = torch.empty(5, dtype=torch.int64, device=meta)
+    lengths = torch.empty(4, dtype=torch.int64, device=meta)
+    found = ec(KeyedJaggedTensor(["a", "b"], ids, lengths=lengths))
+    assert [found[name].values().shape for name in "ab"] == [(3, 4), (2, 4)]
