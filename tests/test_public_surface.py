@@ -49,8 +49,8 @@ SURFACE = {
         apply_optimizer_in_backward in_backward_optimizer_filter set_learning_rate
     """,
     "recsys.sparse": """
-        JaggedTensor KeyedJaggedTensor KeyedTensor from_columns is_debug jt_is_equal kjt_is_equal
-        set_debug
+        JaggedTensor KeyedJaggedTensor KeyedTensor from_columns hash_ids is_debug jt_is_equal
+        kjt_is_equal set_debug
     """,
 }
 

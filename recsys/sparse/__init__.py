@@ -9,6 +9,7 @@ Constructors check what costs O(1) and never read a GPU; `validate()` checks eve
 from recsys.sparse import tree  # noqa: F401  (registers the classes with torch's pytrees)
 from recsys.sparse.columns import from_columns
 from recsys.sparse.equality import jt_is_equal, kjt_is_equal
+from recsys.sparse.hashing import hash_ids
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -20,6 +21,7 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "from_columns",
+    "hash_ids",
     "is_debug",
     "jt_is_equal",
     "kjt_is_equal",

@@ -505,6 +505,33 @@ class KeyedBuffer:
         bounds = torch.tensor(self.lengths_offset_per_key(), device=lengths.device)
         return ops.segment_sum(lengths, bounds)
 
+    def with_values(self, values: Tensor) -> Self:
+        """Return the same bags with other values, one for each of these.
+
+        Args:
+            values: ``[N, ...]``, on the same device.
+
+        Returns:
+            A keyed jagged tensor that shares all else with this one.
+
+        Raises:
+            ValueError: ``values`` are more, fewer, or on another device.
+
+        Example:
+            >>> import torch
+            >>> from recsys.sparse import KeyedJaggedTensor
+            >>> kjt = KeyedJaggedTensor(["a"], torch.tensor([5, 6]), lengths=torch.tensor([2, 0]))
+            >>> kjt.with_values(kjt.values() % 4).to_dict()["a"].to_dense()
+            [tensor([1, 2]), tensor([], dtype=torch.int64)]
+        """
+        mine = self._values
+        if values.shape[:1] != mine.shape[:1] or values.device != mine.device:
+            raise ValueError(
+                f"values must be {len(mine)} on {mine.device}; received "
+                f"{tuple(values.shape)} on {values.device}."
+            )
+        return self._map(lambda tensor: values if tensor is mine else tensor)
+
     def _strides_per_rank(self) -> list[list[int]]:
         return self._stride_per_key_per_rank or [[size] for size in self.stride_per_key()]
 

@@ -1,0 +1,73 @@
+"""Ids of any size, hashed into the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> KeyedJaggedTensor:
+    """Replace ids of any size by rows of their tables.
+
+    An id becomes the same row in every feature whose table has as many rows, on every rank, device
+    and run. Two ids may share a row: with n ids in r rows an id is alone with probability
+    ``(1 - 1/r) ** (n - 1)``. Plain ``ids % rows`` would do for ids that are already random; for
+    counters, time stamps or multiples of a number this spreads them evenly.
+
+    The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014), taken modulo the number of rows. Nothing is read
+    from a device.
+
+    Args:
+        features: ids, ``int32`` or ``int64``, of any size, also negative ones.
+        num_embeddings: rows of the table of each feature; features that are not in it stay as
+            they are.
+
+    Returns:
+        The features with ``int64`` ids in ``[0, num_embeddings[key])``; lengths and weights are
+        those of ``features``.
+
+    Raises:
+        KeyError: ``num_embeddings`` names something that is no feature.
+        ValueError: a number of rows is not positive.
+        TypeError: ids or numbers of rows are no whole numbers.
+
+    Example:
+        >>> features = KeyedJaggedTensor(
+        ...     ["user", "film"], torch.tensor([10**18, -1, 7]), lengths=torch.tensor([1, 2])
+        ... )
+        >>> hash_ids(features, {"user": 1000}).values()
+        tensor([34, -1,  7])
+    """
+    keys = features.keys()
+    for key, rows in num_embeddings.items():
+        if key not in keys:
+            raise KeyError(f"num_embeddings must name features; received {key!r}, not in {keys}.")
+        if isinstance(rows, bool) or not isinstance(rows, int):
+            raise TypeError(
+                f"num_embeddings must be whole numbers; received {rows!r} for feature {key!r}."
+            )
+        if rows < 1:
+            raise ValueError(f"num_embeddings must be positive; received {rows} for {key!r}.")
+    ids = features.values()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be int32 or int64; received {ids.dtype}.")
+    rows_F = torch.tensor([num_embeddings.get(key, 0) for key in keys], device=ids.device)
+    rows_N = rows_F.repeat_interleave(features.values_per_key(), output_size=ids.numel())
+    kept = ids.long()
+    hashed = _mix(kept) % rows_N.clamp(min=1)
+    return features.with_values(torch.where(rows_N > 0, hashed, kept))
+
+
+def _mix(ids: Tensor) -> Tensor:
+    """SplitMix64's output function, without its sign bit."""
+    for shift, factor in _STEPS:
+        high = (ids >> shift) & ((1 << (64 - shift)) - 1)  # a shift of int64 copies the sign
+        ids = (ids ^ high) * (factor - (1 << 64) if factor >> 63 else factor)
+    return ids & ((1 << 63) - 1)
