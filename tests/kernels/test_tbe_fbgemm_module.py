@@ -160,12 +160,13 @@ def test_the_share_of_rows_in_the_cache_is_handed_on(
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
     seen = []
+    module = training.SplitTableBatchedEmbeddingBagsCodegen
+    construct = module.__init__
 
-    class Recorder(training.SplitTableBatchedEmbeddingBagsCodegen):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            seen.append(named["cache_load_factor"])
-            super().__init__(*arguments, **named)
+    def record(self: Any, *arguments: Any, **named: Any) -> None:
+        seen.append(named["cache_load_factor"])
+        construct(self, *arguments, **named)
 
-    monkeypatch.setattr(training, "SplitTableBatchedEmbeddingBagsCodegen", Recorder)
+    monkeypatch.setattr(module, "__init__", record)
     build(OptimizerSpec(algorithm=EmbOptimType.SGD), asked)
     assert seen == [given]

@@ -184,7 +184,9 @@ def wait_longer(pending: comm.Pending, wait: Any = comm.Pending.wait) -> Tensor:
 
 def peak_bytes(step: Callable[[], None]) -> int:
     """Returns the most bytes of tensors that a call holds at a time, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         step()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
