@@ -5,8 +5,9 @@ Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast, final
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,13 @@ from recsys.kernels.quantized import QuantizedLookup
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 
-__all__ = ["QuantizedBags", "QuantizedRows", "QuantizedTables", "rows_left"]
+__all__ = [
+    "PositionWeightsOfKeys",
+    "QuantizedBags",
+    "QuantizedRows",
+    "QuantizedTables",
+    "rows_left",
+]
 
 
 def rows_left(config: BaseEmbeddingConfig) -> int:
@@ -215,6 +222,74 @@ class QuantizedRows(QuantizedTables):
         ids: list[Tensor] = []
         ids.extend(values.split(sizes))
         return [pieces[i] for i in self.order], ids
+
+
+@final
+class PositionWeightsOfKeys(nn.Module):
+    """The weight of each id by its position in its bag: what feature processors do, compiled.
+
+    Args:
+        weights: per feature its position weights, ``[P]``; copied. Other features weigh 1.
+        keys: of the batches, in order.
+    """
+
+    if TYPE_CHECKING:  # TorchScript does not read annotations that are texts
+        weights: Tensor
+        first: Tensor
+        last: Tensor
+        longest: Tensor
+
+    def __init__(self, weights: Mapping[str, Tensor], keys: Sequence[str]) -> None:
+        super().__init__()
+        self.keys = list(keys)
+        parts = [weight.detach() for weight in weights.values()]
+        ends = dict(zip(weights, accumulate(part.numel() for part in parts), strict=True))
+        total = sum(part.numel() for part in parts)
+        rows = [
+            (ends[key] - weights[key].numel(), ends[key] - 1, weights[key].numel())
+            if key in ends
+            else (total, total, torch.iinfo(torch.int64).max)
+            for key in keys
+        ]
+        device = parts[0].device if parts else None
+        first, last, longest = torch.tensor(rows, dtype=torch.int64, device=device).T.contiguous()
+        self.register_buffer("weights", torch.cat([*parts, torch.ones(1, device=device)]))
+        self.register_buffer("first", first)
+        self.register_buffer("last", last)
+        self.register_buffer("longest", longest)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Picks the weights of a batch.
+
+        Args:
+            values: ``[N]`` ids, feature-major.
+            lengths: ``[K * B]`` ids per bag.
+
+        Returns:
+            ``[N]``.
+
+        Raises:
+            ValueError: if a bag has more ids than its feature has weights, or the lengths do not
+                fit the ids or the features.
+        """
+        lengths_KB = _by_key(values, lengths, len(self.keys))
+        _read_sizes(values, lengths_KB)
+        too_long = lengths_KB > self.longest.unsqueeze(1)
+        if bool(too_long.any()):
+            key = int(too_long.any(1).nonzero()[0].item())
+            raise ValueError(
+                f"A bag of feature {self.keys[key]} must not have more ids than the feature has "
+                f"position weights, {int(self.longest[key])}; received "
+                f"{int(lengths_KB[key].max())}."
+            )
+        bags, size = lengths_KB.flatten(), lengths_KB.size(1)
+        start = self.first.repeat_interleave(size) - (bags.cumsum(0) - bags)
+        num_ids = values.numel()
+        place = torch.repeat_interleave(start, bags, output_size=num_ids)
+        place = place + torch.arange(num_ids, device=values.device)
+        last = self.last.repeat_interleave(size)
+        last = torch.repeat_interleave(last, bags, output_size=num_ids)
+        return self.weights.index_select(0, torch.minimum(place, last))
 
 
 def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,18 @@ from torch import Tensor, fx, nn
 from recsys.inference import (
     export_torchscript,
     quantize_embeddings,
+    quantize_inference_model,
     shard_quant_model,
     trace_model,
 )
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.feature_processor import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 
 SCORE = """
@@ -196,3 +204,51 @@ def test_a_collection_that_is_used_twice_is_exported_once() -> None:
     traced = trace_model(model, ["x", "y", "z"])
     assert len([name for name, _ in traced.named_children() if name.startswith("lookups_")]) == 1
     torch.testing.assert_close(traced(*inputs), _eager(model, inputs, ["x", "y", "z"]))
+
+
+class Processed(nn.Module):
+    """A score of pooled bags whose ids are weighed by position."""
+
+    def __init__(self, processors: Any) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(50, 8, "a", feature_names=["x", "y"]),
+            EmbeddingBagConfig(30, 8, "b", feature_names=["z"], pooling=PoolingType.MEAN),
+        ]
+        self.tables = FeatureProcessedEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=tables, is_weighted=True), processors
+        )
+        self.over = nn.Linear(5 + 24, 1)
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = self.tables(ids).values()
+        return torch.cat([dense, pooled], dim=1) @ self.over.weight.T
+
+
+@pytest.mark.parametrize("keys", [["x", "y", "z"], ["z", "x", "y"]])
+@pytest.mark.parametrize("kind", ["collection", "some", "dict"])
+@pytest.mark.parametrize("quantize", [quantize_embeddings, quantize_inference_model])
+def test_models_with_position_weights(
+    tmp_path: Path, keys: list[str], kind: str, quantize: Callable[[nn.Module], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    lengths = {"x": 3, "y": 4, "z": 5}
+    processors: Any = {name: PositionWeightedModule(n) for name, n in lengths.items()}
+    if kind != "dict":
+        known = dict(list(lengths.items())[: 2 if kind == "some" else 3])
+        processors = PositionWeightedModuleCollection(known)
+    model = Processed(processors)
+    for name, weight in model.named_parameters():
+        if "position_weight" in name:
+            nn.init.uniform_(weight, 0.5, 2.0)
+    quantized: Any = quantize(model.eval())
+    loaded = export_torchscript(quantized, tmp_path / "model.pt", keys)
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    for size in (1, 4, 0, 7):
+        inputs = _inputs(size)
+        expected = _eager(quantized, inputs, keys)
+        torch.testing.assert_close(loaded(*inputs), expected, rtol=0, atol=0)
+    dense, values = torch.ones(1, 5), torch.ones(6, dtype=torch.int64)
+    too_long = torch.tensor([6 if key == "x" else 0 for key in keys])
+    with pytest.raises(torch.jit.Error, match=r"feature x must not have more ids .* 3; received 6"):
+        loaded(dense, values, too_long)
