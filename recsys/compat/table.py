@@ -369,6 +369,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "QuantEmbeddingCollection as EmbeddingCollection, "
         "QuantFeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection",
     ),
+    ("torchrec.quant.embedding_modules", "recsys.inference.quantize", "quantize_state_dict"),
     (
         "torchrec.quant.embedding_modules",
         "recsys.inference.quant_prep",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.quantization import PlaceholderObserver
 
 from recsys.distributed.types import ShardedModule
@@ -17,8 +18,13 @@ from recsys.inference.quant_modules import (
     QuantEmbeddingCollection,
     QuantFeatureProcessedEmbeddingBagCollection,
 )
-from recsys.inference.quantized_collection import QuantizedCollection, to_data_type
-from recsys.modules.embedding_configs import QuantConfig
+from recsys.inference.quantized_collection import (
+    QuantizedCollection,
+    rows_of_table,
+    split_header,
+    to_data_type,
+)
+from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -28,7 +34,7 @@ from recsys.modules.embedding_modules import (
 from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-__all__ = ["quantize_embeddings", "quantize_inference_model"]
+__all__ = ["quantize_embeddings", "quantize_inference_model", "quantize_state_dict"]
 
 
 class _Quantized(Protocol):
@@ -150,6 +156,64 @@ def quantize_inference_model(
         for kind in mapping
     }
     return _replace(model, mapping, qconfigs, inplace=True)
+
+
+def quantize_state_dict(
+    module: nn.Module,
+    table_name_to_quantized_weights: dict[str, tuple[Tensor, Tensor | None]],
+    table_name_to_data_type: Mapping[str, DataType],
+    table_name_to_num_embeddings_post_pruning: Mapping[str, int] | None = None,
+) -> torch.device:
+    """Quantizes the tables of a trained collection, for the constructor of a quantized one.
+
+    Args:
+        module: an EmbeddingBagCollection or an EmbeddingCollection, unsharded.
+        table_name_to_quantized_weights: is filled: by table name its rows, uint8 ``[rows, bytes]``,
+            and their scales and biases, uint8 ``[rows, 4]``; None for FP16 and FP32.
+        table_name_to_data_type: how the rows of each table are stored.
+        table_name_to_num_embeddings_post_pruning: by table name how many of its first rows are
+            left; all, if it is not there.
+
+    Returns:
+        The device of the tables.
+
+    Raises:
+        TypeError: if the module is no such collection.
+        ValueError: if a table has no data type, or cannot be quantized to it.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> tables = EmbeddingBagCollection(
+        ...     tables=[EmbeddingBagConfig(10, 4, "t", feature_names=["f"])]
+        ... )
+        >>> rows: dict[str, tuple[Tensor, Tensor | None]] = {}
+        >>> quantize_state_dict(tables, rows, {"t": DataType.INT8})
+        device(type='cpu')
+        >>> [part.shape for part in rows["t"]]
+        [torch.Size([10, 4]), torch.Size([10, 4])]
+    """
+    if not isinstance(module, TableCollection):
+        raise TypeError(
+            "quantize_state_dict takes an EmbeddingBagCollection or an EmbeddingCollection, "
+            f"unsharded; received {type(module).__name__}."
+        )
+    missing = [c.name for c in module.configs() if c.name not in table_name_to_data_type]
+    if missing:
+        raise ValueError(
+            f"table_name_to_data_type must name every table; received "
+            f"{sorted(table_name_to_data_type)}, without {missing}."
+        )
+    left = table_name_to_num_embeddings_post_pruning or {}
+    for config in module.configs():
+        name, data_type = config.name, table_name_to_data_type[config.name]
+        served = replace(
+            config,
+            data_type=data_type,
+            num_embeddings_post_pruning=left.get(name, config.num_embeddings_post_pruning),
+        )
+        rows = rows_of_table(served, module.table_weights()[name])
+        table_name_to_quantized_weights[name] = split_header(rows, data_type)
+    return module.device
 
 
 def _qconfig(

@@ -36,7 +36,15 @@ from recsys.modules.embedding_inputs import check_features
 from recsys.modules.embedding_tables import TableCollection, TableDict
 from recsys.sparse import KeyedJaggedTensor
 
-__all__ = ["SERVED", "QuantizedCollection", "Weights", "quantized_rows", "to_data_type"]
+__all__ = [
+    "SERVED",
+    "QuantizedCollection",
+    "Weights",
+    "quantized_rows",
+    "rows_of_table",
+    "split_header",
+    "to_data_type",
+]
 
 SERVED = (
     DataType.FP32,
@@ -245,9 +253,7 @@ class QuantizedCollection(nn.Module):
         """The tables' rows, and their scales and biases, as the constructor takes them."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for table in self._tables():
-            rows = table.rows()
-            has_header = DATA_TYPE_NUM_BITS[table.config.data_type] < 16
-            found[table.config.name] = (rows[:, 4:], rows[:, :4]) if has_header else (rows, None)
+            found[table.config.name] = split_header(table.rows(), table.config.data_type)
         return found
 
     def assign(self, weights: Weights) -> None:
@@ -375,6 +381,27 @@ class QuantizedCollection(nn.Module):
     def _tables(self) -> list[QuantizedTable]:
         return list(getattr(self, self._tables_name).values())
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        old = f"{prefix}bags.lookups."
+        if any(name.startswith(old) for name in state_dict):
+            error_msgs.append(
+                f"{type(self).__name__} has its rows under {prefix}{self._tables_name}.<table>."
+                f"weight; received {old}..., of a model that was quantized before tables had "
+                "names. Quantize the trained model again."
+            )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     # -- what breaks aliasing -----------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -405,6 +432,32 @@ def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
             f"{subject} must be uint8 of shape {size} with scales and biases; received "
             f"{rows.dtype} of {tuple(rows.shape)}."
         )
+
+
+def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | None]:
+    """Rows without their scales and biases, and these, [rows, 4]; None if rows have none: views."""
+    if DATA_TYPE_NUM_BITS[data_type] >= 16:
+        return rows, None
+    return rows[:, 4:], rows[:, :4]
+
+
+def rows_of_table(config: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
+    """The rows of a trained table that are left after pruning, quantized.
+
+    Args:
+        config: The table, with the element type that it gets.
+        weight: What it was trained to, [rows, D].
+
+    Returns:
+        uint8 [rows, bytes].
+
+    Raises:
+        ValueError: The table cannot be quantized so.
+    """
+    try:
+        return quantize_rows(weight[: rows_left(config)], DATA_TYPE_NUM_BITS[config.data_type])
+    except ValueError as error:
+        raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
 
 
 def quantized_rows(
@@ -440,12 +493,8 @@ def quantized_rows(
         data_type = to_data_type(per_table.get(config.name, dtype))
         left = pruned.get(config.name, config.num_embeddings_post_pruning)
         config = replace(config, data_type=data_type, num_embeddings_post_pruning=left)
-        weight = module.table_weights()[config.name][: rows_left(config)]
         configs.append(config)
-        try:
-            rows = quantize_rows(weight, DATA_TYPE_NUM_BITS[data_type])
-        except ValueError as error:
-            raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
+        rows = rows_of_table(config, module.table_weights()[config.name])
         weights[config.name] = rows, None
     options = {"output_dtype": output_dtype, "table_name_to_quantized_weights": weights}
     return configs, options | getattr(configured, PREPARED, {})

@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from recsys.inference import (
     quantize_embeddings,
     quantize_inference_model,
 )
+from recsys.inference.quantize import quantize_state_dict
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -435,3 +437,46 @@ def test_a_subclass_of_a_collection_is_quantized() -> None:
 
     table = EmbeddingBagConfig(9, 4, "t", feature_names=["x"])
     assert isinstance(quantize_embeddings(_Derived(tables=[table])), QuantEmbeddingBagCollection)
+
+
+def test_a_state_dict_is_quantized_for_the_constructor() -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(20, 8, "a", feature_names=["x"]),
+        EmbeddingBagConfig(20, 8, "b", feature_names=["y"]),
+    ]
+    trained = EmbeddingBagCollection(tables=tables)
+    kinds = {"a": DataType.INT4, "b": DataType.FP16}
+    rows: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    assert quantize_state_dict(trained, rows, kinds, {"a": 5}) == torch.device("cpu")
+    assert rows["a"][0].shape == (5, 4)
+    assert rows["a"][1] is not None
+    assert rows["a"][1].shape == (5, 4)
+    assert rows["b"][0].shape == (20, 16)
+    assert rows["b"][1] is None
+    served = QuantEmbeddingBagCollection(
+        [
+            replace(tables[0], data_type=DataType.INT4, num_embeddings_post_pruning=5),
+            replace(tables[1], data_type=DataType.FP16),
+        ],
+        False,
+        torch.device("cpu"),
+        table_name_to_quantized_weights=rows,
+    )
+    ids = KeyedJaggedTensor(["x", "y"], torch.tensor([4, 19]), lengths=torch.tensor([1, 1]))
+    found, expected = served(ids).values(), trained(ids).values()
+    low, high = expected[0, :8].min(), expected[0, :8].max()
+    step = (high - low) / 15
+    atol = 0.51 * step.item() + 2**-11
+    torch.testing.assert_close(found[:, :8], expected[:, :8], atol=atol, rtol=0)
+    assert torch.equal(found[:, 8:], expected[:, 8:].half().float())
+
+
+def test_a_state_dict_that_cannot_be_quantized() -> None:
+    trained = EmbeddingBagCollection(tables=[EmbeddingBagConfig(4, 3, "a", feature_names=["x"])])
+    with pytest.raises(ValueError, match=r"must name every table; received \[\], without \['a'\]"):
+        quantize_state_dict(trained, {}, {})
+    with pytest.raises(ValueError, match="Table 'a' cannot be quantized"):
+        quantize_state_dict(trained, {}, {"a": DataType.INT4})
+    with pytest.raises(TypeError, match=r"takes an EmbeddingBagCollection .* received Linear"):
+        quantize_state_dict(nn.Linear(2, 2), {}, {})
