@@ -68,18 +68,23 @@ class _TaskGroup:
         num_samples = batch.rows.size(2)
         if num_samples == 0 or (self.validates and not batch.rows[2].any()):
             return
-        extra = [batch.input(name).long() for name in self.row_inputs]
+        extra = None
+        if self.row_inputs:
+            extra = torch.stack([batch.input(name).long() for name in self.row_inputs])
         if self.windows:
-            wide = [quantity.of(batch) for quantity in self.wide]
+            wide = self._sum_wide(batch) if self.wide else None
             if self.pending and self.pending[0][0].shape != batch.rows.shape:
                 self.flush()
-            self.pending.append((batch.rows, torch.cat(wide, dim=1) if wide else None))
+            self.pending.append((batch.rows, wide))
             if len(self.pending) * batch.rows.numel() >= PENDING_VALUES:
                 self.flush()
         if self.rows:
-            empty = torch.empty(0, num_samples, dtype=torch.int64, device=batch.rows.device)
             for rows in self.rows.values():
-                rows.add(batch.rows, torch.stack(extra) if extra else empty)
+                rows.add(batch.rows, extra)
+
+    @torch.no_grad()
+    def _sum_wide(self, batch: MetricBatch) -> torch.Tensor:
+        return torch.cat([quantity.of(batch) for quantity in self.wide], dim=1)
 
     def flush(self) -> None:
         """Add up the batches that wait for it; all are of one size."""
@@ -116,7 +121,7 @@ class _TaskGroup:
     def window_rows(self, size: int) -> MetricBatch:
         """The rows of a window, as if they were one batch."""
         rows_3TN, extra_EN = self._rows(size)
-        inputs = dict(zip(self.row_inputs, extra_EN, strict=True))
+        inputs = {} if extra_EN is None else dict(zip(self.row_inputs, extra_EN, strict=True))
         return MetricBatch(self.tasks, rows_3TN, None, inputs)
 
     def gather(
@@ -133,19 +138,18 @@ class _TaskGroup:
             rows, extra = self._rows(size)
             rows = rows.double() if is_double else rows
             rows = gather_rows(rows, num_rows_R, process_group, to_all)
-            if self.row_inputs:
+            if extra is not None:
                 extra = gather_rows(extra, num_rows_R, process_group, to_all)
-            else:
-                extra = extra.new_empty(0, rows.size(-1))
             window.add(rows, extra)
         return window
 
-    def _rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.lifetime.device
-        return self.rows[size].rows() or (
-            torch.empty(3, len(self.tasks), 0, device=device),
-            torch.empty(len(self.row_inputs), 0, dtype=torch.int64, device=device),
-        )
+    def _rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = self.rows[size].rows()
+        if found is None:
+            none = torch.empty(3, len(self.tasks), 0, device=self.lifetime.device)
+            extra = none.new_empty(len(self.row_inputs), 0, dtype=torch.int64)
+            found = none, extra if self.row_inputs else None
+        return found
 
     def named(self, sums_TK: torch.Tensor) -> dict[str, torch.Tensor]:
         """The columns of sums, by name."""
@@ -193,7 +197,6 @@ class Accumulators(torch.nn.Module):
         self._metrics = tuple(metrics)
         self._own: list[tuple[Any, ...]] | None = None
 
-    @torch.no_grad()
     def update(
         self,
         predictions: TaskTensors,

@@ -210,20 +210,30 @@ def build_batch(
         TypeError: something is no tensor.
         ValueError: a task is missing, or sizes or devices differ.
     """
-    given = (predictions, labels) if weights is None else (predictions, labels, weights)
-    names = [task.name for task in tasks]
+    rows = None
+    if num_classes == 1:
+        rows = _stack_plain(tasks, predictions, labels, weights)
+    if rows is None:
+        return _build_any_batch(tasks, predictions, labels, weights, inputs, num_classes)
+    return MetricBatch(tasks, rows, None, inputs)
+
+
+def _stack_plain(
+    tasks: Sequence[RecTaskInfo],
+    predictions: TaskTensors,
+    labels: TaskTensors,
+    weights: TaskTensors | None,
+) -> torch.Tensor | None:
+    """Stack float32 rows of one size by task name, in few calls; ``None`` for anything else."""
+    # Each line here counts: a step has driven it out of the caches.
     try:
-        flat = [tensors[name] for tensors in given for name in names]  # type: ignore[index]
-        shapes = {tensor.shape for tensor in flat}
-        is_plain = len(shapes) == 1 and num_classes == 1 and len(given) == 3
-        is_plain = is_plain and flat[0].dim() == 1
-        is_plain = is_plain and {tensor.dtype for tensor in flat} == {torch.float32}
-        is_plain = is_plain and len({tensor.device for tensor in flat}) == 1
+        flat = [given[task.name] for given in (predictions, labels, weights) for task in tasks]  # type: ignore[index]
+        kinds = {(tensor.dtype, tensor.device, tensor.shape) for tensor in flat}
     except (KeyError, IndexError, TypeError, AttributeError):
-        is_plain = False
-    if is_plain:
-        return MetricBatch(tasks, torch.cat(flat).view(3, len(tasks), -1), None, inputs)
-    return _build_any_batch(tasks, predictions, labels, weights, inputs, num_classes)
+        return None
+    if len(kinds) > 1 or flat[0].dtype != torch.float32 or flat[0].dim() != 1:
+        return None
+    return torch.cat(flat).detach().view(3, len(tasks), -1)
 
 
 def _build_any_batch(
@@ -259,7 +269,8 @@ def _build_any_batch(
             f"predictions, labels and weights must be on one device; received {devices}. "
             "Move them with .to(device)."
         )
-    return MetricBatch(tasks, torch.cat(flat).view(3, len(tasks), num_samples), classes, inputs)
+    rows = torch.cat(flat).detach().view(3, len(tasks), num_samples)
+    return MetricBatch(tasks, rows, classes, inputs)
 
 
 def _of_task(kind: str, given: TaskTensors, place: int, task: RecTaskInfo) -> torch.Tensor:

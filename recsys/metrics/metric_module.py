@@ -217,7 +217,8 @@ class RecMetricModule(torch.nn.Module):
             TypeError: something is no tensor.
             ValueError: something is missing, or sizes or devices differ.
         """
-        if len(self.rec_metrics):
+        metrics = self.rec_metrics  # looked up once: a module's look-ups are slow
+        if metrics.rec_metrics:
             inputs = {name: model_out[name] for name in self._inputs if name in model_out}
             try:
                 found = [
@@ -227,9 +228,8 @@ class RecMetricModule(torch.nn.Module):
                 raise ValueError(
                     f"model_out must have {error}, as a task says; received {sorted(model_out)}."
                 ) from None
-            self.rec_metrics.update(
-                predictions=found[0], labels=found[1], weights=found[2], **(inputs | kwargs)
-            )
+            inputs |= kwargs
+            metrics.update(predictions=found[0], labels=found[1], weights=found[2], **inputs)
         if self.throughput_metric is not None:
             self.throughput_metric.update()
         self.trained_batches += 1

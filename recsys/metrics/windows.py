@@ -76,19 +76,19 @@ class RowWindow:
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self._num_kept = 0  # The oldest batch stays whole.
-        self._parts: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._parts: deque[tuple[torch.Tensor, torch.Tensor | None]] = deque()
 
     @property
     def is_double(self) -> bool:
         """Whether there are rows that are float64."""
         return any(rows.dtype == torch.float64 for rows, _ in self._parts)
 
-    def add(self, rows_TN: torch.Tensor, extra_EN: torch.Tensor) -> None:
+    def add(self, rows_TN: torch.Tensor, extra_EN: torch.Tensor | None) -> None:
         """Add a batch.
 
         Args:
             rows_TN: ``[..., N]`` values; are kept and never changed.
-            extra_EN: ``[E, N]`` what belongs to them, int64.
+            extra_EN: ``[E, N]`` what belongs to them, int64; always or never ``None``.
         """
         self._parts.append((rows_TN, extra_EN))
         self._num_kept += rows_TN.size(-1)
@@ -100,17 +100,20 @@ class RowWindow:
         """How many there are."""
         return min(self._num_kept, self.max_rows)
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Give all, the oldest first.
 
         Returns:
-            ``[..., N]`` and ``[E, N]``; ``None`` if nothing was added yet.
+            ``[..., N]``, and ``[E, N]`` if there are such; ``None`` if nothing was added yet.
         """
         if not self._parts:
             return None
         if len(self._parts) > 1 or self._num_kept > self.max_rows:
-            rows, extra = (torch.cat(parts, dim=-1) for parts in zip(*self._parts, strict=True))
-            self._parts = deque([(rows[..., -self.max_rows :], extra[..., -self.max_rows :])])
+            last = slice(-self.max_rows, None)
+            rows = torch.cat([part for part, _ in self._parts], dim=-1)[..., last]
+            extras = [extra for _, extra in self._parts if extra is not None]
+            extra = torch.cat(extras, dim=-1)[..., last] if extras else None
+            self._parts = deque([(rows, extra)])
             self._num_kept = self.num_rows
         return self._parts[0]
 
@@ -120,7 +123,10 @@ class RowWindow:
         Args:
             device: where to.
         """
-        self._parts = deque((rows.to(device), extra.to(device)) for rows, extra in self._parts)
+        self._parts = deque(
+            (rows.to(device), None if extra is None else extra.to(device))
+            for rows, extra in self._parts
+        )
 
 
 def gather_rows(

@@ -120,3 +120,14 @@ def test_bad_input():
     given["weights"] = {"a": torch.ones(1), "b": torch.ones(1, device="meta")}
     with pytest.raises(ValueError, match="must be on one device; received"):
         metric.update(**given)
+
+
+def test_nothing_that_is_kept_has_a_graph():
+    metric = build(NEMetric, tasks=("a",))
+    given = batch(a=[1.0, 0.0])
+    given["predictions"]["a"].requires_grad_()
+    for weights in (None, {"a": torch.ones(2)}):  # converted, and taken as they are
+        metric.update(**given | {"weights": weights})
+    found = metric.compute()["ne-a|window_ne"]
+    assert found == 1.0
+    assert not found.requires_grad
