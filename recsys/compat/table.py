@@ -72,6 +72,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.sparse.conversions",
         "ComputeJTDictToKJT, ComputeKJTToJTDict, permute_multi_embedding, regroup_kts",
     ),
+    ("torchrec.distributed.embedding", "recsys.sparse.conversions", "pad_vbe_kjt_lengths"),
     # modules
     (
         "torchrec.modules.embedding_configs",

@@ -6,6 +6,7 @@ Each is a method of the classes under another name.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
@@ -93,3 +94,36 @@ def permute_multi_embedding(
         ValueError: two sources have it, sources differ in ``key_dim``, or a group is empty.
     """
     return KeyedTensor.regroup(keyed_tensors, groups)
+
+
+def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Give all features the largest batch size, by empty bags behind their own.
+
+    Args:
+        features: features whose batch sizes may differ.
+
+    Returns:
+        The same ids and weights under one batch size, without inverse indices: bag ``b`` of a
+        feature stays bag ``b``. Features that have one batch size already are returned as they are.
+
+    Example:
+        >>> import torch
+        >>> kjt = KeyedJaggedTensor(
+        ...     ["a", "b"],
+        ...     torch.arange(6),
+        ...     lengths=torch.tensor([1, 2, 3]),
+        ...     stride_per_key_per_rank=[[1], [2]],
+        ... )
+        >>> pad_vbe_kjt_lengths(kjt).lengths()
+        tensor([1, 0, 2, 3])
+    """
+    if not features.variable_stride_per_key():
+        return features
+    bags = features.lengths().split(features.stride_per_key())
+    return KeyedJaggedTensor.from_parts(
+        features.keys(),
+        features.values(),
+        features.weights_or_none(),
+        pad_sequence(list(bags), batch_first=True).flatten(),
+        stride=max(features.stride_per_key()),
+    )

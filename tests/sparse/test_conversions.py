@@ -6,6 +6,7 @@ from recsys.sparse import KeyedJaggedTensor, KeyedTensor, kjt_is_equal
 from recsys.sparse.conversions import (
     ComputeJTDictToKJT,
     ComputeKJTToJTDict,
+    pad_vbe_kjt_lengths,
     permute_multi_embedding,
     regroup_kts,
 )
@@ -41,3 +42,23 @@ def test_regroups_with_gradients(regroup):
     assert second.grad.tolist() == [[1, 1], [1, 1]]
     with pytest.raises(KeyError, match="nothing"):
         regroup(sources, [["nothing"]])
+
+
+def test_pads_batches_of_several_sizes():
+    sizes = {"a": [[1, 2], [3]], "b": [[4]], "c": [[], [5, 6, 7], []]}
+    flat = [id for bags in sizes.values() for bag in bags for id in bag]
+    kjt = KeyedJaggedTensor(
+        list(sizes),
+        torch.tensor(flat),
+        torch.tensor(flat) / 10,
+        lengths=torch.tensor([len(bag) for bags in sizes.values() for bag in bags]),
+        stride_per_key_per_rank=[[2], [1], [3]],
+    )
+    padded = pad_vbe_kjt_lengths(kjt)
+    padded.validate()
+    assert padded.stride_per_key() == [3, 3, 3]
+    for key, jt in padded.to_dict().items():
+        expected = sizes[key] + [[]] * (3 - len(sizes[key]))
+        assert [bag.tolist() for bag in jt.to_dense()] == expected
+        assert torch.equal(jt.weights() * 10, jt.values().float())
+    assert pad_vbe_kjt_lengths(padded) is padded
