@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -33,7 +34,7 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise explain(error, group, what) from error
+        raise_explained(error, group, what)
 
 
 _WAIT_FOR_SIGNS = 5.0
@@ -69,6 +70,24 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
         f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "
         f"been killed, or be out of memory. The exchange said: {error}"
     )
+
+
+def raise_explained(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> NoReturn:
+    """Raises what :func:`explain` returns; the arguments are the same.
+
+    Args:
+        error: of the exchange, which is being handled.
+        group: the ranks.
+        what: the ranks were to do.
+
+    Raises:
+        LostContactError: caused by the error, if contact with another rank is lost.
+        RuntimeError: the error itself, if not.
+    """
+    told = explain(error, group, what)
+    if told is error:
+        raise error
+    raise told from error
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -533,6 +533,8 @@ HOMES: dict[str, dict[str, Home]] = _build_homes()
 """The table, unfolded: TorchRec module (parents of modules included) -> name -> ours."""
 
 INSTEAD: dict[str, str] = {
+    "torchrec.distributed.embedding_types.": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.types.PipelineType": "Write the loop by hand, as README does.",
     "torchrec.distributed.train_pipeline": "Write the loop by hand, as README does; embeddings "
     "are under way while dense layers work.",
     "torchrec.distributed.TrainPipeline": "Write the loop by hand, as README does.",

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeAlias, TypeVar, final
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.contact import LostContactError, explain
+from recsys.contact import LostContactError, raise_explained
 from recsys.distributed.types import ShardingEnv
 from recsys.distributed.wire import EXACT, WireFormat
 
@@ -61,7 +61,7 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 assert self._env is not None
-                raise explain(error, self._env.process_group, self._what) from error
+                raise_explained(error, self._env.process_group, self._what)
             self._work = self._keep = None
         if self._decode is not None:
             self._tensor = self._decode(self._tensor)
@@ -122,7 +122,7 @@ def all_to_all(
             received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
         )
     except RuntimeError as error:
-        raise explain(error, env.process_group, what) from error
+        raise_explained(error, env.process_group, what)
     if received is not out:  # while the others' stretches are under way
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
@@ -137,7 +137,7 @@ def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
     try:
         work = dist.all_reduce(tensor, group=env.process_group, async_op=True)
     except RuntimeError as error:
-        raise explain(error, env.process_group, what) from error
+        raise_explained(error, env.process_group, what)
     return Pending(tensor, work, env=env, what=what)
 
 
@@ -158,7 +158,7 @@ def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T
     try:
         dist.all_gather_object(gathered, own, group=group)
     except RuntimeError as error:
-        raise explain(error, group, what) from error
+        raise_explained(error, group, what)
     return gathered
 
 
@@ -168,7 +168,7 @@ def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 
     try:
         dist.broadcast_object_list(box, group=group, group_src=source)
     except RuntimeError as error:
-        raise explain(error, group, what) from error
+        raise_explained(error, group, what)
     return box[0]
 
 
@@ -179,7 +179,7 @@ def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
     try:
         dist.broadcast(tensor, group=env.process_group, group_src=0)
     except RuntimeError as error:
-        raise explain(error, env.process_group, what) from error
+        raise_explained(error, env.process_group, what)
 
 
 def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:

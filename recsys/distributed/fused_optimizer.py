@@ -13,11 +13,10 @@ from recsys.distributed.fused_params import optimizer_params
 from recsys.distributed.lookup import LocalShard
 from recsys.distributed.row_updates import DeferredUpdates
 from recsys.distributed.table_shards import TableShards
-from recsys.kernels.arguments import finite
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
-from recsys.optim.fused import FusedOptimizer
+from recsys.optim.fused import FusedOptimizer, TablesGroup
 from recsys.optim.keyed import TableGradients
 from recsys.optim.specs import TableOptimizer, to_row_state, to_update_mode
 
@@ -132,7 +131,7 @@ class FusedTablesOptimizer(FusedOptimizer):
         for name, optimizer in owned.items():
             alike.setdefault(optimizer, []).append(name)
         groups: list[dict[str, Any]] = [
-            _LiveGroup(
+            _group_of(
                 optimizer,
                 [params[name] for name in names],
                 [shard for name in names for shard in tables[name].shards],
@@ -199,46 +198,23 @@ class FusedTablesOptimizer(FusedOptimizer):
                 shard.kernel.drop_cache()
 
 
-class _LiveGroup(dict[str, Any]):
-    """A parameter group whose ``lr`` is the kernels' own, so that schedulers reach them.
+def _group_of(
+    optimizer: TableOptimizer, params: list[Tensor], shards: Sequence[LocalShard]
+) -> TablesGroup:
+    """Returns a group whose ``lr`` is the kernels' own, so that schedulers reach them."""
+    places: dict[int, tuple[TableBatchedEmbedding, list[int]]] = {}
+    for shard in shards:
+        places.setdefault(id(shard.kernel), (shard.kernel, []))[1].append(shard.place)
 
-    Setting a rate that is negative, infinite or NaN raises ValueError, one that is no number
-    TypeError. The other settings are ``fixed``, a part of the kernels: another value raises
-    ValueError.
-    """
+    def use_rate(rate: float) -> None:
+        for kernel, tables in places.values():
+            kernel.set_learning_rate(rate, tables)
 
-    def __init__(
-        self, optimizer: TableOptimizer, params: list[Tensor], shards: Sequence[LocalShard]
-    ) -> None:
-        places: dict[int, tuple[TableBatchedEmbedding, list[int]]] = {}
-        for shard in shards:
-            places.setdefault(id(shard.kernel), (shard.kernel, []))[1].append(shard.place)
-        self._places = list(places.values())
-        super().__init__(
-            params=params,
-            algorithm=optimizer.spec.algorithm.value,
-            update_mode=optimizer.update_mode.value,
-            row_state=optimizer.row_state.value,
-            **optimizer.spec.settings(),
-        )
-        self.fixed = frozenset(self) - {"params"}
-        self["lr"] = optimizer.spec.learning_rate
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # kernels are not pickled
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self.fixed and value is not self[key] and value != self[key]:
-            raise ValueError(
-                f"{key!r} of tables with an optimizer of their own is fixed when it is attached: "
-                f"here {self[key]!r}; received {value!r}. Only 'lr' can be set."
-            )
-        if key == "lr":
-            rate = finite("The learning rate of tables", value, least=0)
-            for kernel, tables in self._places:
-                kernel.set_learning_rate(rate, tables)
-        super().__setitem__(key, value)
+    spec = optimizer.spec
+    settings = {
+        "algorithm": spec.algorithm.value,
+        "update_mode": optimizer.update_mode.value,
+        "row_state": optimizer.row_state.value,
+        **spec.settings(),
+    }
+    return TablesGroup(params, spec.learning_rate, settings, use_rate)

@@ -6,7 +6,8 @@ products of every two of them, beside the dense one, go through a second MLP to 
 Shapes: ``B`` samples, ``F`` sparse features, ``D`` embedding dim, ``P = (F + 1) * F / 2`` pairs.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -297,6 +298,37 @@ class DLRM(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+
+        def pairs(num_sparse: int, dim: int) -> tuple[nn.Module, int]:
+            num_pairs = (num_sparse + 1) * num_sparse // 2
+            return InteractionArch(num_sparse, dense_device), dim + num_pairs
+
+        self._build(
+            embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
+            over_arch_layer_sizes, pairs,
+            device=dense_device, batch_norm=batch_norm, dropout=dropout,
+        )  # fmt: skip
+
+    def _build(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection | None,
+        dense_in_features: int,
+        dense_arch_layer_sizes: list[int],
+        over_arch_layer_sizes: list[int],
+        interaction: Callable[[int, int], tuple[nn.Module, int]],
+        **options: Any,
+    ) -> None:
+        """Make the parts.
+
+        Args:
+            embedding_bag_collection: as in `DLRM`, and so are the next three.
+            dense_in_features: see there.
+            dense_arch_layer_sizes: see there.
+            over_arch_layer_sizes: see there.
+            interaction: from the number of sparse features and their dim to what crosses them, and
+                the number of its columns.
+            options: of the MLPs.
+        """
         self.sparse_arch = None
         self._dim, self._num_sparse = [dense_in_features, *dense_arch_layer_sizes][-1], 0
         if embedding_bag_collection is not None:
@@ -308,16 +340,9 @@ class DLRM(nn.Module):
                     f"{self._dim}; received {dense_arch_layer_sizes}. The interaction multiplies "
                     "the dense vector with the embeddings: make the two equal."
                 )
-        self.dense_arch = DenseArch(
-            dense_in_features, dense_arch_layer_sizes, dense_device,
-            batch_norm=batch_norm, dropout=dropout,
-        )  # fmt: skip
-        self.inter_arch = InteractionArch(self._num_sparse, dense_device)
-        num_pairs = (self._num_sparse + 1) * self._num_sparse // 2
-        self.over_arch = OverArch(
-            self._dim + num_pairs, over_arch_layer_sizes, dense_device,
-            batch_norm=batch_norm, dropout=dropout,
-        )  # fmt: skip
+        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, **options)
+        self.inter_arch, in_features = interaction(self._num_sparse, self._dim)
+        self.over_arch = OverArch(in_features, over_arch_layer_sizes, **options)
 
     def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
         """Compile all but the lookup, in place; names in the state dict stay.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from recsys.modules.crossnet import LowRankCrossNet
-from recsys.modules.dlrm import DLRM, DenseArch, OverArch, check_num_sparse
+from recsys.modules.dlrm import DLRM, DenseArch, check_num_sparse
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 
 
@@ -154,16 +154,18 @@ class DLRM_DCN(DLRM):
         batch_norm: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(
+        nn.Module.__init__(self)  # DLRM's own would make an interaction that nobody needs
+
+        def crosses(num_sparse: int, dim: int) -> tuple[nn.Module, int]:
+            in_features = (num_sparse + 1) * dim
+            crossnet = LowRankCrossNet(in_features, dcn_num_layers, dcn_low_rank_dim)
+            return InteractionDCNArch(num_sparse, crossnet.to(dense_device)), in_features
+
+        self._build(
             embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
-            over_arch_layer_sizes, dense_device, batch_norm=batch_norm, dropout=dropout,
+            over_arch_layer_sizes, crosses,
+            device=dense_device, batch_norm=batch_norm, dropout=dropout,
         )  # fmt: skip
-        in_features = (self._num_sparse + 1) * self._dim
-        crossnet = LowRankCrossNet(in_features, dcn_num_layers, dcn_low_rank_dim)
-        self.inter_arch = InteractionDCNArch(self._num_sparse, crossnet.to(dense_device))
-        self.over_arch = OverArch(
-            in_features, over_arch_layer_sizes, dense_device, batch_norm=batch_norm, dropout=dropout
-        )
 
 
 class DLRM_Projection(DLRM):
@@ -210,30 +212,31 @@ class DLRM_Projection(DLRM):
         batch_norm: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(
-            embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
-            over_arch_layer_sizes, dense_device, batch_norm=batch_norm, dropout=dropout,
-        )  # fmt: skip
-        dim = self._dim
+        nn.Module.__init__(self)  # DLRM's own would make an interaction that nobody needs
         branches = (interaction_branch1_layer_sizes, interaction_branch2_layer_sizes)
-        for number, sizes in enumerate(branches, 1):
-            if not sizes or sizes[-1] % dim:
-                raise ValueError(
-                    f"the last of interaction_branch{number}_layer_sizes must be a multiple of "
-                    f"the embedding_dim {dim}; received {sizes}. It is that many vectors."
-                )
-        self.inter_arch = InteractionProjectionArch(
-            self._num_sparse,
-            *(
-                DenseArch(
-                    (self._num_sparse + 1) * dim, sizes, dense_device,
-                    batch_norm=batch_norm, dropout=dropout,
-                )
-                for sizes in branches
-            ),
-        )  # fmt: skip
-        num_products = branches[0][-1] // dim * (branches[1][-1] // dim)
-        self.over_arch = OverArch(
-            dim + num_products if self._num_sparse else dim,
-            over_arch_layer_sizes, dense_device, batch_norm=batch_norm, dropout=dropout,
+
+        def products(num_sparse: int, dim: int) -> tuple[nn.Module, int]:
+            for number, sizes in enumerate(branches, 1):
+                if not sizes or sizes[-1] % dim:
+                    raise ValueError(
+                        f"the last of interaction_branch{number}_layer_sizes must be a multiple of "
+                        f"the embedding_dim {dim}; received {sizes}. It is that many vectors."
+                    )
+            arch = InteractionProjectionArch(
+                num_sparse,
+                *(
+                    DenseArch(
+                        (num_sparse + 1) * dim, sizes, dense_device,
+                        batch_norm=batch_norm, dropout=dropout,
+                    )
+                    for sizes in branches
+                ),
+            )  # fmt: skip
+            num_products = branches[0][-1] // dim * (branches[1][-1] // dim)
+            return arch, dim + num_products if num_sparse else dim
+
+        self._build(
+            embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
+            over_arch_layer_sizes, products,
+            device=dense_device, batch_norm=batch_norm, dropout=dropout,
         )  # fmt: skip

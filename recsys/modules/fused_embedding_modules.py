@@ -23,31 +23,11 @@ from recsys.optim.apply_optimizer_in_backward import (
     apply_optimizer_in_backward,
     attached_optimizer,
 )
-from recsys.optim.keyed import KeyedOptimizer
+from recsys.optim.fused import FusedOptimizer, TablesGroup
 
 
 @final
-class _LiveGroup(dict[str, Any]):
-    """A parameter group whose ``lr`` is what the tables' next update reads."""
-
-    def __init__(self, attached: AttachedOptimizer, params: list[nn.Parameter]) -> None:
-        spec = attached.spec()
-        super().__init__(params=params, lr=spec.learning_rate, **spec.settings())
-        self._attached = attached
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key == "lr":
-            self._attached.param_groups[0]["lr"] = value
-        elif value is not self[key] and value != self[key]:
-            raise ValueError(
-                f"{key!r} of tables with an optimizer of their own is fixed when it is attached: "
-                f"here {self[key]!r}; received {value!r}. Only 'lr' can be set."
-            )
-        super().__setitem__(key, value)
-
-
-@final
-class _TablesOptimizer(KeyedOptimizer):
+class _TablesOptimizer(FusedOptimizer):
     """The optimizer of one unsharded collection; what it would do backward has done."""
 
     def __init__(self, collection: TableCollection, tables_name: str) -> None:
@@ -55,10 +35,17 @@ class _TablesOptimizer(KeyedOptimizer):
         states = collection.optimizer_states()
         attached = attached_optimizer(next(iter(weights.values())))
         assert attached is not None
+        spec, settings = attached.spec(), attached.param_groups[0]
+        group = TablesGroup(
+            list(weights.values()),
+            spec.learning_rate,
+            spec.settings(),
+            lambda rate: settings.update(lr=rate),
+        )
         super().__init__(
             {f"{tables_name}.{table}.weight": weight for table, weight in weights.items()},
             {weight: states[table] for table, weight in weights.items()},
-            [_LiveGroup(attached, list(weights.values()))],
+            [group],
         )
 
     def step(self, closure: Any = None) -> Any:
@@ -102,7 +89,7 @@ class _OwnsOptimizer(TableCollection):
         """Its arguments."""
         return self._optimizer_kwargs
 
-    def fused_optimizer(self) -> KeyedOptimizer:
+    def fused_optimizer(self) -> FusedOptimizer:
         """The tables' optimizer as it is now: its state to save and load, its `lr` to set.
 
         `step()` has nothing left to do. Ask again after the collection was moved.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from torch import Tensor
+
+from recsys.kernels.arguments import finite
 from recsys.optim.keyed import KeyedOptimizer
 
-__all__ = ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule"]
+__all__ = ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule", "TablesGroup"]
 
 
 class FusedOptimizer(KeyedOptimizer, abc.ABC):
@@ -21,6 +24,61 @@ class FusedOptimizer(KeyedOptimizer, abc.ABC):
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drops the gradients that backward left, if any."""
+
+
+@final
+class TablesGroup(dict[str, Any]):
+    """A parameter group of tables that update themselves: its ``lr`` is what they read next.
+
+    Setting a rate that is negative, infinite or
+    NaN raises ValueError, one that is no number TypeError. The other settings are a part of the
+    tables' kernels: another value raises ValueError.
+
+    Args:
+        params: the tables.
+        learning_rate: their rate.
+        settings: their other settings.
+        use_rate: tells the tables a rate.
+
+    Attributes:
+        fixed: the names of the settings that cannot be set.
+
+    Example:
+        >>> group = TablesGroup([], 0.5, {"eps": 1e-8}, print)
+        0.5
+        >>> group["lr"] = 0.25
+        0.25
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        learning_rate: float,
+        settings: Mapping[str, Any],
+        use_rate: Callable[[float], None],
+    ) -> None:
+        super().__init__(params=params, **settings)
+        self.fixed = frozenset(settings)
+        self._use_rate = use_rate
+        self["lr"] = learning_rate
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # tables and kernels are not pickled
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Sets several; arguments as of ``dict.update``."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self.fixed and value is not self[key] and value != self[key]:
+            raise ValueError(
+                f"{key!r} of tables with an optimizer of their own is fixed when it is attached: "
+                f"here {self[key]!r}; received {value!r}. Only 'lr' can be set."
+            )
+        if key == "lr":
+            self._use_rate(finite("The learning rate of tables", value, least=0))
+        super().__setitem__(key, value)
 
 
 @final

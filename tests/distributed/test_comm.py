@@ -154,3 +154,7 @@ def test_a_lost_rank_is_named_with_the_stage(said: Path, what: str) -> None:
 def test_what_is_no_lost_contact_is_not_told_as_such() -> None:
     error = RuntimeError("Split sizes doesn't match total dim 0 size")
     assert contact.explain(error, None, "send numbers") is error
+    with pytest.raises(RuntimeError) as raised, contact.explained(None, "send numbers"):
+        raise error
+    assert raised.value is error
+    assert raised.value.__cause__ is None

@@ -5,7 +5,7 @@ from torch import nn
 
 from recsys.datasets.random import RandomRecDataset
 from recsys.modules.crossnet import LowRankCrossNet
-from recsys.modules.dlrm import DLRMTrain
+from recsys.modules.dlrm import DLRM, DLRMTrain, InteractionArch, OverArch
 from recsys.modules.dlrm_variants import (
     DLRM_DCN,
     DLRM_Projection,
@@ -201,3 +201,19 @@ def test_projections_of_a_wrong_size():
         DLRM_Projection(collection(), 5, [8, DIM], [8, 1], [6, 8], [6, 9])
     with pytest.raises(ValueError, match="num_sparse_features must not be negative"):
         InteractionDCNArch(-1, nn.Identity())
+
+
+@pytest.mark.parametrize("build", [dcn, projection])
+def test_no_part_is_made_in_vain(build, monkeypatch):
+    made = []
+
+    def init(self, *args, **kwargs):
+        made.append(type(self).__name__)
+        return original(self, *args, **kwargs)
+
+    original = OverArch.__init__
+    monkeypatch.setattr(OverArch, "__init__", init)
+    monkeypatch.setattr(InteractionArch, "__init__", lambda *_: pytest.fail("made in vain"))
+    model = build(collection())
+    assert made == ["OverArch"]
+    assert isinstance(model, DLRM)

@@ -14,6 +14,7 @@ from recsys.modules.fused_embedding_modules import (
     fuse_embedding_optimizer,
 )
 from recsys.optim import CombinedOptimizer
+from recsys.optim.fused import FusedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 
 CPU = torch.device("cpu")
@@ -88,6 +89,13 @@ def test_a_rate_that_is_set_is_that_of_the_next_update():
     assert collection.fused_optimizer().param_groups[0]["lr"] == 0.25
     with pytest.raises(ValueError, match=r"'weight_decay' of tables .* received 1"):
         optimizer.param_groups[0]["weight_decay"] = 1
+    optimizer.param_groups[0].update(lr=0.125)
+    assert collection.fused_optimizer().param_groups[0]["lr"] == 0.125
+    with pytest.raises(ValueError, match=r"'weight_decay' of tables .* received 2"):
+        optimizer.param_groups[0].update(weight_decay=2)
+    with pytest.raises(ValueError, match=r"learning rate of tables must .*-1"):
+        optimizer.param_groups[0]["lr"] = -1.0
+    assert isinstance(collection.fused_optimizer(), FusedOptimizer)
 
 
 @pytest.mark.parametrize("build", [pooled, sequence])

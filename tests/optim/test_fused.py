@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
-from recsys.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from recsys.optim.fused import EmptyFusedOptimizer, FusedOptimizer, TablesGroup
 from recsys.optim.keyed import CombinedOptimizer
 
 
@@ -35,3 +37,19 @@ def test_an_empty_one_takes_part_and_does_nothing() -> None:
     assert empty.step(closure=lambda: 3) == 3
     assert both.state_dict()["state"] == {}
     both.load_state_dict(both.state_dict())
+
+
+def test_a_group_tells_its_tables_their_rate() -> None:
+    rates: list[float] = []
+    weight = torch.nn.Parameter(torch.ones(1))
+    group = TablesGroup([weight], 0.5, {"eps": 0.1}, rates.append)
+    group["lr"] = 0.25
+    group.update({"lr": 0.125, "eps": 0.1})
+    assert rates == [0.5, 0.25, 0.125]
+    for change in (lambda: group.update(eps=0.2), lambda: group.__setitem__("eps", 0.2)):
+        with pytest.raises(ValueError, match=r"'eps' of tables .* here 0\.1; received 0\.2"):
+            change()
+    with pytest.raises(ValueError, match="learning rate of tables"):
+        group["lr"] = float("nan")
+    assert rates == [0.5, 0.25, 0.125]
+    assert type(copy.deepcopy(group)) is dict
