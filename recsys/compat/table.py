@@ -491,6 +491,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "TensorWeightedAvgMetric",
     ),
     ("torchrec.metrics.throughput", "recsys.metrics.throughput", "ThroughputMetric"),
+    ("torchrec.metrics.tower_qps", "recsys.metrics.throughput", "TowerQPSMetric"),
     ("torchrec.metrics.unweighted_ne", "recsys.metrics.sum_metrics", "UnweightedNEMetric"),
     ("torchrec.metrics.weighted_avg", "recsys.metrics.sum_metrics", "WeightedAvgMetric"),
     (

@@ -67,7 +67,7 @@ from recsys.metrics.sum_metrics import (
     WeightedAvgMetric,
     WeightedSumPredictionsMetric,
 )
-from recsys.metrics.throughput import ThroughputMetric
+from recsys.metrics.throughput import ThroughputMetric, TowerQPSMetric
 
 REC_METRICS_MAPPING: dict[RecMetricEnumBase, type[RecMetric]] = {
     RecMetricEnum.ACCURACY: AccuracyMetric,
@@ -104,6 +104,7 @@ REC_METRICS_MAPPING: dict[RecMetricEnumBase, type[RecMetric]] = {
     RecMetricEnum.SERVING_NE: ServingNEMetric,
     RecMetricEnum.SUM_WEIGHTS: SumWeightsMetric,
     RecMetricEnum.TENSOR_WEIGHTED_AVG: TensorWeightedAvgMetric,
+    RecMetricEnum.TOWER_QPS: TowerQPSMetric,
     RecMetricEnum.UNWEIGHTED_NE: UnweightedNEMetric,
     RecMetricEnum.WEIGHTED_AVG: WeightedAvgMetric,
     RecMetricEnum.WEIGHTED_SUM_PREDICTIONS: WeightedSumPredictionsMetric,

@@ -48,6 +48,7 @@ class RecMetricEnum(RecMetricEnumBase):
     SERVING_NE = "serving_ne"
     SUM_WEIGHTS = "sum_weights"
     TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
+    TOWER_QPS = "tower_qps"
     UNWEIGHTED_NE = "unweighted_ne"
     WEIGHTED_AVG = "weighted_avg"
     WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"

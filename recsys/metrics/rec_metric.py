@@ -164,6 +164,7 @@ class RecMetric(_Measured, abc.ABC):
                 f"{type(self).__name__} takes the arguments {sorted(self.arguments)}; "
                 f"received {unknown}."
             )
+        self.world_size = world_size
         self.my_rank = my_rank
         self.compute_on_all_ranks = compute_on_all_ranks
         self.should_validate_update = should_validate_update

@@ -104,7 +104,7 @@ class ServingNEMetric(NEMetric):
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         yield from super().values(sums)
-        yield _total_examples(sums)
+        yield total_examples(sums[WEIGHTED_SAMPLES.name])
 
 
 @final
@@ -258,7 +258,7 @@ class ServingCalibrationMetric(CalibrationMetric):
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         yield from super().values(sums)
-        yield _total_examples(sums)
+        yield total_examples(sums[WEIGHTED_SAMPLES.name])
 
 
 @final
@@ -605,9 +605,16 @@ class NumMissingLabelsMetric(SumMetric):
     results: ClassVar = {MetricName.NUM_MISSING_LABELS: lambda s: s["label_missing"]}
 
 
-def _total_examples(sums: Sums) -> Value:
-    count = sums[WEIGHTED_SAMPLES.name]
-    return Value(MetricName.TOTAL_EXAMPLES, count, prefix=MetricPrefix.DEFAULT)
+def total_examples(count_T: torch.Tensor) -> Value:
+    """Report a number of samples, over the lifetime alone.
+
+    Args:
+        count_T: ``[T]``.
+
+    Returns:
+        The result.
+    """
+    return Value(MetricName.TOTAL_EXAMPLES, count_T, prefix=MetricPrefix.DEFAULT)
 
 
 def _recalibrate(batch: MetricBatch, rate: float) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.metrics_config import BatchSizeStage, validate_batch_size_stages
 from recsys.metrics.metrics_namespace import (
     MetricName,
@@ -14,6 +15,8 @@ from recsys.metrics.metrics_namespace import (
     MetricPrefix,
     compose_metric_key,
 )
+from recsys.metrics.rec_metric import Value
+from recsys.metrics.sum_metrics import SAMPLES, SumMetric, Sums, total_examples
 
 _COUNTS = ("total_examples", "warmup_examples", "time_lapse_after_warmup", "num_batch")
 
@@ -184,3 +187,51 @@ class ThroughputMetric(torch.nn.Module):
             total, warmup, elapsed_s, num_batch = (state_dict[key].item() for key in keys)
             self._total, self._warmup = int(total), int(warmup)
             self._elapsed_s, self._num_batch = float(elapsed_s), int(num_batch)
+
+
+@final
+class TowerQPSMetric(SumMetric):
+    """Samples of all ranks per second, of each task: those that came divided by the time between.
+
+    `ThroughputMetric` counts what the batch size says instead, whatever came. The argument
+    ``warmup_steps`` says how many updates are not timed, one at least; ``batch_size_stages`` has no
+    effect, since samples are counted. Results: ``qps``, NaN until something is timed, and
+    ``total_examples``, warm-up included. Seconds are the mean of the ranks'; a ``local_`` result
+    is what all ranks do if they are as fast as this one.
+    """
+
+    namespace = MetricNamespace.TOWER_QPS
+    arguments: ClassVar[Mapping[str, Any]] = {"warmup_steps": 100, "batch_size_stages": None}
+
+    @staticmethod
+    def clock() -> float:
+        """Give the time, in seconds."""
+        return time.perf_counter()
+
+    def _prepare(self) -> None:
+        if self.options["warmup_steps"] < 0:
+            raise ValueError(
+                f"warmup_steps must be 0 or more; received {self.options['warmup_steps']}."
+            )
+        self._untimed = max(1, self.options["warmup_steps"])
+        self._last_s = 0.0
+
+    def quantities(self) -> Sequence[Quantity]:
+        """Name the sums."""
+        return Quantity("timed", self._time, width=2), SAMPLES
+
+    def _time(self, batch: MetricBatch) -> torch.Tensor:
+        now_s, num_samples = self.clock(), batch.rows.size(2)
+        seconds, self._last_s = now_s - self._last_s, now_s
+        if self._untimed:
+            self._untimed -= 1
+            seconds = num_samples = 0
+        # A share of the mean, so that the ranks' sum is the mean. Filling waits for no device.
+        mean_T1 = batch.labels.new_full((len(batch.tasks), 1), seconds / self.world_size)
+        return torch.cat([torch.full_like(mean_T1, num_samples), mean_T1], dim=1)
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        num_samples_T, seconds_T = sums["timed"].unbind(1)
+        yield Value(MetricName.TOWER_QPS, num_samples_T / seconds_T)
+        yield total_examples(sums[SAMPLES.name])

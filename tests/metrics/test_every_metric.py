@@ -27,6 +27,7 @@ from recsys.metrics.metrics_config import (
     RecTaskInfo,
     SessionMetricDef,
 )
+from recsys.metrics.throughput import TowerQPSMetric
 from tests.metrics import test_sum_metrics
 from tests.metrics.data import Batch, column, in_window, model_out
 from tests.metrics.test_ranking import area, inverted, precision
@@ -34,7 +35,7 @@ from tests.metrics.test_session_metrics import ndcg, top
 from tests.ranks import RankPool
 
 WINDOW = 40  # samples of a rank
-NUM_CLASSES, NUM_LABELS, NUM_BINS, TARGET = 4, 3, 50, 0.6
+NUM_CLASSES, NUM_LABELS, NUM_BINS, TARGET, WARMUP = 4, 3, 50, 0.6, 2
 CLICK = RecTaskInfo(
     "click",
     "click_label",
@@ -54,6 +55,7 @@ ARGUMENTS: dict[Any, dict[str, Any]] = {
     RecMetricEnum.MULTICLASS_RECALL: {"number_of_classes": NUM_CLASSES},
     RecMetricEnum.MULTI_LABEL_PRECISION: {"num_labels": NUM_LABELS},
     RecMetricEnum.RAUC: {"grouped_rauc": True},
+    RecMetricEnum.TOWER_QPS: {"warmup_steps": WARMUP},
     RecMetricEnum.TENSOR_WEIGHTED_AVG: {"description": "_of_tensor"},
 }
 TASKS = {RecMetricEnum.MULTICLASS_RECALL: CLASS, RecMetricEnum.MULTI_LABEL_PRECISION: BITS}
@@ -68,6 +70,7 @@ def batches_of_rank(seed: int, rank: int) -> list[Batch]:
         batch["class_label"] = torch.randint(0, NUM_CLASSES, (size,), generator=generator)
         for name in ("bits_given", "bits_label"):
             batch[name] = torch.randint(0, 2**NUM_LABELS, (size,), generator=generator).float()
+        batch["seconds"] = torch.tensor(float((place + 1) * (rank + 1)))
         batch["num_candidates"] = torch.tensor([size // 2, size - size // 2])
         batches.append(batch)
     return batches
@@ -91,8 +94,12 @@ def compute_on_rank(seed: int) -> dict[str, Any]:
     module = generate_metric_module(
         RecMetricModule, config, 16, num_ranks, rank, {}, torch.device("cpu")
     )
-    for batch in batches_of_rank(seed, rank):
-        module.update(batch)
+    now_s = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TowerQPSMetric, "clock", lambda self: now_s)
+        for batch in batches_of_rank(seed, rank):
+            now_s += batch["seconds"].item() if len(batch["tensor"]) else 0.0
+            module.update(batch)
     return {key: torch.as_tensor(value).tolist() for key, value in module.compute().items()}
 
 
@@ -165,6 +172,17 @@ def expected_of(batches: list[Batch]) -> dict[str, Any]:
     return expected
 
 
+def samples_per_second(parts: list[list[Batch]], in_spans: list[list[Batch]]) -> float:
+    """Of the batches of a span that are not of the warm-up."""
+    samples = seconds = 0.0
+    for part, span in zip(parts, in_spans, strict=True):
+        timed = [batch for batch in part if len(batch["tensor"])][WARMUP:]
+        counted = [batch for batch in timed if any(batch is other for other in span)]
+        samples += sum(len(batch["tensor"]) for batch in counted)
+        seconds += sum(batch["seconds"].item() for batch in counted) / len(parts)
+    return samples / seconds
+
+
 def expected_of_rows(parts: list[list[Batch]]) -> dict[str, float]:
     """What areas are over the last rows of each rank."""
     names = ("click_prediction", "click_label", "click_weight", "grouping_keys")
@@ -192,11 +210,14 @@ def expected_of_rows(parts: list[list[Batch]]) -> dict[str, float]:
 def test_equals_the_formula(num_ranks: int, seed: int, ranks: RankPool) -> None:
     parts = [batches_of_rank(seed, rank) for rank in range(num_ranks)]
     everything = [batch for part in parts for batch in part]
+    in_windows = [in_window(part, WINDOW) for part in parts]
     spans = {
         "lifetime_": expected_of(everything),
-        "window_": expected_of([batch for part in parts for batch in in_window(part, WINDOW)])
+        "window_": expected_of([batch for part in in_windows for batch in part])
         | expected_of_rows(parts),
     }
+    spans["lifetime_"]["qps|qps"] = samples_per_second(parts, parts)
+    spans["window_"]["qps|qps"] = samples_per_second(parts, in_windows)
     names = {str(metric): task.name for metric, task in TASKS.items()}
     expected = {
         key.replace("|", f"-{names.get(key.split('|')[0], 'click')}|{span}"): value
@@ -206,6 +227,7 @@ def test_equals_the_formula(num_ranks: int, seed: int, ranks: RankPool) -> None:
     for metric in ("serving_ne", "serving_calibration"):
         (weights,) = rows_of(everything, "click_weight")
         expected[f"{metric}-click|total_examples"] = np.count_nonzero(weights)
+    expected["qps-click|total_examples"] = len(weights)
     for found in ranks(num_ranks, compute_on_rank, seed):
         assert sorted(set(found) - set(expected)) == []  # metrics without a formula here
         assert sorted(set(expected) - set(found)) == []

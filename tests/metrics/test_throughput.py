@@ -1,8 +1,17 @@
+import math
+
 import pytest
 import torch
 
 from recsys.metrics import ThroughputMetric
-from recsys.metrics.metrics_config import BatchSizeStage
+from recsys.metrics.metric_module import RecMetricModule, generate_metric_module
+from recsys.metrics.metrics_config import (
+    BatchSizeStage,
+    MetricsConfig,
+    RecMetricDef,
+    RecMetricEnum,
+    RecTaskInfo,
+)
 
 
 def build(times, **arguments):
@@ -86,3 +95,22 @@ def test_bad_arguments():
         ThroughputMetric(batch_size=1, world_size=1, window_seconds=1, warmup_steps=-1)
     with pytest.raises(ValueError, match="must end with a stage without end"):
         build([], window_seconds=1, batch_size_stages=[BatchSizeStage(1, 1)])
+
+
+def test_samples_of_a_task_per_second():
+    module = generate(RecMetricEnum.TOWER_QPS, warmup_steps=0)
+    assert module.compute()["qps-DefaultTask|lifetime_qps"].isnan()
+    for size in (4, 2):  # the first update starts the clock
+        module.update({name: torch.rand(size) for name in ("prediction", "label", "weight")})
+    found = module.compute()
+    assert 0.0 < found["qps-DefaultTask|lifetime_qps"] < math.inf
+    assert found["qps-DefaultTask|total_examples"] == 6
+    with pytest.raises(ValueError, match="warmup_steps must be 0 or more; received -1"):
+        generate(RecMetricEnum.TOWER_QPS, warmup_steps=-1)
+
+
+def generate(metric, **arguments):
+    task = RecTaskInfo()
+    definition = RecMetricDef(rec_tasks=[task], window_size=8, arguments=arguments)
+    config = MetricsConfig(rec_tasks=[task], rec_metrics={metric: definition})
+    return generate_metric_module(RecMetricModule, config, 4, 1, 0, {}, torch.device("cpu"))
