@@ -15,7 +15,13 @@ ROOT = Path(recsys.__file__).parent
 # In the order in which a batch walks through them; each may import those before it.
 ROAD = ["kernels", "sparse", "optim", "modules", "distributed", "inference"]
 # Beside the road; each may import what is listed.
-BESIDE = {"compat": [], "datasets": ["sparse"], "metrics": []}
+BESIDE = {
+    "compat": [],
+    # parts for the planner, imported where a script asks for one
+    "compat/planner": ["compat", "kernels", "modules", "distributed"],
+    "datasets": ["sparse"],
+    "metrics": [],
+}
 # Files at the top that every room may import.
 TOOLS = {"contact": [], "lazy": [], "streamable": [], "tracing": []}
 # Files at the top that look into rooms. The package itself imports nothing when imported.
@@ -37,8 +43,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    return first.removesuffix(".py")
+    parts = path.relative_to(ROOT).parts
+    return "compat/planner" if parts[:2] == ("compat", "planner") else parts[0].removesuffix(".py")
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:

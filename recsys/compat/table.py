@@ -283,12 +283,19 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     # distributed.planner
     (
         "torchrec.distributed.planner",
-        "recsys.distributed.planner",
-        "EmbeddingShardingPlanner, ParameterConstraints, Topology",
+        "recsys.compat.planner.planners",
+        "EmbeddingShardingPlanner",
+    ),
+    ("torchrec.distributed.planner", "recsys.compat.planner.topology", "Topology"),
+    ("torchrec.distributed.planner", "recsys.distributed.planner.types", "ParameterConstraints"),
+    (
+        "torchrec.distributed.planner.constants",
+        "recsys.compat.planner.shard_estimators",
+        "KV_CACHING_RATIO",
     ),
     (
         "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.planner",
+        "recsys.distributed.planner.types",
         "ParameterConstraints",
     ),
     (
@@ -303,8 +310,24 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.planner.enumerators",
-        "EmbeddingEnumerator",
+        "recsys.compat.planner.enumerators",
+        "EmbeddingEnumerator, GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES, "
+        "get_partition_by_type",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.compat.planner.types",
+        "Enumerator, PartitionByType, Shard, ShardEstimator, SharderDataMap, ShardingOption",
+    ),
+    (
+        "torchrec.distributed.planner.partitioners",
+        "recsys.compat.planner.partitioners",
+        "GreedyPerfPartitioner, SortBy",
+    ),
+    (
+        "torchrec.distributed.planner.perf_models",
+        "recsys.compat.planner.perf_models",
+        "NoopPerfModel",
     ),
     (
         "torchrec.distributed.planner.enumerators",
@@ -313,25 +336,54 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "torchrec.distributed.planner.planners",
-        "recsys.distributed.planner",
-        "EmbeddingShardingPlanner",
+        "recsys.compat.planner.planners",
+        "EmbeddingShardingPlanner, to_sharding_plan",
     ),
+    (
+        "torchrec.distributed.planner.proposers",
+        "recsys.compat.planner.proposers",
+        "GreedyProposer, GridSearchProposer, UniformProposer",
+    ),
+    (
+        "torchrec.distributed.planner.shard_estimators",
+        "recsys.compat.planner.shard_estimators",
+        "EmbeddingPerfEstimator, EmbeddingStorageEstimator, calculate_shard_storages, "
+        "get_num_poolings",
+    ),
+    ("torchrec.distributed.planner.stats", "recsys.compat.planner.stats", "EmbeddingStats"),
     (
         "torchrec.distributed.planner.storage_reservations",
-        "recsys.distributed.planner.types",
-        "FixedPercentageStorageReservation, HeuristicalStorageReservation",
+        "recsys.compat.planner.storage_reservations",
+        "FixedAbsoluteStorageReservation, FixedPercentageStorageReservation, "
+        "HeuristicalStorageReservation, InferenceStorageReservation",
     ),
     (
         "torchrec.distributed.planner.types",
-        "recsys.distributed.planner.types",
-        "ParameterConstraints, PlannerError, StorageReservation",
+        "recsys.compat.planner.topology",
+        "DeviceHardware, Perf, Storage, Topology",
+    ),
+    (
+        "torchrec.distributed.planner.types",
+        "recsys.compat.planner.types",
+        "Enumerator, PartitionByType, Partitioner, PerfModel, Proposer, Shard, ShardEstimator, "
+        "SharderData, SharderDataMap, ShardingOption, Stats, StorageReservation",
     ),
     (
         "torchrec.distributed.planner.types",
         "recsys.distributed.planner",
-        "CustomTopologyData, Topology",
+        "CustomTopologyData",
+    ),
+    (
+        "torchrec.distributed.planner.types",
+        "recsys.distributed.planner.types",
+        "ParameterConstraints, PlannerError",
     ),
     ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
+    (
+        "torchrec.distributed.planner.utils",
+        "recsys.compat.planner.shard_estimators",
+        "build_sharder_data_map, get_num_poolings",
+    ),
     # inference
     (
         "torchrec.inference.state_dict_transform",
@@ -559,13 +611,7 @@ INSTEAD: dict[str, str] = {
     "docs/engine.md.",
     "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.planner.proposers": "The planner weighs all options together: leave "
-    "proposers out.",
-    "torchrec.distributed.planner.partitioners": "Pass a partitioner of "
-    "recsys.distributed.planner.partitioners, or none: the planner searches.",
-    "torchrec.distributed.planner.shard_estimators": "Pass estimator=, as docs/planner.md shows.",
     "torchrec.distributed.planner.estimator": "Pass estimator=, as docs/planner.md shows.",
-    "torchrec.distributed.planner.stats": "Call plan.report() or plan.report_html().",
     "torchrec.distributed.types.KeyValueParams": "Tables lie in device or host memory: "
     "compute kernels fused, fused_uvm, fused_uvm_caching.",
 }

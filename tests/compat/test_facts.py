@@ -59,7 +59,7 @@ DIFFERENT = {
     r"DefaultDataParallelWrapper\((allreduce_comm_precision|params_to_ignore|ddp_kwargs)\)": (
         "pass a wrapper of your own"
     ),
-    r"EmbeddingShardingPlanner\((debug|callbacks|plan_loader)\)": (
+    r"EmbeddingShardingPlanner\(plan_loader\)": (
         "plans are saved, loaded and reported: docs/planner.md"
     ),
     r"EmbeddingShardingPlanner\.hash_planner_context_inputs\w*": (
@@ -71,15 +71,13 @@ DIFFERENT = {
     ),
     (
         r"Topology[.(](pod_size|\w*compute_multiplier|uneven_\w+|generalized_\w+|"
-        r"created_by_factory|comms_bandwidths|devices|intra_group_size)\)?"
+        r"created_by_factory|comms_bandwidths|intra_group_size)\)?"
     ): "costs are bytes over speeds: docs/decisions/0013",
-    (
-        r"EmbeddingEnumerator[.(](estimator|use_exact_enumerate_order|last_stored_search_space|"
-        r"populate_estimates|sharder_map)\)?"
-    ): "lists options; the planner rates them",
-    r"\w*StorageReservation\.(reserve|last_reserved_topology)": (
-        "says what is usable: usable(memory_cap, dense_bytes)"
+    r"EmbeddingEnumerator\(use_exact_enumerate_order\)": "the order is always the same",
+    r"calculate_shard_storages\(\w+\)|EmbeddingStorageEstimator\(run_embedding_\w+\)": (
+        "the memory model counts a training step at its peak"
     ),
+    r"EmbeddingStorageEstimator\(pipeline_type\)": "None is a loop without a pipeline",
     r"EnumerableShardingSpec\.(build_metadata|shard)": "of torch's ShardedTensor",
     r"ShardedTensor[.(]\w+(\(\w+)?\)?": "torch's class; ours is ShardedTable",
     r"shard_quant_model\(\w+\)": "tables lie whole on the devices of one process",

@@ -16,14 +16,6 @@ from recsys.compat.table import HOMES, INSTEAD, TABLE, Home
 OTHER_MEANING = {
     "torchrec.distributed.model_tracker.types.UpdateMode",
     "torchrec.quant.embedding_modules.EmbeddingCollection",
-    # docs/planner.md says how these differ
-    "torchrec.distributed.planner.enumerators.Shard",
-    "torchrec.distributed.planner.enumerators.ShardEstimator",
-    "torchrec.distributed.planner.types.Enumerator",
-    "torchrec.distributed.planner.types.Partitioner",
-    "torchrec.distributed.planner.types.Shard",
-    "torchrec.distributed.planner.types.ShardEstimator",
-    "torchrec.distributed.planner.types.Storage",
 }
 
 

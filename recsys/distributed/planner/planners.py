@@ -129,7 +129,8 @@ class EmbeddingShardingPlanner:
             if value is not None:
                 raise ValueError(
                     f"EmbeddingShardingPlanner.{name} must be None; received a "
-                    f"{type(value).__name__}. {_INSTEAD[name]}."
+                    f"{type(value).__name__}. {_INSTEAD[name]}, or import the planner from "
+                    "recsys.compat.planner, which runs what was written for TorchRec."
                 )
         _check_types(
             enumerator=enumerator,
@@ -190,22 +191,7 @@ class EmbeddingShardingPlanner:
             pg = dist.group.WORLD
         if pg is None or dist.get_world_size(pg) == 1:
             return self.plan(module, sharders)
-        tables: list[PlannedTable] = []
-        facts: Facts | Exception
-        try:
-            tables = self._tables(module, sharders)
-            facts = facts_of(
-                self._topology,
-                tables,
-                {
-                    "batch_size": self._batch_size,
-                    "batches_in_flight": self._batches_in_flight,
-                    "storage_reservation": self._reservation,
-                },
-            )
-        except Exception as error:  # raised by check_agreement, on every rank
-            facts = error
-        check_agreement(pg, facts, self._topology)
+        tables = self._agreed_tables(module, sharders, pg)
         answer: _Answer | Exception | None = None
         rating = None
         if dist.get_rank(pg) == 0:
@@ -227,6 +213,28 @@ class EmbeddingShardingPlanner:
         ]
         undemanded = self._undemanded(module, sharders)
         return self._plan_of(self._rating(rated, rooms, placement, undemanded))
+
+    def _agreed_tables(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], pg: dist.ProcessGroup
+    ) -> list[PlannedTable]:
+        """Returns the model's tables, once all ranks were asked for the same plan of them."""
+        tables: list[PlannedTable] = []
+        facts: Facts | Exception
+        try:
+            tables = self._tables(module, sharders)
+            facts = facts_of(
+                self._topology,
+                tables,
+                {
+                    "batch_size": self._batch_size,
+                    "batches_in_flight": self._batches_in_flight,
+                    "storage_reservation": self._reservation,
+                },
+            )
+        except Exception as error:  # raised by check_agreement, on every rank
+            facts = error
+        check_agreement(pg, facts, self._topology)
+        return tables
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard.
@@ -324,6 +332,13 @@ class EmbeddingShardingPlanner:
                 "EmbeddingShardingPlanner.rate takes a ShardingPlan; received a "
                 f"{type(plan).__name__}. ShardingPlan.from_json(path) reads a file."
             )
+        rating = self._rating_of(module, sharders, plan)
+        check_fits(rating)
+        return RatedPlan(plan.plan, rating=rating, made_for=plan.made_for or self._made_for)
+
+    def _rating_of(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
+    ) -> Rating:
         tables = self._tables(module, sharders)
         of_modules: dict[str, list[PlannedTable]] = {}
         for table in tables:
@@ -338,9 +353,7 @@ class EmbeddingShardingPlanner:
                 rated.append(RatedTable(table=table, option=option, ranks=ranks))
         check_kernels(module, sharders, plan, self._topology.compute_device)
         undemanded = self._undemanded(module, sharders)
-        rating = self._rating(rated, self._rooms(module, tables), undemanded=undemanded)
-        check_fits(rating)
-        return RatedPlan(plan.plan, rating=rating, made_for=plan.made_for or self._made_for)
+        return self._rating(rated, self._rooms(module, tables), undemanded=undemanded)
 
     @property
     def _made_for(self) -> PlanRanks:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Self
 
 import torch
 
@@ -38,7 +38,6 @@ from recsys.distributed.planner.topology_table import hardware_table
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
 
-@final
 @dataclass(frozen=True, init=False, repr=False, slots=True)
 class Topology:
     """Ranks, their memory and the links between them.
@@ -165,7 +164,7 @@ class Topology:
         *,
         lookup: Sequence[LookupPoint] = (),
         collectives: Sequence[CollectivePoint] = (),
-    ) -> Topology:
+    ) -> Self:
         """Returns the topology of these ranks.
 
         Args:
@@ -199,7 +198,7 @@ class Topology:
     @classmethod
     def preset(
         cls, name: str | Sequence[str], world_size: int, local_world_size: int | None = None
-    ) -> Topology:
+    ) -> Self:
         """Returns the topology of machines known by name, from the numbers of their vendors.
 
         Args:
@@ -229,7 +228,7 @@ class Topology:
         return cls.from_hardware([PRESETS[one] for one in names], local_world_size)
 
     @classmethod
-    def from_json(cls, source: str | Path) -> Topology:
+    def from_json(cls, source: str | Path) -> Self:
         """Returns the topology that a file describes.
 
         Args:
@@ -277,13 +276,13 @@ class Topology:
         *,
         lookup: Sequence[LookupPoint] | None = None,
         collectives: Sequence[CollectivePoint] | None = None,
-    ) -> Topology:
+    ) -> Self:
         """Returns this topology with other tables of measurements; a table that is None stays.
 
         Raises:
             ValueError: if a point comes twice.
         """
-        return Topology.from_hardware(
+        return self.from_hardware(
             self.hardware,
             self.local_world_size,
             lookup=self.lookup if lookup is None else lookup,

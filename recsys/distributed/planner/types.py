@@ -28,6 +28,8 @@ class PlannerErrorType(Enum):
     """The tables do not fit into memory."""
     STRICT_CONSTRAINTS = "strict_constraints"
     """The demands on a table leave no way to place it, or contradict each other or the model."""
+    PARTITION = "partition"
+    """A partitioner of the user's own found no rank with room for a part."""
     OTHER = "other"
 
 
@@ -206,7 +208,6 @@ class StorageReservation(Protocol):
         """
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class HeuristicalStorageReservation:
     """Keeps a share of the memory free, and room to train the dense parts.
@@ -245,7 +246,6 @@ class HeuristicalStorageReservation:
         return left - int(self.parameter_multiplier * dense_bytes)
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class FixedPercentageStorageReservation:
     """Keeps a share of the memory free, dense parameters included.

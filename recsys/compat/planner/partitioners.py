@@ -1,0 +1,179 @@
+"""Where the shards of a proposal go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, unique
+
+from recsys.compat.planner.topology import Storage, Topology
+from recsys.compat.planner.types import PartitionByType, Partitioner, Shard, ShardingOption
+from recsys.distributed.planner.types import PlannerError, PlannerErrorType
+from recsys.distributed.types import ShardingType
+
+
+@unique
+class SortBy(Enum):
+    """What makes an option large."""
+
+    STORAGE = "storage"
+    """Its bytes."""
+    PERF = "perf"
+    """Its milliseconds."""
+
+
+class GreedyPerfPartitioner(Partitioner):
+    """Places one option after the other, the largest first, where there is least to do.
+
+    Options that go to every rank come first. A shard goes to the rank with the fewest milliseconds
+    that has room for it; of equal ranks to the one with the lowest number in its node, so that
+    shards spread over nodes. Options that go to a node take the one with the fewest milliseconds
+    in all that has room.
+
+    Args:
+        sort_by: what makes an option large.
+        balance_modules: whether the options of modules with few tables go before all others, so
+            that the tables of each module are spread over the ranks.
+    """
+
+    def __init__(self, sort_by: SortBy = SortBy.STORAGE, balance_modules: bool = False) -> None:
+        self._sort_by = sort_by
+        self._balance_modules = balance_modules
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        """Sets the rank of every shard, in place, and returns the proposal.
+
+        Args:
+            proposal: one option for each table, estimated.
+            storage_constraint: the ranks, with the memory that is free; not changed.
+
+        Raises:
+            PlannerError: of type ``PARTITION``, if an option does not fit.
+            ValueError: if a shard has no bytes or no milliseconds.
+        """
+        ranks = _Ranks(storage_constraint)
+        for option in proposal:
+            if option.partition_by == PartitionByType.UNIFORM.value:
+                everywhere = range(len(ranks.free))
+                if not ranks.place([(option.shards, everywhere)], _in_order):
+                    raise _no_room(option)
+        for group in self._groups(proposal):
+            how = _in_order
+            partition_by = PartitionByType(group[0].partition_by)
+            if group[0].sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
+                how = _least_busy
+            shards = [shard for option in group for shard in option.shards]
+            placed = False
+            if partition_by is PartitionByType.DEVICE:
+                placed = ranks.place([(shards, range(len(ranks.free)))], _least_busy)
+            elif partition_by is PartitionByType.HOST:
+                per_option = [option.shards for option in group]
+                placed = any(
+                    ranks.place([(of_one, node) for of_one in per_option], how)
+                    for node in ranks.nodes()
+                )
+            else:
+                placed = ranks.place_nodes(shards)
+            if not placed:
+                raise _no_room(group[0])
+        return proposal
+
+    def _groups(self, proposal: Sequence[ShardingOption]) -> list[list[ShardingOption]]:
+        """Returns the options that do not go to every rank, those that go together as one."""
+        groups: dict[str, list[ShardingOption]] = {}
+        for option in proposal:
+            if option.partition_by != PartitionByType.UNIFORM.value:
+                groups.setdefault(option.dependency or option.fqn, []).append(option)
+        tables = Counter(option.path for option in proposal)
+
+        def key(group: list[ShardingOption]) -> tuple[float, ...]:
+            few = tables[group[0].path] if self._balance_modules else 0
+            if self._sort_by is SortBy.PERF:
+                return few, -sum(option.total_perf for option in group)
+            sizes = [option.total_storage for option in group]
+            return few, -sum(s.hbm for s in sizes), -sum(s.ddr for s in sizes)
+
+        return sorted(groups.values(), key=key)
+
+
+_How = Callable[["_Ranks", Sequence[Shard], Sequence[int]], Iterator[int | None]]
+
+
+class _Ranks:
+    """What is free on ranks, and what they have to do."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.free = [device.storage for device in topology.devices]
+        self.load_ms = [device.perf.total for device in topology.devices]
+        self.node_size = topology.local_world_size
+
+    def nodes(self) -> list[range]:
+        """Returns the ranks of each node, the node with the least to do first."""
+        size = self.node_size
+        nodes = [range(first, first + size) for first in range(0, len(self.free), size)]
+        return sorted(nodes, key=lambda node: sum(self.load_ms[rank] for rank in node))
+
+    def place(self, parts: Sequence[tuple[Sequence[Shard], Sequence[int]]], how: _How) -> bool:
+        """Places shards, each list on some of its ranks, and returns whether all had room.
+
+        If not, nothing is placed.
+        """
+        before = list(self.free), list(self.load_ms)
+        for shards, ranks in parts:
+            places = how(self, shards, ranks)
+            for shard in shards:
+                rank = next(places, None)
+                if rank is None or not _storage(shard).fits_in(self.free[rank]):
+                    self.free, self.load_ms = before
+                    return False
+                self.free[rank] -= _storage(shard)
+                self.load_ms[rank] += _perf_ms(shard)
+                shard.rank = rank
+        return True
+
+    def place_nodes(self, shards: Sequence[Shard]) -> bool:
+        """Places as many shards as a node has ranks on each of some nodes."""
+        parts = [shards[i : i + self.node_size] for i in range(0, len(shards), self.node_size)]
+        nodes = iter(self.nodes())
+        return all(any(self.place([(part, node)], _in_order) for node in nodes) for part in parts)
+
+
+def _in_order(ranks: _Ranks, shards: Sequence[Shard], among: Sequence[int]) -> Iterator[int | None]:
+    yield from among
+
+
+def _least_busy(
+    ranks: _Ranks, shards: Sequence[Shard], among: Sequence[int]
+) -> Iterator[int | None]:
+    for shard in shards:
+        roomy = [rank for rank in among if _storage(shard).fits_in(ranks.free[rank])]
+        yield min(
+            roomy,
+            key=lambda rank: (ranks.load_ms[rank], rank % ranks.node_size, rank),
+            default=None,
+        )
+
+
+def _storage(shard: Shard) -> Storage:
+    if shard.storage is None or shard.perf is None:
+        raise ValueError(
+            "GreedyPerfPartitioner.partition takes a proposal whose shards have storage and perf; "
+            f"received {shard}. Estimators set them: enumerator.populate_estimates(options)."
+        )
+    return shard.storage
+
+
+def _perf_ms(shard: Shard) -> float:
+    return 0.0 if shard.perf is None else shard.perf.total
+
+
+def _no_room(option: ShardingOption) -> PlannerError:
+    sizes = [_storage(shard) for shard in option.shards]
+    return PlannerError(
+        f"Every shard must have a rank with room for it; received table {option.name!r}, "
+        f"{option.sharding_type}, whose {len(sizes)} shards are up to {max(sizes)} and go to "
+        f"{option.partition_by}, after what was placed before. Propose other options.",
+        PlannerErrorType.PARTITION,
+    )

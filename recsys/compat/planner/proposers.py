@@ -1,0 +1,179 @@
+"""Which plans to try: one option for each table at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from recsys.compat.planner.topology import Topology
+from recsys.compat.planner.types import Enumerator, Proposer, ShardingOption, groups_of
+
+MAX_PROPOSALS = 10_000
+"""Of a grid search; one with more proposes nothing."""
+
+
+class _Listed(Proposer):
+    """Proposes what an iterator yields, whatever becomes of it.
+
+    Args:
+        use_depth: whether the best option of a table is that with the least milliseconds of its
+            slowest shard, not of all shards together.
+    """
+
+    def __init__(self, use_depth: bool = True) -> None:
+        self._use_depth = use_depth
+        self._left: Iterator[list[ShardingOption]] = iter(())
+        self._current: list[ShardingOption] | None = None
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Takes the options to propose from.
+
+        Args:
+            search_space: all options of all tables, estimated.
+            enumerator: not needed.
+        """
+        self._left = self._proposals(search_space)
+        self._current = next(self._left, None)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Returns a proposal, or None when there are no more; the same until :meth:`feedback`."""
+        return self._current
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Goes on to the next proposal.
+
+        Args:
+            partitionable: not needed.
+            plan: not needed.
+            perf_rating: not needed.
+            storage_constraint: not needed.
+        """
+        self._current = next(self._left, None)
+
+    def _groups(self, search_space: list[ShardingOption]) -> list[list[ShardingOption]]:
+        """Returns the options of each table, the best first."""
+        return [sorted(group, key=self._key) for group in groups_of(search_space).values()]
+
+    def _key(self, option: ShardingOption) -> float:
+        if not self._use_depth:
+            return option.total_perf
+        return max(shard.perf.total for shard in option.shards if shard.perf is not None)
+
+    def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        """Yields what to propose."""
+        raise NotImplementedError
+
+
+class GridSearchProposer(_Listed):
+    """Proposes all combinations of the tables' options; nothing if they are too many.
+
+    Args:
+        max_proposals: the most combinations.
+    """
+
+    def __init__(self, max_proposals: int = MAX_PROPOSALS) -> None:
+        super().__init__()
+        self._max_proposals = max_proposals
+
+    def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        groups = self._groups(search_space)
+        if groups and math.prod(map(len, groups)) <= self._max_proposals:
+            yield from map(list, itertools.product(*groups))
+
+
+class UniformProposer(_Listed):
+    """Proposes one sharding type for all tables, each type that all have, with its best options.
+
+    Args:
+        use_depth: whether the best option of a table is that with the least milliseconds of its
+            slowest shard, not of all shards together.
+    """
+
+    def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        groups = self._groups(search_space)
+        for name in dict.fromkeys(option.sharding_type for option in search_space):
+            of_type = [[o for o in group if o.sharding_type == name] for group in groups]
+            if all(of_type):
+                yield [options[0] for options in of_type]
+
+
+class GreedyProposer(_Listed):
+    """Starts with the best option of each table, and trades memory for time.
+
+    After each proposal the table with the largest shard goes on to its next best option, until
+    none has another.
+
+    Args:
+        use_depth: whether the best option of a table is that with the least milliseconds of its
+            slowest shard, not of all shards together.
+        threshold: stops after more than so many ratings in a row that were no better; never if
+            None.
+    """
+
+    def __init__(self, use_depth: bool = True, threshold: int | None = None) -> None:
+        super().__init__(use_depth)
+        self._threshold = threshold
+        self._best_rating = math.inf
+        self._num_worse = 0
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Takes the options to propose from.
+
+        Args:
+            search_space: all options of all tables, estimated.
+            enumerator: not needed.
+        """
+        self._best_rating, self._num_worse = math.inf, 0
+        super().load(search_space, enumerator)
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Goes on to the next proposal, unless the ratings do not become better.
+
+        Args:
+            partitionable: not needed.
+            plan: not needed.
+            perf_rating: of the proposal, if it could be placed.
+            storage_constraint: not needed.
+        """
+        if perf_rating is not None and self._threshold is not None:
+            is_better = perf_rating < self._best_rating
+            self._best_rating = min(self._best_rating, perf_rating)
+            self._num_worse = 0 if is_better else self._num_worse + 1
+            if self._num_worse > self._threshold:
+                self._left = iter(())
+        super().feedback(partitionable, plan, perf_rating, storage_constraint)
+
+    def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        groups = self._groups(search_space)
+        chosen = [0] * len(groups)
+        while groups:
+            proposal = [group[place] for group, place in zip(groups, chosen, strict=True)]
+            yield proposal
+            movable = [i for i, group in enumerate(groups) if chosen[i] + 1 < len(group)]
+            if not movable:
+                return
+            chosen[max(movable, key=lambda i: _memory(proposal[i]))] += 1
+
+
+def _memory(option: ShardingOption) -> tuple[int, int, int, int]:
+    """The largest shard, and all of them: of the device, then of the host."""
+    sizes = [shard.storage for shard in option.shards if shard.storage is not None]
+    hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
+    return max(hbm), sum(hbm), max(ddr), sum(ddr)

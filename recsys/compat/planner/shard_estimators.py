@@ -1,0 +1,347 @@
+"""The planner's costs and memory, said of the shards of options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from recsys.compat.planner.topology import Perf, Storage, Topology
+from recsys.compat.planner.types import SharderData, SharderDataMap, ShardEstimator, ShardingOption
+from recsys.distributed.default_sharders import sharder_of
+from recsys.distributed.fused_optimizer import optimizer_of_table
+from recsys.distributed.planner import tables
+from recsys.distributed.planner.constants import NUM_POOLINGS, UVM_CACHING_RATIO
+from recsys.distributed.planner.costs import Cost, CostModel
+from recsys.distributed.planner.model_tables import tables_of
+from recsys.distributed.planner.storage import StorageModel
+from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.types import (
+    CacheParams,
+    EmbeddingComputeKernel,
+    ModuleSharder,
+    ShardingType,
+)
+
+KV_CACHING_RATIO = UVM_CACHING_RATIO
+"""Share of a table's rows that a cache holds: no table lies in a key-value store here."""
+_BATCHES_IN_FLIGHT = {"TRAIN_SPARSE_DIST": 2, "TRAIN_PREFETCH_SPARSE_DIST": 3}
+_T = TypeVar("_T")
+
+
+class EmbeddingPerfEstimator(ShardEstimator):
+    """Sets the milliseconds of shards by :class:`~recsys.distributed.planner.costs.CostModel`.
+
+    Where ranks differ, they are those of a rank as slow as the slowest.
+
+    Args:
+        topology: the machine.
+        constraints: demands by table name, for what options do not say of the traffic.
+        is_inference: whether to count forward only.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        is_inference: bool = False,
+    ) -> None:
+        super().__init__(topology, constraints)
+        self._is_inference = is_inference
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
+        """Sets ``perf`` of every shard, in place; an empty shard has none to do.
+
+        Args:
+            sharding_options: whose shards.
+            sharder_data_map: of their modules' sharders.
+
+        Raises:
+            ValueError: if there is neither data nor a default sharder for a module.
+        """
+        models: dict[int, CostModel] = {}
+        for option, table in _tables_of(
+            sharding_options, sharder_data_map, self._constraints, self._topology
+        ):
+            if option.batch_size not in models:
+                models[option.batch_size] = CostModel(self._topology, option.batch_size)
+            model = models[option.batch_size]
+            table = _frozen(table) if self._is_inference else table
+            sizes = [shard.size for shard in option.shards]
+            kind, kernel = _kind_of(option)
+            costs = _each(table, kind, kernel, sizes, model.of_part, model.of_replica, Cost())
+            for shard, cost in zip(option.shards, costs, strict=True):
+                shard.perf = self._perf(table, cost)
+
+    def _perf(self, table: PlannedTable, cost: Cost) -> Perf:
+        there, back = table.wire_bytes
+        sent = cost.output * there / (there + back)
+        return Perf(
+            fwd_compute=cost.forward,
+            fwd_comms=sent,
+            bwd_compute=cost.backward,
+            bwd_comms=0.0 if self._is_inference else cost.output - sent + cost.update,
+            input_dist_comms=cost.input,
+            prefetch_compute=cost.prefetch,
+        )
+
+
+class EmbeddingStorageEstimator(ShardEstimator):
+    """Sets the bytes of shards by :class:`~recsys.distributed.planner.storage.StorageModel`.
+
+    Args:
+        topology: the machine.
+        constraints: demands by table name, for what options do not say of the traffic.
+        pipeline_type: of TorchRec's; says how many batches are under way: 1 if None.
+        is_inference: whether to leave out optimizer states and gradients.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        pipeline_type: object | None = None,
+        *,
+        is_inference: bool = False,
+    ) -> None:
+        super().__init__(topology, constraints)
+        self._batches_in_flight = _BATCHES_IN_FLIGHT.get(getattr(pipeline_type, "name", ""), 1)
+        self._is_inference = is_inference
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
+        """Sets ``storage`` of every shard, in place; an empty shard takes nothing.
+
+        Args:
+            sharding_options: whose shards.
+            sharder_data_map: of their modules' sharders.
+
+        Raises:
+            ValueError: if there is neither data nor a default sharder for a module.
+        """
+        models: dict[int, StorageModel] = {}
+        device = self._topology.compute_device
+        for option, table in _tables_of(
+            sharding_options, sharder_data_map, self._constraints, self._topology
+        ):
+            if option.batch_size not in models:
+                models[option.batch_size] = StorageModel(
+                    self._topology, option.batch_size, self._batches_in_flight
+                )
+            table = _frozen(table) if self._is_inference else table
+            sizes = [shard.size for shard in option.shards]
+            found = _storages(table, *_kind_of(option), sizes, models[option.batch_size], device)
+            for shard, storage in zip(option.shards, found, strict=True):
+                shard.storage = storage
+
+
+def calculate_shard_storages(
+    sharder_data: SharderData,
+    sharding_type: str,
+    tensor: torch.Tensor,
+    compute_device: str,
+    compute_kernel: str,
+    shard_sizes: list[list[int]],
+    batch_sizes: list[int],
+    world_size: int,
+    local_world_size: int,
+    input_lengths: list[float],
+    num_poolings: list[float],
+    caching_ratio: float,
+    is_pooled: bool,
+) -> list[Storage]:
+    """Returns the bytes of shards, weights, optimizer states and buffers of a batch included.
+
+    Args:
+        sharder_data: of the sharder of the table's module.
+        sharding_type: a :class:`~recsys.distributed.types.ShardingType` value.
+        tensor: the weight, ``[rows, columns]``.
+        compute_device: "cpu" or "cuda".
+        compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value.
+        shard_sizes: rows and columns of each shard.
+        batch_sizes: samples per rank, for each feature.
+        world_size: ranks there are.
+        local_world_size: ranks of a node.
+        input_lengths: mean ids per bag, for each feature.
+        num_poolings: mean bags per sample, for each feature.
+        caching_ratio: share of the rows that a cache holds.
+        is_pooled: whether bags are pooled.
+
+    Example:
+        >>> weight = nn.Parameter(torch.empty(1000, 8, device="meta"))
+        >>> calculate_shard_storages(
+        ...     SharderData(fused_params={"optimizer": "ADAM"}), "row_wise", weight, "cuda",
+        ...     "fused", [[500, 8]] * 2, [16], 2, 2, [1.0], [1.0], 0.2, True,
+        ... )[0]
+        Storage(hbm=49860, ddr=0, ssd=0)
+    """
+    batch_size = max(batch_sizes)
+    bags = [n * size / batch_size for n, size in zip(num_poolings, batch_sizes, strict=True)]
+    weight = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+    table = PlannedTable(
+        path="",
+        name="",
+        rows=tensor.shape[0],
+        dim=tensor.shape[1],
+        element_bytes=tensor.element_size(),
+        optimizer=optimizer_of_table(weight, sharder_data.fused_params),
+        trains=weight.requires_grad,
+        ids_per_sample=sum(length * n for length, n in zip(input_lengths, bags, strict=True)),
+        bags_per_sample=max(bags) * len(bags),
+        num_features=len(bags),
+        is_pooled=is_pooled,
+        constraints=_demands(cache_params=CacheParams(load_factor=caching_ratio)),
+        kernels={},
+    )
+    topology = Topology(
+        world_size, compute_device, hbm_cap=0, ddr_cap=0, local_world_size=local_world_size
+    )
+    model = StorageModel(topology, batch_size)
+    kind, kernel = ShardingType(sharding_type), EmbeddingComputeKernel(compute_kernel)
+    return _storages(table, kind, kernel, shard_sizes, model, compute_device)
+
+
+def get_num_poolings(
+    constraints: dict[str, ParameterConstraints] | None, so: ShardingOption
+) -> list[float]:
+    """Returns the mean bags per sample of each feature of an option's table.
+
+    They are what the option says, else what the constraints say, else 1.
+
+    Args:
+        constraints: demands by table name.
+        so: the option.
+    """
+    demands = constraints.get(so.name) if constraints else None
+    asked = None if demands is None else demands.num_poolings
+    return list(so.num_poolings or asked or [NUM_POOLINGS] * so.num_inputs)
+
+
+def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:
+    """Returns what estimators must know of sharders.
+
+    Args:
+        sharder_map: sharders by where the type of module that each shards lives.
+    """
+    return {
+        key: SharderData(
+            fused_params=dict(sharder.fused_params),
+            qcomm_dtype_sizes={
+                name: (codecs.forward.bytes_per_value, codecs.backward.bytes_per_value)
+                for name, codecs in (getattr(sharder, "qcomm_codecs_registry", None) or {}).items()
+            },
+            sharder=sharder,
+        )
+        for key, sharder in sharder_map.items()
+    }
+
+
+def _kind_of(option: ShardingOption) -> tuple[ShardingType, EmbeddingComputeKernel]:
+    return ShardingType(option.sharding_type), EmbeddingComputeKernel(option.compute_kernel)
+
+
+def _tables_of(
+    options: Sequence[ShardingOption],
+    sharder_data_map: SharderDataMap,
+    constraints: Mapping[str, ParameterConstraints] | None,
+    topology: Topology,
+) -> Iterator[tuple[ShardingOption, PlannedTable]]:
+    """Yields options with their tables, under the traffic that each option says.
+
+    A module is read once, or as often as an option of one of its tables says something else.
+    """
+    said: dict[tuple[str, int], list[ParameterConstraints]] = {}
+    readings: dict[tuple[str, int, int], dict[str, ParameterConstraints]] = {}
+    places = []
+    for option in options:
+        demands = _demands_of(option, (constraints or {}).get(option.name))
+        known = said.setdefault((option.fqn, option.batch_size), [])
+        if demands not in known:
+            known.append(demands)
+        place = (option.path, option.batch_size, known.index(demands))
+        readings.setdefault(place, {})[option.name] = demands
+        places.append(place)
+    read: dict[tuple[str, int, int], dict[str, PlannedTable]] = {}
+    for option, place in zip(options, places, strict=True):
+        if place not in read:
+            module = option.module[1]
+            data = sharder_data_map.get(option.module_type_key)
+            sharder = (data and data.sharder) or sharder_of(module)
+            found = tables_of(
+                module,
+                [sharder],
+                readings[place],
+                topology.compute_device,
+                batch_size=option.batch_size,
+            )
+            read[place] = {table.name: table for table in found}
+        yield option, read[place][option.name]
+
+
+def _demands_of(
+    option: ShardingOption, demands: ParameterConstraints | None
+) -> ParameterConstraints:
+    """Returns what an option says of its table's traffic, and for the rest the constraints."""
+    return _demands(
+        cache_params=option.cache_params,
+        pooling_factors=list(option.input_lengths),
+        num_poolings=get_num_poolings(demands and {option.name: demands}, option),
+        batch_sizes=demands and demands.batch_sizes,
+        feature_names=demands and demands.feature_names,
+        is_weighted=option.is_weighted or (demands is not None and demands.is_weighted),
+    )
+
+
+def _demands(*, cache_params: CacheParams | None, **others: Any) -> ParameterConstraints:
+    kernels = None if cache_params is None else [EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
+    return ParameterConstraints(compute_kernels=kernels, cache_params=cache_params, **others)
+
+
+def _frozen(table: PlannedTable) -> PlannedTable:
+    return replace(table, optimizer=None, trains=False)
+
+
+def _storages(
+    table: PlannedTable,
+    kind: ShardingType,
+    kernel: EmbeddingComputeKernel,
+    sizes: Sequence[Sequence[int]],
+    model: StorageModel,
+    device: str,
+) -> list[Storage]:
+    found = _each(table, kind, kernel, sizes, model.of_part, model.of_replica, tables.Storage())
+    return [
+        Storage(hbm=size.device, ddr=size.host)
+        if device == "cuda"
+        else Storage(hbm=0, ddr=size.device + size.host)
+        for size in (of_shard.total for of_shard in found)
+    ]
+
+
+def _each(
+    table: PlannedTable,
+    kind: ShardingType,
+    kernel: EmbeddingComputeKernel,
+    sizes: Sequence[Sequence[int]],
+    of_part: Callable[..., _T],
+    of_replica: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
+    nothing: _T,
+) -> list[_T]:
+    """Returns what each shard of these rows and columns costs."""
+    if kind is ShardingType.DATA_PARALLEL:
+        return [of_replica(table, kernel)] * len(sizes)
+    in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+    known = {
+        (rows, cols): of_part(table, rows, cols, kernel, in_node=in_node)
+        if rows and cols
+        else nothing
+        for rows, cols in {tuple(size) for size in sizes}
+    }
+    return [known[rows, cols] for rows, cols in sizes]

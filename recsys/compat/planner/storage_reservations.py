@@ -1,0 +1,166 @@
+"""How much memory is kept free of tables."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import nn
+
+from recsys.compat.planner.topology import Topology
+from recsys.compat.planner.types import StorageReservation
+from recsys.distributed.planner import types as ours
+from recsys.distributed.planner.constants import gb_to_bytes
+from recsys.distributed.planner.model_tables import tables_of
+from recsys.distributed.planner.storage import StorageModel
+from recsys.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+)
+from recsys.distributed.types import ModuleSharder
+
+
+class _Reserving(StorageReservation):
+    """Takes what the planner's rule says, ``usable``, from every rank."""
+
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
+        """Returns the bytes of ``memory_cap`` that are left for tables."""
+        raise NotImplementedError
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        constraints: dict[str, ParameterConstraints] | None = None,
+    ) -> Topology:
+        """Returns a copy of the machine with the memory that is left, also for a rank's batch.
+
+        Args:
+            topology: the machine; not changed.
+            batch_size: samples per rank and step.
+            module: the model.
+            sharders: one per module type to shard.
+            constraints: demands by table name.
+
+        Raises:
+            PlannerError: if nothing is left on a rank.
+        """
+        device = topology.compute_device
+        tables = tables_of(module, sharders, constraints or {}, device, batch_size=batch_size)
+        batch = StorageModel(topology, batch_size).of_batch(tables).total.device
+        own = sum(p.numel() * p.element_size() for p in module.parameters())
+        dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
+        reserved = copy.deepcopy(Topology.of(topology))
+        for rank in reserved.devices:
+            free = rank.storage
+            if device == "cuda":
+                free.hbm = left = self.usable(free.hbm, dense_bytes) - batch
+                free.ddr = self.usable(free.ddr, None)
+            else:
+                free.ddr = left = self.usable(free.ddr, dense_bytes) - batch
+            if min(left, free.ddr) < 0:
+                raise PlannerError(
+                    f"{self} must leave memory for tables; received rank {rank.rank} of "
+                    f"{topology.hardware[rank.rank].memory_cap} bytes, with {dense_bytes} bytes of "
+                    f"dense parameters and {batch} of a batch. Reserve less, or make the batch "
+                    "smaller.",
+                    PlannerErrorType.INSUFFICIENT_STORAGE,
+                )
+        object.__setattr__(self, "_last_reserved_topology", copy.deepcopy(reserved))  # frozen
+        return reserved
+
+    @property
+    def last_reserved_topology(self) -> Topology | None:
+        """A copy of what :meth:`reserve` returned last, None before."""
+        return getattr(self, "_last_reserved_topology", None)
+
+
+@dataclass(frozen=True)
+class PlannersReservation(_Reserving):
+    """Reserves by a rule of :mod:`recsys.distributed.planner`.
+
+    Args:
+        rule: that says what is usable.
+    """
+
+    rule: ours.StorageReservation
+
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
+        """Returns the bytes left for tables."""
+        return self.rule.usable(memory_cap, dense_bytes)
+
+
+@dataclass(frozen=True)
+class HeuristicalStorageReservation(ours.HeuristicalStorageReservation, _Reserving):
+    """The planner's rule of this name, see there; it can be asked to :meth:`reserve`, too.
+
+    Example:
+        >>> HeuristicalStorageReservation(percentage=0.5).usable(1000, 10)
+        440
+    """
+
+
+@dataclass(frozen=True)
+class FixedPercentageStorageReservation(ours.FixedPercentageStorageReservation, _Reserving):
+    """The planner's rule of this name, see there; it can be asked to :meth:`reserve`, too.
+
+    Example:
+        >>> FixedPercentageStorageReservation(percentage=0.5).usable(1000, 10)
+        500
+    """
+
+
+@dataclass(frozen=True)
+class FixedAbsoluteStorageReservation(_Reserving):
+    """Keeps so many bytes free where tables are computed: of the device, on a CPU of the host.
+
+    Args:
+        hbm_reserved_bytes: of each rank.
+
+    Raises:
+        ValueError: if they are negative.
+
+    Example:
+        >>> FixedAbsoluteStorageReservation.from_gb(0.5)
+        FixedAbsoluteStorageReservation(hbm_reserved_bytes=536870912)
+    """
+
+    hbm_reserved_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.hbm_reserved_bytes < 0:
+            raise ValueError(
+                "FixedAbsoluteStorageReservation.hbm_reserved_bytes must be at least 0; received "
+                f"{self.hbm_reserved_bytes}."
+            )
+
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
+        """Returns the bytes left for tables."""
+        return memory_cap if dense_bytes is None else memory_cap - self.hbm_reserved_bytes
+
+    @classmethod
+    def from_gb(cls, hbm_reserved_gb: float) -> Self:
+        """Returns a reservation of so many GiB."""
+        return cls(gb_to_bytes(hbm_reserved_gb))
+
+
+@dataclass(frozen=True)
+class InferenceStorageReservation(_Reserving):
+    """Keeps a share of the memory free, and the dense parameters once.
+
+    Args:
+        percentage: share of the memory to keep free, 0 to 1.
+        dense_tensor_estimate: bytes of all dense tensors, instead of the parameters'.
+    """
+
+    percentage: float
+    dense_tensor_estimate: int | None = None
+
+    def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
+        """Returns the bytes left for tables."""
+        rule = ours.HeuristicalStorageReservation(self.percentage, 1.0, self.dense_tensor_estimate)
+        return rule.usable(memory_cap, dense_bytes)
