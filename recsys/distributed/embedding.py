@@ -119,6 +119,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
             rows, order = values.wait(), self._output_dist.slot_order
             if route.inverse is not None:
                 rows, order = self._output_dist.repeat(rows, route, route.inverse), None
+            if rows.dtype is not self._output_dtype:
+                rows = rows.to(self._output_dtype)
             features = ids.receipt.features
             slots, strides = route.slot_keys, features.stride_per_key()
             lengths = features.lengths().split_with_sizes(strides)
@@ -148,8 +150,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 read; features may have different numbers of samples.
 
         Returns:
-            Pending, by feature ("feature@table" if several tables read it): values fp32
-            ``[ids of the feature, D]``, the feature's lengths, and its ids as weights if asked for.
+            Pending, by feature ("feature@table" if several tables read it): values
+            ``[ids of the feature, D]`` of the plan's ``output_dtype``, fp32 if it names none, the
+            feature's lengths, and its ids as weights if asked for.
 
         Raises:
             IndexError: on every rank, if an id on any rank lies outside its table.

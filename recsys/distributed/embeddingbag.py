@@ -90,6 +90,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             pooled_BD = values.wait()
             if features.variable_stride_per_key():
                 pooled_BD = expand_bags(pooled_BD, self._bag_dims, self._bag_features, features)
+            if pooled_BD.dtype is not self._output_dtype:
+                pooled_BD = pooled_BD.to(self._output_dtype)
             return KeyedTensor.from_parts(self._names, self._dims, pooled_BD)
 
         return EmbeddingBagCollectionAwaitable(finish)
@@ -103,7 +105,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
         Returns:
             A pending :class:`~recsys.sparse.KeyedTensor` ``[B, sum of dims]`` in the unsharded
-            order.
+            order, of the plan's ``output_dtype``, fp32 if it names none.
 
         Raises:
             IndexError: on every rank, if an id on any rank lies outside its table.

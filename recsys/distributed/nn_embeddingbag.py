@@ -104,7 +104,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             per_sample_weights: one for each id, in the shape of ``input``; None: all 1.
 
         Returns:
-            A pending ``[B, embedding_dim]``, in the dtype of the weight.
+            A pending ``[B, embedding_dim]``, in the dtype of the weight, or the plan's
+            ``output_dtype`` if it names one.
 
         Raises:
             IndexError: on every rank, if an id on any rank lies outside the table.
@@ -118,7 +119,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         except Exception as error:  # the input stage raises it on every rank
             features = error
         pooled = super().forward(features)
-        return LazyAwaitable(lambda: pooled.wait().values().to(self._table.dtype))
+        dtype = self._plan[_TABLE].output_dtype or self._table.dtype
+        return LazyAwaitable(lambda: pooled.wait().values().to(dtype))
 
     def _features_of(
         self, input: Tensor, offsets: Tensor | None, weights: Tensor | None

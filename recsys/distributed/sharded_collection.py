@@ -106,6 +106,7 @@ class ShardedCollection(ShardedModule):
             self._env = env
             self._device = canonical_device(device or default_device(env))
             self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
+            self._output_dtype = _output_dtype(plan)
             self._adopt(module)
             self._build(
                 [
@@ -131,6 +132,7 @@ class ShardedCollection(ShardedModule):
                     f"{self._layout.world_size} ranks in nodes of {self._layout.node_size}",
                     f"device {self._device.type}",
                     f"ids out of range {self._bounds_check_mode.name}",
+                    f"output {self._output_dtype}",
                     f"on the wire {stable(self._qcomm_codecs_registry)}",
                     stable(switches),
                 )
@@ -220,11 +222,6 @@ class ShardedCollection(ShardedModule):
             raise ValueError(
                 f"Table {name!r} has compute_kernel 'quant', which is for inference; shard a "
                 "quantized model by recsys.inference.shard_quant_model."
-            )
-        if sharding.output_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"Table {name!r} has output_dtype {sharding.output_dtype}; sharded embeddings "
-                "are float32. Leave it None and convert the output."
             )
         splits_columns = len({rect.col_start for rect in rects}) > 1
         owned = option.optimizer
@@ -344,6 +341,7 @@ class ShardedCollection(ShardedModule):
         other._qcomm_codecs_registry = self._qcomm_codecs_registry
         other._env = self._env
         other._bounds_check_mode = self._bounds_check_mode
+        other._output_dtype = self._output_dtype
         other._device = canonical_device(device)
         other._adopt(self)
         other._build(self._options)
@@ -397,6 +395,18 @@ def _bounds_check_mode(
             f"{sorted(asked)}."
         )
     return BoundsCheckMode[asked.pop()] if asked else default
+
+
+def _output_dtype(plan: EmbeddingModuleShardingPlan) -> torch.dtype:
+    """Returns the dtype of what the tables of a plan give, float32 if it asks for none."""
+    asked = {sharding.output_dtype or torch.float32 for sharding in plan.values()}
+    served = (torch.float32, torch.float16, torch.bfloat16)
+    if len(asked) > 1 or not asked <= {*served}:
+        raise ValueError(
+            f"The tables of one collection must share one output_dtype of {[*served]}; the plan "
+            f"asks for {sorted(map(str, asked))}."
+        )
+    return asked.pop() if asked else torch.float32
 
 
 def canonical_device(device: torch.device | str) -> torch.device:

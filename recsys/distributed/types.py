@@ -268,8 +268,10 @@ class ParameterSharding:
             in :class:`~recsys.kernels.types.OptimizerSpec`; None: as the optimizer says. For other
             tables it means nothing.
         bounds_check_mode: what to do with an id outside the table.
-        output_dtype: dtype of the looked-up embeddings; None or float32, also as a
-            :class:`~recsys.modules.embedding_configs.DataType`.
+        output_dtype: dtype of the looked-up embeddings, one for all tables of a module: float32
+            (None), float16 or bfloat16, also as a
+            :class:`~recsys.modules.embedding_configs.DataType`. Sums are made in float32 and
+            converted at the end; what travels is chosen by ``qcomm_codecs_registry``.
         key_value_params: means nothing: no table lies in a key-value store.
 
     True or a value for what means nothing warns, once per process.
@@ -287,7 +289,7 @@ class ParameterSharding:
     enforce_hbm: bool | None = None
     stochastic_rounding: bool | None = None
     bounds_check_mode: BoundsCheckMode | None = None
-    output_dtype: torch.dtype | DataType | None = None
+    output_dtype: torch.dtype | None = None
     key_value_params: object | None = None
 
     def __post_init__(self) -> None:
@@ -297,8 +299,9 @@ class ParameterSharding:
         self.sharding_type, self.compute_kernel = kind.value, kernel.value
         if self.ranks is not None:
             self.ranks = whole_list(f"{where}.ranks", self.ranks)
-        if isinstance(self.output_dtype, DataType):
-            self.output_dtype = data_type_to_dtype(self.output_dtype)
+        given: object = self.output_dtype
+        if isinstance(given, DataType):
+            self.output_dtype = data_type_to_dtype(given)
         if self.enforce_hbm:
             warn_once(f"{where}.enforce_hbm", True, "States lie where the compute kernel says.")
         if self.key_value_params is not None:

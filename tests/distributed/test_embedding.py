@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -193,3 +195,46 @@ def test_distinct_ids_beside_large_ids_that_nobody_reads(ranks: RankPool) -> Non
     for pairs in ranks(2, _beside_large_ids_that_nobody_reads):
         for found, right in pairs:
             torch.testing.assert_close(found, right)
+
+
+def _of_output(dtype: torch.dtype, kind: ShardingType) -> tuple[list[torch.Tensor], torch.Tensor]:
+    env = ShardingEnv.default()
+    plan = EmbeddingModuleShardingPlan(
+        a=parameter_sharding(kind, 20, 12, [0, 1]), b=parameter_sharding(kind, 30, 12, [1, 0])
+    )
+    for entry in plan.values():
+        entry.output_dtype = dtype
+    sharded = EmbeddingCollectionSharder().shard(_unsharded(), plan, env, CPU)
+    sharded = copy.deepcopy(sharded)  # a copy gives the same
+    found = [jagged.values() for jagged in sharded(_batch(env.rank)).wait().values()]
+    assert {values.dtype for values in found} == {dtype}
+    torch.cat(found).sum().backward()
+    return [values.detach().float() for values in found], whole_state(sharded)[
+        "embeddings.a.weight"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL])
+def test_the_plan_chooses_the_dtype_of_the_output(
+    ranks: RankPool, dtype: torch.dtype, kind: ShardingType
+) -> None:
+    """Rounded once, at the end; a sum's gradient is 1 in every dtype, so the weights are equal."""
+    exact = ranks(2, _of_output, torch.float32, kind)
+    rounded = ranks(2, _of_output, dtype, kind)
+    for (values, weight), (expected, trained) in zip(rounded, exact, strict=True):
+        for one, other in zip(values, expected, strict=True):
+            assert torch.equal(one, other.to(dtype).float())
+        assert torch.equal(weight, trained)
+
+
+def test_tables_of_a_collection_share_the_dtype_of_their_output() -> None:
+    plan = EmbeddingModuleShardingPlan(
+        {name: parameter_sharding(ShardingType.TABLE_WISE, 9, 12, [0]) for name in "ab"}
+    )
+    plan["a"].output_dtype = torch.float16
+    with pytest.raises(ValueError, match=r"share one output_dtype .*\['torch\.float16', 'torch\."):
+        EmbeddingCollectionSharder().shard(_unsharded(), plan, ShardingEnv.from_local(), CPU)
+    plan["a"].output_dtype = plan["b"].output_dtype = torch.int8
+    with pytest.raises(ValueError, match=r"asks for \['torch\.int8'\]"):
+        EmbeddingCollectionSharder().shard(_unsharded(), plan, ShardingEnv.from_local(), CPU)

@@ -110,8 +110,9 @@ def test_a_sharder_honours_settings_of_tables_beside_the_optimizers() -> None:
     assert lenient.fused_optimizer.param_groups[0]["lr"] == 0.5
     # without an optimizer the table stays a plain parameter
     assert sharded({"output_dtype": DataType.FP32}).fused_optimizer.params == {}
-    with pytest.raises(ValueError, match=r"output_dtype torch\.float16"):
-        sharded({**optimizer, "output_dtype": torch.float16})
+    half = sharded({**optimizer, "output_dtype": DataType.FP16})
+    good = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.tensor([1]))
+    assert half(good).wait().values().dtype is torch.float16
 
 
 def updated(module: Any) -> torch.Tensor:

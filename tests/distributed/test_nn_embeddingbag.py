@@ -274,3 +274,16 @@ def test_bags_that_cannot_be_sharded(settings: dict[str, Any], text: str) -> Non
 def test_without_the_sharder_bags_are_dense() -> None:
     dense = DistributedModelParallel(nn.Sequential(nn.EmbeddingBag(ROWS, DIM)), device=CPU)
     assert type(dense.module[0]) is nn.EmbeddingBag
+
+
+def test_the_plan_chooses_the_dtype_of_the_output() -> None:
+    bag = nn.EmbeddingBag(8, 4, mode="sum")
+    ids = torch.tensor([[1, 2], [3, 3]])
+    place = parameter_sharding(ShardingType.TABLE_WISE, 8, 4, [0])
+    for dtype, expected in ((None, torch.float32), (torch.float16, torch.float16)):
+        place.output_dtype = dtype
+        plan = EmbeddingModuleShardingPlan(weight=place)
+        sharded = EmbeddingBagSharder().shard(bag, plan, ShardingEnv.from_local())
+        found = sharded(ids).wait()
+        assert found.dtype is expected
+        torch.testing.assert_close(found, bag(ids).to(expected))
