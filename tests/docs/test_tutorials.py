@@ -28,6 +28,7 @@ PAGES = [
     ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",
     ROOT / "docs" / "quantization.md",
+    ROOT / "docs" / "several_machines.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
