@@ -347,8 +347,22 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.shard_estimators",
         "recsys.compat.planner.shard_estimators",
-        "EmbeddingPerfEstimator, EmbeddingStorageEstimator, calculate_shard_storages, "
+        "EmbeddingPerfEstimator, EmbeddingStorageEstimator, calculate_shard_storages",
+    ),
+    (
+        "torchrec.distributed.planner.shard_estimators",
+        "recsys.compat.planner.types",
         "get_num_poolings",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.estimator",
+        "recsys.compat.planner.shard_estimators",
+        "EmbeddingPerfEstimator",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.types",
+        "recsys.compat.planner.estimator_types",
+        "HardwarePerfConfig, ShardPerfContext",
     ),
     ("torchrec.distributed.planner.stats", "recsys.compat.planner.stats", "EmbeddingStats"),
     (
@@ -382,8 +396,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.utils",
         "recsys.compat.planner.shard_estimators",
-        "build_sharder_data_map, get_num_poolings",
+        "build_sharder_data_map",
     ),
+    ("torchrec.distributed.planner.utils", "recsys.compat.planner.types", "get_num_poolings"),
     # inference
     (
         "torchrec.inference.state_dict_transform",
@@ -611,7 +626,8 @@ INSTEAD: dict[str, str] = {
     "docs/engine.md.",
     "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.planner.estimator": "Pass estimator=, as docs/planner.md shows.",
+    "torchrec.distributed.planner.estimator.estimator.": "Subclass ShardEstimator, as "
+    "docs/planner.md shows.",
     "torchrec.distributed.types.KeyValueParams": "Tables lie in device or host memory: "
     "compute kernels fused, fused_uvm, fused_uvm_caching.",
 }

@@ -78,6 +78,13 @@ DIFFERENT = {
         "the memory model counts a training step at its peak"
     ),
     r"EmbeddingStorageEstimator\(pipeline_type\)": "None is a loop without a pipeline",
+    (
+        r"(HardwarePerfConfig|ShardPerfContext|EmbeddingPerfEstimator)[.(](\w*coefficients\w*|"
+        r"\w*compute_multiplier|\w*sharding_type\w*|use_\w+|intra_group_size|comms_bandwidths|"
+        r"hash_size_for_clamping|cache_stats_\w+|expected_miss_rate|device_bw|"
+        r"hbm_to_ddr_mem_bw)\)?"
+    ): "of TorchRec's formulas; speeds that are not set are the machine's",
+    r"ShardPerfContext\.build_shard_perf_contexts\(use_\w+\)": "of TorchRec's formulas",
     r"EnumerableShardingSpec\.(build_metadata|shard)": "of torch's ShardedTensor",
     r"ShardedTensor[.(]\w+(\(\w+)?\)?": "torch's class; ours is ShardedTable",
     r"shard_quant_model\(\w+\)": "tables lie whole on the devices of one process",

@@ -9,12 +9,19 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from recsys.compat.planner.estimator_types import HardwarePerfConfig
 from recsys.compat.planner.topology import Perf, Storage, Topology
-from recsys.compat.planner.types import SharderData, SharderDataMap, ShardEstimator, ShardingOption
+from recsys.compat.planner.types import (
+    SharderData,
+    SharderDataMap,
+    ShardEstimator,
+    ShardingOption,
+    get_num_poolings,
+)
 from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.planner import tables
-from recsys.distributed.planner.constants import NUM_POOLINGS, UVM_CACHING_RATIO
+from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
@@ -42,6 +49,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         topology: the machine.
         constraints: demands by table name, for what options do not say of the traffic.
         is_inference: whether to count forward only.
+        config: speeds that hold in place of the machine's.
     """
 
     def __init__(
@@ -49,9 +57,21 @@ class EmbeddingPerfEstimator(ShardEstimator):
         topology: Topology,
         constraints: dict[str, ParameterConstraints] | None = None,
         is_inference: bool = False,
+        config: HardwarePerfConfig | None = None,
     ) -> None:
-        super().__init__(topology, constraints)
+        self._config = config or HardwarePerfConfig()
+        super().__init__(self._config.applied_to(topology), constraints)
         self._is_inference = is_inference
+
+    @property
+    def config(self) -> HardwarePerfConfig:
+        """Speeds that hold in place of the machine's."""
+        return self._config
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether it counts forward only."""
+        return self._is_inference
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
@@ -76,8 +96,10 @@ class EmbeddingPerfEstimator(ShardEstimator):
             sizes = [shard.size for shard in option.shards]
             kind, kernel = _kind_of(option)
             costs = _each(table, kind, kernel, sizes, model.of_part, model.of_replica, Cost())
-            for shard, cost in zip(option.shards, costs, strict=True):
-                shard.perf = self._perf(table, cost)
+            perfs = [self._perf(table, cost) for cost in costs]
+            perfs = self._config.post_process_perfs(perfs, sizes, option.sharding_type)
+            for shard, perf in zip(option.shards, perfs, strict=True):
+                shard.perf = perf
 
     def _perf(self, table: PlannedTable, cost: Cost) -> Perf:
         there, back = table.wire_bytes
@@ -206,22 +228,6 @@ def calculate_shard_storages(
     model = StorageModel(topology, batch_size)
     kind, kernel = ShardingType(sharding_type), EmbeddingComputeKernel(compute_kernel)
     return _storages(table, kind, kernel, shard_sizes, model, compute_device)
-
-
-def get_num_poolings(
-    constraints: dict[str, ParameterConstraints] | None, so: ShardingOption
-) -> list[float]:
-    """Returns the mean bags per sample of each feature of an option's table.
-
-    They are what the option says, else what the constraints say, else 1.
-
-    Args:
-        constraints: demands by table name.
-        so: the option.
-    """
-    demands = constraints.get(so.name) if constraints else None
-    asked = None if demands is None else demands.num_poolings
-    return list(so.num_poolings or asked or [NUM_POOLINGS] * so.num_inputs)
 
 
 def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:

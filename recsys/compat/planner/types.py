@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from recsys.compat.planner.topology import Perf, Storage, Topology
-from recsys.distributed.planner.constants import BATCH_SIZE, sharder_name
+from recsys.distributed.planner.constants import BATCH_SIZE, NUM_POOLINGS, sharder_name
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from recsys.kernels.types import BoundsCheckMode
@@ -500,3 +500,19 @@ def groups_of(options: Sequence[ShardingOption]) -> dict[str, list[ShardingOptio
     for option in options:
         groups.setdefault(option.fqn, []).append(option)
     return groups
+
+
+def get_num_poolings(
+    constraints: dict[str, ParameterConstraints] | None, so: ShardingOption
+) -> list[float]:
+    """Returns the mean bags per sample of each feature of an option's table.
+
+    They are what the option says, else what the constraints say, else 1.
+
+    Args:
+        constraints: demands by table name.
+        so: the option.
+    """
+    demands = constraints.get(so.name) if constraints else None
+    asked = None if demands is None else demands.num_poolings
+    return list(so.num_poolings or asked or [NUM_POOLINGS] * so.num_inputs)

@@ -12,10 +12,9 @@ from recsys.compat.planner.shard_estimators import (
     EmbeddingStorageEstimator,
     build_sharder_data_map,
     calculate_shard_storages,
-    get_num_poolings,
 )
 from recsys.compat.planner.topology import Storage, Topology
-from recsys.compat.planner.types import Shard, SharderData, ShardingOption
+from recsys.compat.planner.types import Shard, SharderData, ShardingOption, get_num_poolings
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.model_tables import tables_of

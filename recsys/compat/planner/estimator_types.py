@@ -1,0 +1,285 @@
+"""What estimators of a user's own are told: speeds of a machine, and the traffic of a shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from recsys.compat.planner.topology import Perf, Topology
+from recsys.compat.planner.types import SharderData, ShardingOption, get_num_poolings
+from recsys.distributed.planner.constants import BIGINT_DTYPE, UVM_CACHING_RATIO
+from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.types import EmbeddingComputeKernel
+
+_BANDWIDTHS = (
+    "hbm_mem_bw",
+    "ddr_mem_bw",
+    "ssd_mem_bw",
+    "hbm_to_ddr_mem_bw",
+    "intra_host_bw",
+    "inter_host_bw",
+)
+
+
+class HardwarePerfConfig:
+    """Speeds that hold in place of the machine's. A class made from this one sets those it knows.
+
+    All are in bytes per millisecond; the machine's are taken where they are None.
+
+    Attributes:
+        name: a label for people.
+        hbm_mem_bw: of device memory.
+        ddr_mem_bw: of host memory.
+        ssd_mem_bw: of disks.
+        hbm_to_ddr_mem_bw: between device and host.
+        intra_host_bw: between ranks of a node.
+        inter_host_bw: between nodes.
+        device_bw: at which tables are read, whatever their kernel.
+        kernel_device_bandwidths: the same by the kind of device and the compute kernel.
+
+    Example:
+        >>> class Slow(HardwarePerfConfig):
+        ...     name = "slow"
+        ...     ddr_mem_bw = 1e6
+        >>> Slow().applied_to(Topology(1, "cpu", ddr_cap=1 << 30)).ddr_mem_bw
+        1000000.0
+    """
+
+    name: str = "default"
+    hbm_mem_bw: float | None = None
+    ddr_mem_bw: float | None = None
+    ssd_mem_bw: float | None = None
+    hbm_to_ddr_mem_bw: float | None = None
+    intra_host_bw: float | None = None
+    inter_host_bw: float | None = None
+    device_bw: float | None = None
+    kernel_device_bandwidths: Mapping[tuple[str, str], float] = {}
+
+    def applied_to(self, topology: Topology) -> Topology:
+        """Returns a machine with these speeds."""
+        given = {name: getattr(self, name) for name in _BANDWIDTHS}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return topology
+        return Topology.from_hardware(
+            [replace(rank, **given) for rank in topology.hardware],
+            topology.local_world_size,
+            lookup=topology.lookup,
+            collectives=topology.collectives,
+        )
+
+    def get_device_bw(
+        self,
+        compute_device: str,
+        compute_kernel: str,
+        hbm_mem_bw: float,
+        ddr_mem_bw: float,
+        ssd_mem_bw: float,
+        hbm_to_ddr_mem_bw: float,
+        caching_ratio: float | None = None,
+        prefetch_pipeline: bool = False,
+    ) -> float:
+        """Returns the bytes per millisecond at which a kernel reads tables.
+
+        Args:
+            compute_device: "cpu" or "cuda".
+            compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value.
+            hbm_mem_bw: of device memory.
+            ddr_mem_bw: of host memory.
+            ssd_mem_bw: means nothing: no table lies on a disk.
+            hbm_to_ddr_mem_bw: between device and host.
+            caching_ratio: share of the rows that a cache holds; FBGEMM's default if None.
+            prefetch_pipeline: whether rows that a cache lacks are fetched beforehand.
+        """
+        known = self.kernel_device_bandwidths.get((compute_device, compute_kernel), self.device_bw)
+        if known is not None:
+            return known
+        if compute_device == "cpu":
+            return ddr_mem_bw
+        kernel = EmbeddingComputeKernel(compute_kernel)
+        host_bw = min(ddr_mem_bw, hbm_to_ddr_mem_bw)
+        if kernel is EmbeddingComputeKernel.FUSED_UVM:
+            return host_bw
+        if kernel is not EmbeddingComputeKernel.FUSED_UVM_CACHING or prefetch_pipeline:
+            return hbm_mem_bw
+        missed = 1 - (UVM_CACHING_RATIO if caching_ratio is None else caching_ratio)
+        return 1 / (1 / hbm_mem_bw + missed / host_bw)
+
+    def post_process_perfs(
+        self,
+        shard_perfs: list[Perf],
+        shard_sizes: list[list[int]],
+        sharding_type: str,
+        uneven_sharding_perf_multiplier: float = 1.0,
+    ) -> list[Perf]:
+        """Returns what an estimator shall say in place of what it found for an option's shards.
+
+        Args:
+            shard_perfs: milliseconds of each shard.
+            shard_sizes: rows and columns of each shard.
+            sharding_type: of the option.
+            uneven_sharding_perf_multiplier: always 1: each shard is counted as it is.
+        """
+        return shard_perfs
+
+
+@dataclass(kw_only=True)
+class ShardPerfContext:
+    """A shard, its traffic and the speeds of the machine, for formulas of a user's own.
+
+    Args:
+        sharding_type: of its option.
+        compute_kernel: of its option.
+        hash_size: rows of the shard.
+        emb_dim: columns of the shard.
+        batch_sizes: samples per rank, for each feature.
+        num_poolings: mean bags per sample, for each feature.
+        input_lengths: mean ids per bag, for each feature.
+        world_size: ranks there are.
+        local_world_size: ranks of a node.
+        input_data_type_size: bytes of an id.
+        table_data_type_size: bytes of a weight.
+        output_data_type_size: bytes of a value of an embedding.
+        fwd_a2a_comm_data_type_size: bytes of such a value on its way, where whole rows are sent.
+        bwd_a2a_comm_data_type_size: of its gradient.
+        fwd_sr_comm_data_type_size: bytes of such a value on its way, where sums are sent.
+        bwd_sr_comm_data_type_size: of its gradient.
+        device_bw: bytes per millisecond at which tables are read.
+        hbm_to_ddr_mem_bw: between device and host.
+        intra_host_bw: between ranks of a node.
+        inter_host_bw: between nodes.
+        is_inference: whether nothing is trained.
+        is_weighted: whether ids have weights.
+        is_pooled: whether bags are pooled.
+        has_feature_processor: whether features are processed before.
+        caching_ratio: share of the rows that a cache holds, if it is chosen.
+        table_name: of the table.
+    """
+
+    sharding_type: str = ""
+    compute_kernel: str = ""
+    hash_size: int = 0
+    emb_dim: int = 0
+    batch_sizes: list[int] = field(default_factory=list)
+    num_poolings: list[float] = field(default_factory=list)
+    input_lengths: list[float] = field(default_factory=list)
+    world_size: int = 1
+    local_world_size: int = 1
+    input_data_type_size: float = BIGINT_DTYPE
+    table_data_type_size: float = 4.0
+    output_data_type_size: float = 4.0
+    fwd_a2a_comm_data_type_size: float = 4.0
+    bwd_a2a_comm_data_type_size: float = 4.0
+    fwd_sr_comm_data_type_size: float = 4.0
+    bwd_sr_comm_data_type_size: float = 4.0
+    device_bw: float = 0.0
+    hbm_to_ddr_mem_bw: float = 0.0
+    intra_host_bw: float = 0.0
+    inter_host_bw: float = 0.0
+    is_inference: bool = False
+    is_weighted: bool = False
+    is_pooled: bool = True
+    has_feature_processor: bool = False
+    caching_ratio: float | None = None
+    table_name: str = ""
+
+    @classmethod
+    def build_shard_perf_contexts(
+        cls,
+        config: HardwarePerfConfig,
+        shard_sizes: list[list[int]],
+        sharding_option: ShardingOption,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None,
+        sharder_data: SharderData,
+        is_inference: bool = False,
+    ) -> list[Self]:
+        """Returns a context for each shard of an option.
+
+        Args:
+            config: speeds that hold in place of the machine's.
+            shard_sizes: rows and columns of each shard.
+            sharding_option: whose shards.
+            topology: the machine.
+            constraints: demands by table name.
+            sharder_data: of the sharder of the option's module.
+            is_inference: whether nothing is trained.
+        """
+        machine = config.applied_to(topology)
+        demands = (constraints or {}).get(sharding_option.name)
+        batch_sizes = None if demands is None else demands.batch_sizes
+        weight_bytes = float(sharding_option.tensor.element_size())
+        sent = sharder_data.qcomm_dtype_sizes
+        pooled = "POOLED_EMBEDDINGS" if sharding_option.is_pooled else "SEQUENCE_EMBEDDINGS"
+        there, back = sent.get(f"{pooled}_ALL_TO_ALL", (4.0, 4.0))
+        sums_there, sums_back = sent.get(f"{pooled}_REDUCE_SCATTER", (4.0, 4.0))
+        device_bw = config.get_device_bw(
+            machine.compute_device,
+            sharding_option.compute_kernel,
+            machine.hbm_mem_bw,
+            machine.ddr_mem_bw,
+            machine.ssd_mem_bw,
+            machine.hbm_to_ddr_mem_bw,
+            caching_ratio=sharding_option.cache_load_factor,
+        )
+        return [
+            cls(
+                sharding_type=sharding_option.sharding_type,
+                compute_kernel=sharding_option.compute_kernel,
+                hash_size=rows,
+                emb_dim=cols,
+                batch_sizes=batch_sizes
+                or [sharding_option.batch_size] * sharding_option.num_inputs,
+                num_poolings=get_num_poolings(constraints, sharding_option),
+                input_lengths=list(sharding_option.input_lengths),
+                world_size=machine.world_size,
+                local_world_size=machine.local_world_size,
+                table_data_type_size=weight_bytes,
+                fwd_a2a_comm_data_type_size=there,
+                bwd_a2a_comm_data_type_size=back,
+                fwd_sr_comm_data_type_size=sums_there,
+                bwd_sr_comm_data_type_size=sums_back,
+                device_bw=device_bw,
+                hbm_to_ddr_mem_bw=machine.hbm_to_ddr_mem_bw,
+                intra_host_bw=machine.intra_host_bw,
+                inter_host_bw=machine.inter_host_bw,
+                is_inference=is_inference,
+                is_weighted=sharding_option.is_weighted
+                or (demands is not None and demands.is_weighted),
+                is_pooled=sharding_option.is_pooled,
+                has_feature_processor=sharding_option.has_feature_processor,
+                caching_ratio=sharding_option.cache_load_factor,
+                table_name=sharding_option.name,
+            )
+            for rows, cols in shard_sizes
+        ]
+
+    @property
+    def num_hosts(self) -> int:
+        """Nodes there are: also how many groups of ranks there are for ``table_row_wise``."""
+        return math.ceil(self.world_size / self.local_world_size)
+
+    num_twrw_groups = num_hosts
+
+    @property
+    def batch_inputs(self) -> float:
+        """Ids of a rank's batch, over all features."""
+        return sum(
+            length * bags for length, bags in zip(self.input_lengths, self._bags, strict=True)
+        )
+
+    @property
+    def batch_outputs(self) -> float:
+        """Rows of embeddings of a rank's batch: its bags, or its ids where they are not pooled."""
+        return sum(self._bags) if self.is_pooled else self.batch_inputs
+
+    @property
+    def is_uvm_caching(self) -> bool:
+        """Whether a cache in device memory holds rows of a table in host memory."""
+        return self.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+
+    @property
+    def _bags(self) -> list[float]:
+        return [n * size for n, size in zip(self.num_poolings, self.batch_sizes, strict=True)]
