@@ -73,6 +73,13 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "ComputeJTDictToKJT, ComputeKJTToJTDict, permute_multi_embedding, regroup_kts",
     ),
     ("torchrec.distributed.embedding", "recsys.sparse.conversions", "pad_vbe_kjt_lengths"),
+    ("torchrec.distributed.types", "recsys.compat.values", "KeyValueParams, PipelineType"),
+    (
+        "torchrec.distributed.sharding_plan",
+        "recsys.compat.values",
+        "column_shards as _calculate_cw_shard_sizes_and_offsets, "
+        "uneven_row_shards as _calculate_uneven_rw_shard_sizes_and_offsets",
+    ),
     # modules
     (
         "torchrec.modules.embedding_configs",
@@ -602,15 +609,14 @@ HOMES: dict[str, dict[str, Home]] = _build_homes()
 
 INSTEAD: dict[str, str] = {
     "torchrec.distributed.embedding_types.": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.types.PipelineType": "Write the loop by hand, as README does.",
     "torchrec.distributed.train_pipeline": "Write the loop by hand, as README does; embeddings "
     "are under way while dense layers work.",
     "torchrec.distributed.TrainPipeline": "Write the loop by hand, as README does.",
     "torchrec.modules.mc_modules": "Ids must lie in their table: hash them before the model, "
-    "such as ids % num_embeddings.",
+    "by recsys.sparse.hash_ids.",
     "torchrec.modules.mc_embedding_modules": "Use EmbeddingBagCollection or EmbeddingCollection, "
-    "and hash ids before the model.",
-    "torchrec.modules.hash_mc_": "Hash ids before the model, such as ids % num_embeddings.",
+    "and hash ids before the model by recsys.sparse.hash_ids.",
+    "torchrec.modules.hash_mc_": "Hash ids before the model by recsys.sparse.hash_ids.",
     "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
     "before the model.",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript; trace_model "
@@ -628,7 +634,5 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.planner.estimator.estimator.": "Subclass ShardEstimator, as "
     "docs/planner.md shows.",
-    "torchrec.distributed.types.KeyValueParams": "Tables lie in device or host memory: "
-    "compute kernels fused, fused_uvm, fused_uvm_caching.",
 }
 """What to write instead of a name that is not here, by how its dotted name begins."""

@@ -77,7 +77,6 @@ DIFFERENT = {
     r"calculate_shard_storages\(\w+\)|EmbeddingStorageEstimator\(run_embedding_\w+\)": (
         "the memory model counts a training step at its peak"
     ),
-    r"EmbeddingStorageEstimator\(pipeline_type\)": "None is a loop without a pipeline",
     (
         r"(HardwarePerfConfig|ShardPerfContext|EmbeddingPerfEstimator)[.(](\w*coefficients\w*|"
         r"\w*compute_multiplier|\w*sharding_type\w*|use_\w+|intra_group_size|comms_bandwidths|"

@@ -18,6 +18,7 @@ from recsys.compat.planner.types import (
     ShardingOption,
     get_num_poolings,
 )
+from recsys.compat.values import PipelineType
 from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.planner import tables
@@ -36,7 +37,6 @@ from recsys.distributed.types import (
 
 KV_CACHING_RATIO = UVM_CACHING_RATIO
 """Share of a table's rows that a cache holds: no table lies in a key-value store here."""
-_BATCHES_IN_FLIGHT = {"TRAIN_SPARSE_DIST": 2, "TRAIN_PREFETCH_SPARSE_DIST": 3}
 _T = TypeVar("_T")
 
 
@@ -120,7 +120,7 @@ class EmbeddingStorageEstimator(ShardEstimator):
     Args:
         topology: the machine.
         constraints: demands by table name, for what options do not say of the traffic.
-        pipeline_type: of TorchRec's; says how many batches are under way: 1 if None.
+        pipeline_type: says how many batches are on a device at a time.
         is_inference: whether to leave out optimizer states and gradients.
     """
 
@@ -128,12 +128,12 @@ class EmbeddingStorageEstimator(ShardEstimator):
         self,
         topology: Topology,
         constraints: dict[str, ParameterConstraints] | None = None,
-        pipeline_type: object | None = None,
+        pipeline_type: PipelineType = PipelineType.NONE,
         *,
         is_inference: bool = False,
     ) -> None:
         super().__init__(topology, constraints)
-        self._batches_in_flight = _BATCHES_IN_FLIGHT.get(getattr(pipeline_type, "name", ""), 1)
+        self._batches_in_flight = pipeline_type.batches_in_flight
         self._is_inference = is_inference
 
     def estimate(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from enum import Enum
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from recsys.compat.planner.shard_estimators import (
 )
 from recsys.compat.planner.topology import Storage, Topology
 from recsys.compat.planner.types import Shard, SharderData, ShardingOption, get_num_poolings
+from recsys.compat.values import PipelineType
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.model_tables import tables_of
@@ -106,8 +105,7 @@ def test_inference_neither_trains_nor_sends_gradients() -> None:
 
 def test_a_pipeline_holds_more_batches() -> None:
     found = []
-    kinds = Enum("PipelineType", ["NONE", "TRAIN_SPARSE_DIST"])  # as TorchRec's
-    for pipeline in kinds:
+    for pipeline in (PipelineType.NONE, PipelineType.TRAIN_SPARSE_DIST):
         option = options()["table_wise"]
         EmbeddingStorageEstimator(MACHINE, DEMANDS, pipeline).estimate([option], {})
         found.append(option.total_storage.hbm)
