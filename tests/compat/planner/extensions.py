@@ -273,7 +273,7 @@ def main():
     plan("estimator", enumerator=lister("table_wise"), proposer=GreedyProposer())
     plan(
         "partitioner",
-        enumerator=lister("table_wise", "column_wise"),
+        enumerator=lister("table_wise"),  # of equal costs, TorchRec takes the first of a set
         proposer=[UniformProposer()],
         partitioner=RoundRobin(),
     )
