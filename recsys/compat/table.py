@@ -73,10 +73,10 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "ComputeJTDictToKJT, ComputeKJTToJTDict, permute_multi_embedding, regroup_kts",
     ),
     ("torchrec.distributed.embedding", "recsys.sparse.conversions", "pad_vbe_kjt_lengths"),
-    ("torchrec.distributed.types", "recsys.compat.values", "KeyValueParams, PipelineType"),
+    ("torchrec.distributed.types", "recsys.compat.planner.values", "KeyValueParams, PipelineType"),
     (
         "torchrec.distributed.sharding_plan",
-        "recsys.compat.values",
+        "recsys.compat.planner.values",
         "column_shards as _calculate_cw_shard_sizes_and_offsets, "
         "uneven_row_shards as _calculate_uneven_rw_shard_sizes_and_offsets",
     ),

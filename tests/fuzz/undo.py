@@ -115,7 +115,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         _instead("distributed.sharded_collection:check_untied", _nothing),
     ],
     "rates are checked": lambda: [
-        _instead("distributed.fused_optimizer:finite", lambda subject, value, **kwargs: value)
+        _instead("optim.fused:finite", lambda subject, value, **kwargs: value)
     ],
     "a scaled loss is refused": lambda: [_instead("kernels.scaled_loss:_check", _nothing)],
     "ranks without data take part": lambda: [

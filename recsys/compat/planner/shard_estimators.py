@@ -18,7 +18,7 @@ from recsys.compat.planner.types import (
     ShardingOption,
     get_num_poolings,
 )
-from recsys.compat.values import PipelineType
+from recsys.compat.planner.values import PipelineType
 from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.planner import tables

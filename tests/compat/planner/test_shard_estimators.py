@@ -13,7 +13,7 @@ from recsys.compat.planner.shard_estimators import (
 )
 from recsys.compat.planner.topology import Storage, Topology
 from recsys.compat.planner.types import Shard, SharderData, ShardingOption, get_num_poolings
-from recsys.compat.values import PipelineType
+from recsys.compat.planner.values import PipelineType
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.model_tables import tables_of

@@ -1,6 +1,11 @@
 import pytest
 
-from recsys.compat.values import KeyValueParams, PipelineType, column_shards, uneven_row_shards
+from recsys.compat.planner.values import (
+    KeyValueParams,
+    PipelineType,
+    column_shards,
+    uneven_row_shards,
+)
 from recsys.distributed.planner import ParameterConstraints
 from recsys.distributed.types import ParameterSharding
 
