@@ -34,7 +34,6 @@ from recsys.compat.planner.types import (
     StorageReservation,
     groups_of,
 )
-from recsys.distributed.comm import broadcast_object
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.planner import enumerators, partitioners, planners, types
 from recsys.distributed.planner import topology as topologies
@@ -205,9 +204,8 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         """
         if sharders is None:
             sharders = get_default_sharders()
-        if pg is None and dist.is_available() and dist.is_initialized():
-            pg = dist.group.WORLD
-        if pg is None or dist.get_world_size(pg) == 1:
+        pg = planners.planning_ranks(pg)
+        if pg is None:
             return self.plan(module, sharders)
         if not self._tries_proposals:
             started = time.monotonic()
@@ -217,18 +215,9 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
                 self._tell_stats(module, sharders, plan, _Tried(started))
             return plan
         self._agreed_tables(module, sharders, pg)
-        answer: ShardingPlan | Exception | None = None
-        if dist.get_rank(pg) == 0:
-            try:
-                answer = ShardingPlan(self.plan(module, sharders).plan)
-            except Exception as error:  # raised below, on every rank
-                answer = error
-        answer = broadcast_object(pg, "take the plan of rank 0", answer)
-        if isinstance(answer, Exception):
-            raise answer
-        assert answer is not None
+        chosen = planners.made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
         self._take_memory(module, sharders)
-        return self._rated_plan(module, sharders, answer)
+        return self._rated_plan(module, sharders, chosen)
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard, and tells ``stats``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -187,26 +187,19 @@ class EmbeddingShardingPlanner:
         """
         if sharders is None:
             sharders = get_default_sharders()
-        if pg is None and dist.is_available() and dist.is_initialized():
-            pg = dist.group.WORLD
-        if pg is None or dist.get_world_size(pg) == 1:
+        pg = planning_ranks(pg)
+        if pg is None:
             return self.plan(module, sharders)
         tables = self._agreed_tables(module, sharders, pg)
-        answer: _Answer | Exception | None = None
-        rating = None
-        if dist.get_rank(pg) == 0:
-            try:
-                rating = self._rated(module, sharders, tables)
-                answer = _answer_of(rating)
-            except Exception as error:  # raised below, on every rank
-                answer = error
-        answer = broadcast_object(pg, "take the plan of rank 0", answer)
-        if isinstance(answer, Exception):
-            raise answer
-        assert answer is not None
-        if rating is not None:
-            return self._plan_of(rating)
-        options, rooms, placement = answer
+        own: list[Rating] = []  # of rank 0
+
+        def answer() -> _Answer:
+            own.append(self._rated(module, sharders, tables))
+            return _answer_of(own[0])
+
+        options, rooms, placement = made_by_rank_0(pg, answer)
+        if own:
+            return self._plan_of(own[0])
         rated = [
             RatedTable(table=table, option=option, ranks=tuple(choice.ranks))
             for table, option, choice in zip(tables, options, placement.choices, strict=True)
@@ -560,6 +553,33 @@ _Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]
 def _answer_of(rating: Rating) -> _Answer:
     assert rating.placement is not None
     return [rated.option for rated in rating.tables], rating.rooms, rating.placement
+
+
+def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the ranks that plan together, all if None is given; None if this one is alone."""
+    if pg is None and dist.is_available() and dist.is_initialized():
+        pg = dist.group.WORLD
+    return None if pg is None or dist.get_world_size(pg) == 1 else pg
+
+
+def made_by_rank_0(pg: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+    """Returns what ``make`` returns on rank 0, or raises its error, on every rank.
+
+    Args:
+        pg: the ranks.
+        make: is called on rank 0 alone.
+    """
+    answer: _T | Exception | None = None
+    if dist.get_rank(pg) == 0:
+        try:
+            answer = make()
+        except Exception as error:  # raised below, on every rank
+            answer = error
+    answer = broadcast_object(pg, "take the plan of rank 0", answer)
+    if isinstance(answer, Exception):
+        raise answer
+    assert answer is not None
+    return answer
 
 
 def _default_topology() -> Topology:
