@@ -6,14 +6,16 @@ Shapes: ``T`` tasks, ``K`` sums, ``N`` samples.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 
 from recsys.contact import explained
-from recsys.metrics.batch import MetricBatch, TaskTensors, build_batch
+from recsys.metrics.batch import MetricBatch, TaskTensors, build_batch, stack_plain
 from recsys.metrics.metrics_namespace import (
     MetricPrefix,
     compose_customized_metric_key,
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 PENDING_VALUES = 3 * 131_072
 """Batches wait until they have so many predictions, labels and weights, and are then added up in
 one go: what the step has driven out of the caches is fetched once for all of them."""
-CHUNK_VALUES = 3 * 8_192
+SYNCED = "update() must not be called while synced. Call unsync() first."
+CHUNK_VALUES = 3 * 32_768
 """So many are added up together: in few calls for small batches, on tensors that stay cached."""
 
 
@@ -39,6 +42,9 @@ class _TaskGroup:
         self.metrics = metrics
         self.tasks = metrics[0].tasks
         self.num_classes = metrics[0].num_classes
+        kinds = ("prediction_name", "label_name", "weight_name")
+        self._keys = [[getattr(task, kind) for task in self.tasks] for kind in kinds]
+        self._take = itemgetter(*itertools.chain(*self._keys))
         quantities = {q.name: q for metric in metrics for q in metric.quantities()}
         # In the order in which sums are computed.
         self.narrow = [q for q in quantities.values() if not q.width]
@@ -62,9 +68,25 @@ class _TaskGroup:
         weights: TaskTensors | None,
         inputs: Mapping[str, torch.Tensor],
     ) -> None:
-        batch = build_batch(
-            self.tasks, predictions, labels, weights, inputs, num_classes=self.num_classes
+        self._take_in(
+            build_batch(self.tasks, predictions, labels, weights, inputs, self.num_classes)
         )
+
+    def update_from(
+        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        flat = self._take(model_out)
+        rows = stack_plain(flat, len(self.tasks)) if self.num_classes == 1 else None
+        if rows is not None:
+            self._take_in(MetricBatch(self.tasks, rows, None, inputs))
+            return
+        predictions, labels, weights = (
+            {task.name: model_out[key] for task, key in zip(self.tasks, keys, strict=True)}
+            for keys in self._keys
+        )
+        self.update(predictions, labels, weights, inputs)
+
+    def _take_in(self, batch: MetricBatch) -> None:
         num_samples = batch.rows.size(2)
         if num_samples == 0 or (self.validates and not batch.rows[2].any()):
             return
@@ -218,9 +240,26 @@ class Accumulators(torch.nn.Module):
             RuntimeError: it is called between `sync` and `unsync`.
         """
         if self._own is not None:
-            raise RuntimeError("update() must not be called while synced. Call unsync() first.")
+            raise RuntimeError(SYNCED)
         for group in self._groups:
             group.update(predictions, labels, weights, inputs)
+
+    def update_from(
+        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Add a batch; as `update` does, but by the names that the tasks give to its parts.
+
+        Args:
+            model_out: predictions, labels and weights.
+            inputs: other outputs of the model.
+
+        Raises:
+            KeyError: a part is missing.
+        """
+        if self._own is not None:
+            raise RuntimeError(SYNCED)
+        for group in self._groups:
+            group.update_from(model_out, inputs)
 
     def sync(self, to_all: bool = True) -> None:
         """Take in what all ranks have seen; every rank must call it.

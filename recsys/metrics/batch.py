@@ -23,7 +23,7 @@ class MetricBatch:
 
     Args:
         tasks: the tasks.
-        rows_3TN: ``[3, T, N]`` predictions, labels and weights, of any float dtype. Predictions of
+        rows_3TN: ``[3, T, N]`` predictions, labels and weights, float32 or float64. Predictions of
             classes are apart, and zero here.
         classes_TNC: ``[T, N, C]`` predictions of classes, if there are.
         inputs: other outputs of the model, by name.
@@ -60,23 +60,19 @@ class MetricBatch:
         return part
 
     @cached_property
-    def _doubles(self) -> tuple[torch.Tensor, ...]:
-        return self.rows.double().unbind()
-
-    @property
     def predictions(self) -> torch.Tensor:
         """``[T, N]`` float64."""
-        return self._doubles[0]
+        return self.rows[0].double()
 
-    @property
+    @cached_property
     def labels(self) -> torch.Tensor:
         """``[T, N]`` float64."""
-        return self._doubles[1]
+        return self.rows[1].double()
 
-    @property
+    @cached_property
     def weights(self) -> torch.Tensor:
         """``[T, N]`` float64."""
-        return self._doubles[2]
+        return self.rows[2].double()
 
     @cached_property
     def ones(self) -> torch.Tensor:
@@ -85,13 +81,13 @@ class MetricBatch:
 
     @cached_property
     def log_loss(self) -> torch.Tensor:
-        """``[T, N]`` binary cross entropy, in nats."""
-        return cross_entropy(self.predictions, self.labels)
+        """``[T, N]`` binary cross entropy, in nats, of the dtype of the rows."""
+        return cross_entropy(self.rows[0], self.rows[1])
 
     @cached_property
     def errors(self) -> torch.Tensor:
-        """``[T, N]`` predictions less labels."""
-        return self.predictions - self.labels
+        """``[T, N]`` predictions less labels, of the dtype of the rows."""
+        return self.rows[0] - self.rows[1]
 
     def decisions(self, threshold: float) -> torch.Tensor:
         """Tell which predictions are at least a threshold.
@@ -100,11 +96,13 @@ class MetricBatch:
             threshold: the least.
 
         Returns:
-            ``[T, N]`` 0 or 1, float64.
+            ``[T, N]`` 0 or 1, of the dtype of the rows.
         """
         if threshold not in self._decisions:
-            decided = torch.ge(self.predictions, threshold, out=torch.empty_like(self.predictions))
-            self._decisions[threshold] = decided
+            probs_TN = self.rows[0]
+            self._decisions[threshold] = torch.ge(
+                probs_TN, threshold, out=torch.empty_like(probs_TN)
+            )
         return self._decisions[threshold]
 
     def ranked(self, grouping: str | None) -> Sequence[Ranked]:
@@ -163,7 +161,8 @@ class Quantity:
     name: str
     """Equal names mean the same sum: metrics share it, and a state dict names it so."""
     of: Callable[[MetricBatch], torch.Tensor]
-    """Gives ``[T, N]`` values, float64; or sums, as `width` says."""
+    """Gives ``[T, N]`` values, float64 or of the dtype of the batch's rows; or sums, as `width`
+    says. Values whose sums a formula subtracts from each other should be float64."""
     is_weighted: bool = True
     """Whether values are summed times the weights."""
     width: int = 0
@@ -176,13 +175,33 @@ class Quantity:
             batch: the batch.
 
         Returns:
-            ``[T]`` float64.
+            ``[T]``, of the dtype of the values.
         """
         values_TN = self.of(batch)
         if not self.is_weighted:
             return values_TN.sum(-1)
-        summed: torch.Tensor = torch.linalg.vecdot(values_TN, batch.weights)
+        weights_TN = batch.weights if values_TN.dtype == torch.float64 else batch.rows[2]
+        summed: torch.Tensor = torch.linalg.vecdot(values_TN, weights_TN)
         return summed
+
+
+def stack_plain(flat: Sequence[torch.Tensor], num_tasks: int) -> torch.Tensor | None:
+    """Stack what most batches are, in few calls: each counts after a step emptied the caches.
+
+    Args:
+        flat: ``[N]`` predictions of all tasks, then labels, then weights.
+        num_tasks: ``T``.
+
+    Returns:
+        ``[3, T, N]`` float32; ``None`` if something is not a float32 tensor of one size and device.
+    """
+    try:
+        if {tensor.dtype for tensor in flat} != {torch.float32}:
+            return None
+        rows = torch.stack(flat)  # type: ignore[arg-type]
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return rows.detach().view(3, num_tasks, -1) if rows.dim() == 2 else None
 
 
 def build_batch(
@@ -210,41 +229,6 @@ def build_batch(
         TypeError: something is no tensor.
         ValueError: a task is missing, or sizes or devices differ.
     """
-    rows = None
-    if num_classes == 1:
-        rows = _stack_plain(tasks, predictions, labels, weights)
-    if rows is None:
-        return _build_any_batch(tasks, predictions, labels, weights, inputs, num_classes)
-    return MetricBatch(tasks, rows, None, inputs)
-
-
-def _stack_plain(
-    tasks: Sequence[RecTaskInfo],
-    predictions: TaskTensors,
-    labels: TaskTensors,
-    weights: TaskTensors | None,
-) -> torch.Tensor | None:
-    """Stack float32 rows of one size by task name, in few calls; ``None`` for anything else."""
-    # Each line here counts: a step has driven it out of the caches.
-    try:
-        flat = [given[task.name] for given in (predictions, labels, weights) for task in tasks]  # type: ignore[index]
-        kinds = {(tensor.dtype, tensor.device, tensor.shape) for tensor in flat}
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return None
-    if len(kinds) > 1 or flat[0].dtype != torch.float32 or flat[0].dim() != 1:
-        return None
-    return torch.cat(flat).detach().view(3, len(tasks), -1)
-
-
-def _build_any_batch(
-    tasks: Sequence[RecTaskInfo],
-    predictions: TaskTensors,
-    labels: TaskTensors,
-    weights: TaskTensors | None,
-    inputs: Mapping[str, torch.Tensor],
-    num_classes: int,
-) -> MetricBatch:
-    """Check and convert what is not plain float32 rows of one size."""
     places = range(len(tasks))
     found = [
         [_of_task(kind, given, place, tasks[place]) for place in places]
@@ -301,7 +285,8 @@ def _check_sizes(
 
 
 def _as_row(tensor: torch.Tensor) -> torch.Tensor:
-    # Whole numbers may be too big for the float32 of the others.
-    if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
-        tensor = tensor.double()
+    if tensor.dtype not in (torch.float32, torch.float64):
+        # Whole numbers may be too big for float32; half precision is not enough to compute in.
+        is_whole = not tensor.dtype.is_floating_point and tensor.dtype != torch.bool
+        tensor = tensor.double() if is_whole else tensor.float()
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)

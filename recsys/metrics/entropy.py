@@ -5,6 +5,7 @@ Normalized entropy is from He et al., "Practical Lessons from Predicting Clicks 
 can be compared between data sets of different base rates. Shape: ``N`` samples.
 """
 
+import math
 from typing import final
 
 import torch
@@ -13,6 +14,7 @@ from recsys.metrics.checks import check_predictions
 from recsys.metrics.sums import Sums
 
 EPSILON = 1e-12
+LOG_EPSILON = math.log(EPSILON)
 """Predictions are kept this far from 0 and 1, so that one sure mistake does not cost infinity."""
 
 
@@ -133,16 +135,16 @@ def cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor
     """Compute the binary cross entropy of each sample.
 
     Args:
-        probs_N: ``[..., N]`` probabilities, float64.
-        labels_N: ``[..., N]``, from 0 to 1, float64.
+        probs_N: ``[..., N]`` probabilities, float32 or float64.
+        labels_N: ``[..., N]``, from 0 to 1, alike.
 
     Returns:
-        ``[..., N]``, in nats.
+        ``[..., N]``, in nats, alike.
     """
     positive_N = probs_N.clamp(min=EPSILON).log_()
-    # Not log1p, which takes twice as long and says the same to 1e-16.
-    negative_N = (1.0 - probs_N).clamp_(min=EPSILON).log_()
-    return torch.lerp(negative_N, positive_N, labels_N).neg_()
+    # Not the logarithm of 1 - p, which float32 does not have for a small p.
+    negative_N = probs_N.neg().log1p_().clamp_(min=LOG_EPSILON)
+    return torch.lerp(negative_N, positive_N, labels_N, out=positive_N).neg_()
 
 
 def positive_cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:

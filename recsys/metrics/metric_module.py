@@ -152,7 +152,7 @@ class RecMetricModule(torch.nn.Module):
         ...     "label": torch.tensor([0.0, 1.0]),
         ...     "weight": torch.tensor([1.0, 1.0]),
         ... })
-        >>> metrics.compute()["ne-DefaultTask|window_ne"].item()
+        >>> round(metrics.compute()["ne-DefaultTask|window_ne"].item(), 6)
         1.0
     """
 
@@ -182,11 +182,6 @@ class RecMetricModule(torch.nn.Module):
         self.world_size = world_size
         self.rec_tasks = list(rec_tasks or ())
         self.rec_metrics = rec_metrics if rec_metrics is not None else RecMetricList([])
-        tasks = {task for metric in self.rec_metrics.rec_metrics for task in metric.tasks}
-        self._keys = [
-            {task.name: getattr(task, kind) for task in tasks}
-            for kind in ("prediction_name", "label_name", "weight_name")
-        ]
         self._inputs = self.get_required_inputs() or []
         self.throughput_metric = throughput_metric
         self.state_metrics = dict(state_metrics or {})
@@ -218,22 +213,23 @@ class RecMetricModule(torch.nn.Module):
             TypeError: something is no tensor.
             ValueError: something is missing, or sizes or devices differ.
         """
-        metrics = self.rec_metrics  # looked up once: a module's look-ups are slow
+        # In each step, and what a step calls once is not in the caches: no look-ups of nn.Module.
+        own = self.__dict__
+        metrics = own["_modules"]["rec_metrics"]
         if metrics.rec_metrics:
-            inputs = {name: model_out[name] for name in self._inputs if name in model_out}
+            inputs = kwargs
+            if self._inputs:
+                inputs = {name: model_out[name] for name in self._inputs if name in model_out}
+                inputs |= kwargs
             try:
-                found = [
-                    {name: model_out[key] for name, key in keys.items()} for keys in self._keys
-                ]
+                metrics.update_from(model_out, inputs)
             except KeyError as error:
                 raise ValueError(
                     f"model_out must have {error}, as a task says; received {sorted(model_out)}."
                 ) from None
-            inputs |= kwargs
-            metrics.update(predictions=found[0], labels=found[1], weights=found[2], **inputs)
         if self.throughput_metric is not None:
             self.throughput_metric.update()
-        self.trained_batches += 1
+        own["trained_batches"] += 1
 
     def should_compute(self) -> bool:
         """Say whether it is time to compute.

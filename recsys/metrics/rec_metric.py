@@ -59,6 +59,21 @@ class _Measured(torch.nn.Module):
         """
         self._accumulators.update(predictions, labels, weights, kwargs)
 
+    def update_from(
+        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Add a batch of ``N`` samples, as `update` does.
+
+        Args:
+            model_out: ``[N]`` predictions, labels and weights under the names that the tasks give
+                them.
+            inputs: ``[N]`` the required inputs, by key.
+
+        Raises:
+            KeyError: a prediction, label or weight is missing.
+        """
+        self._modules["_accumulators"].update_from(model_out, inputs)  # type: ignore[union-attr,operator]
+
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the results over all ranks; every rank must call it.
 

@@ -31,7 +31,7 @@ Sums = Mapping[str, torch.Tensor]
 
 WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
 LABEL = Quantity("label", lambda batch: batch.labels)
-PREDICTION = Quantity("prediction", lambda batch: batch.predictions)
+PREDICTION = Quantity("prediction", lambda batch: batch.rows[0])
 LOG_LOSS = Quantity("log_loss", lambda batch: batch.log_loss)
 LOG_LOSS_POSITIVE = Quantity(
     "log_loss_positive", lambda batch: positive_cross_entropy(batch.predictions, batch.labels)
@@ -435,7 +435,7 @@ class ThresholdMetric(SumMetric):
 
     def _hits(self) -> Quantity:
         threshold = self.options["threshold"]
-        return Quantity(f"hit_{threshold}", lambda b: b.labels * b.decisions(threshold))
+        return Quantity(f"hit_{threshold}", lambda b: b.rows[1] * b.decisions(threshold))
 
 
 @final
@@ -450,8 +450,8 @@ class AccuracyMetric(ThresholdMetric):
         threshold = self.options["threshold"]
 
         def is_right(batch: MetricBatch) -> torch.Tensor:
-            right = torch.empty_like(batch.labels)  # float64 at once, without a bool between
-            return torch.eq(batch.decisions(threshold), batch.labels, out=right)
+            decided, labels = batch.decisions(threshold), batch.rows[1]
+            return torch.eq(decided, labels, out=torch.empty_like(labels))  # without a bool between
 
         return Quantity(f"right_{threshold}", is_right), WEIGHT
 

@@ -268,3 +268,40 @@ def test_bad_arguments() -> None:
         of(RecMetricEnum.MULTI_LABEL_PRECISION, num_labels=2, label_names=["a"])
     with pytest.raises(ValueError, match=r"must have a tensor_name; received \['DefaultTask'\]"):
         of(RecMetricEnum.TENSOR_WEIGHTED_AVG)
+
+
+def test_float32_is_enough_where_sums_cancel_or_losses_are_small() -> None:
+    rng = np.random.default_rng(0)
+    given = {
+        "a_prediction": 1000.0 + rng.standard_normal(1024),
+        "a_label": 1000.0 + rng.standard_normal(1024),
+        "a_weight": rng.random(1024),
+        "b_prediction": rng.random(1024) * 1e-9,
+        "b_label": np.zeros(1024),
+        "b_weight": rng.random(1024),
+    }
+    given = {name: torch.tensor(values, dtype=torch.float32) for name, values in given.items()}
+    values = {name: tensor.double().numpy() for name, tensor in given.items()}
+    module = build([RecMetricEnum.MSE, RecMetricEnum.LOG_LOSS], tasks=("a", "b"), window=1024)
+    module.update(given)
+    found = module.compute()
+
+    p, y, w = (values[f"a_{kind}"] for kind in ("prediction", "label", "weight"))
+    expected = sk.r2_score(y, p, sample_weight=w)
+    assert found["mse-a|window_r_squared"].item() == pytest.approx(expected, rel=1e-6)
+    p, w = values["b_prediction"], values["b_weight"]
+    expected = np.average(-np.log1p(-p), weights=w)
+    assert found["logloss-b|window_logloss"].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_labels_of_any_dtype_are_computed_in_float32_or_float64(dtype: torch.dtype) -> None:
+    module = build([RecMetricEnum.NE, RecMetricEnum.MSE], tasks=("a",))
+    wanted = build([RecMetricEnum.NE, RecMetricEnum.MSE], tasks=("a",))
+    given = {"a_prediction": torch.rand(16), "a_label": (torch.arange(16) % 2).to(dtype)}
+    given["a_weight"] = torch.ones(16)
+    module.update(given)
+    wanted.update({name: tensor.double() for name, tensor in given.items()})
+    expected = wanted.compute()
+    for name, value in module.compute().items():
+        assert value.item() == pytest.approx(expected[name].item(), rel=1e-6), name
