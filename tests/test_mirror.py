@@ -57,6 +57,7 @@ TESTED_THROUGH = {
     "kernels/tbe_fbgemm.py": "kernels/test_tbe.py",
     "kernels/tbe_layout.py": "kernels/test_tbe.py",
     "kernels/tbe_torch.py": "kernels/test_tbe.py",
+    "kernels/update_rules.py": "kernels/test_row_update.py",
     "metrics/accumulators.py": "metrics/test_metric_module.py",
     "metrics/batch.py": "metrics/test_rec_metric.py",
     "metrics/checks.py": "metrics/test_auc.py",

@@ -41,7 +41,6 @@ from recsys.distributed.types import (
 )
 from recsys.distributed.wire import QuantizedCommCodecs
 from recsys.kernels.arguments import setting
-from recsys.kernels.row_update import is_row_reducing
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
@@ -232,7 +231,7 @@ class ShardedCollection(ShardedModule):
                 "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
                 "part's columns for whole rows."
             )
-        reads_rows = owned is not None and splits_columns and is_row_reducing(owned.spec.algorithm)
+        reads_rows = owned is not None and splits_columns and owned.spec.rule.reduces_rows
         exchanges = owned is not None and splits_columns and owned.exchanges_row_state
         if owned is not None and not rects and not owned.may_replicate:
             raise ValueError(

@@ -13,7 +13,6 @@ from recsys.distributed.layout import PlacedTable, Rect
 from recsys.distributed.lookup import GroupSettings, LocalShard
 from recsys.distributed.sharded_table import ShardedTable
 from recsys.distributed.types import ShardingEnv
-from recsys.kernels.row_update import STATE_KINDS
 from recsys.modules.embedding_tables import TableCollection
 from recsys.optim.clipping import mark_part
 
@@ -76,7 +75,7 @@ class TableShards(nn.Module):
         if group.optimizer is None:
             return {}
         result: dict[str, Tensor] = {}
-        for name, kind in STATE_KINDS[group.optimizer.algorithm].items():
+        for name, kind in group.optimizer.rule.state.items():
             held = [(shard, shard.states[name]) for shard in self.shards]
             if kind == "row" and group.splits_row_state:
                 # named by its columns, so that a load where they are split otherwise must fail

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.bounds import check_ids
-from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient, row_statistic
+from recsys.kernels.row_update import row_statistic
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
 from recsys.kernels.support import Backend, BackendChoice, LookupSettings, choose_backend
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
@@ -240,7 +240,7 @@ class TableBatchedEmbedding:
         host = None if layout.device.type != "meta" else layout.device
         return {
             name: torch.zeros(sizes[kind], device=host if kind == "table" else layout.device)
-            for name, kind in STATE_KINDS[optimizer.algorithm].items()
+            for name, kind in optimizer.rule.state.items()
         }
 
     def _split_states(self, flat_states: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -253,7 +253,7 @@ class TableBatchedEmbedding:
             "row": self.layout.row_views,
             "table": Tensor.unbind,
         }
-        for name, kind in STATE_KINDS[self.optimizer.algorithm].items():
+        for name, kind in self.optimizer.rule.state.items():
             for view, tensor in zip(views, split[kind](flat_states[name]), strict=True):
                 view[name] = tensor
         return views
@@ -421,7 +421,7 @@ class TableBatchedEmbedding:
             `moves_without_gradient`, [rows of all tables] fp32, 1 for each row with a gradient.
         """
         assert self.optimizer is not None
-        counts_rows = moves_without_gradient(self.optimizer)
+        counts_rows = self.optimizer.moves_without_gradient
         if self._held is not None and self._pending is None and not counts_rows:
             held, self._held = self._held, None
             return [self._kernel.dense_gradients(*held)]

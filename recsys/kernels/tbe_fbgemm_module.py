@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import inverse_bag_length
 from recsys.kernels.types import (
@@ -130,7 +129,7 @@ class FbgemmModule:
             layout.storage_order, self.module.split_embedding_weights(), strict=True
         ):
             self.weights[t] = weight
-        names = [n for n, kind in STATE_KINDS[optimizer.algorithm].items() if kind != "table"]
+        names = [n for n, kind in optimizer.rule.state.items() if kind != "table"]
         if names:
             split = self.module.split_optimizer_states()
             for t, values in zip(layout.storage_order, split, strict=True):
@@ -145,7 +144,7 @@ class FbgemmModule:
             )
             if buffer.numel()
         }
-        self._counts_steps = "step" in STATE_KINDS[optimizer.algorithm]
+        self._counts_steps = "step" in optimizer.rule.state
         self.steps_T = torch.zeros(num_tables)
         self._checked_version = -1
         self._pending: WeakSet[_Step] = WeakSet()  # of forward passes without their backward

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from recsys.kernels.ops import permute_1d, upload
 from recsys.kernels.row_update import (
-    STATE_KINDS,
     advance_step,
     apply_dense_update,
     apply_row_update,
@@ -81,7 +80,7 @@ class TorchKernel:
         pooling: How a bag is reduced.
         output_dtype: Of what `lookup` returns.
         optimizer: What `update` applies.
-        states: Flat optimizer state by name (see `row_update.STATE_KINDS`); `step` is [tables].
+        states: Flat optimizer state by name (see `UpdateRule.state`); `step` is [tables].
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class TorchKernel:
         views = {"row": group.rows, "element": group.matrix}
         return {
             name: views[kind](self.states[name])
-            for name, kind in STATE_KINDS[self.optimizer.algorithm].items()
+            for name, kind in self.optimizer.rule.state.items()
             if kind != "table"
         }
 

@@ -39,6 +39,9 @@ class _RowOptimizer(Optimizer):
 
     algorithm: EmbOptimType
 
+    def __init__(self, params: Parameters, **settings: Any) -> None:
+        super().__init__(params, settings)
+
     def _spec(self, group: dict[str, Any]) -> OptimizerSpec:
         fields = {n: v for n, v in group.items() if n in self.defaults and n not in ("lr", "betas")}
         if "betas" in group:
@@ -119,7 +122,7 @@ class SGD(_RowOptimizer):
     algorithm = EmbOptimType.SGD
 
     def __init__(self, params: Parameters, lr: float = 0.01, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
 
 
 class Adagrad(_RowOptimizer):
@@ -137,7 +140,7 @@ class Adagrad(_RowOptimizer):
     def __init__(
         self, params: Parameters, lr: float = 0.01, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 class RowWiseAdagrad(_RowOptimizer):
@@ -174,15 +177,15 @@ class RowWiseAdagrad(_RowOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+            maximize=maximize,
+        )
 
     def _spec(self, group: dict[str, Any]) -> OptimizerSpec:
         for name in ("lr_decay", "initial_accumulator_value"):
@@ -216,8 +219,7 @@ class _AdamLike(_RowOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class Adam(_AdamLike):
@@ -304,8 +306,20 @@ class LarsSGD(_RowOptimizer):
         eta: float = 0.001,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "eta": eta, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, lr=lr, momentum=momentum, eta=eta, weight_decay=weight_decay)
+
+
+OWN_CLASSES: tuple[type[_RowOptimizer], ...] = (
+    SGD,
+    Adagrad,
+    RowWiseAdagrad,
+    Adam,
+    PartialRowWiseAdam,
+    LAMB,
+    PartialRowWiseLAMB,
+    LarsSGD,
+)
+"""Those that tables can own."""
 
 
 def in_backward_optimizer_filter(

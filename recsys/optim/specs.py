@@ -7,12 +7,10 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
-import torch
 from torch.optim import Optimizer
 
-from recsys.kernels.row_update import is_row_reducing, row_wise_moment
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,
@@ -20,7 +18,8 @@ from recsys.kernels.types import (
     UpdateMode,
     WeightDecayMode,
 )
-from recsys.optim import optimizers as ours
+from recsys.kernels.update_rules import UPDATE_RULES, RowReads
+from recsys.optim.optimizers import OWN_CLASSES
 
 __all__ = [
     "TableOptimizer",
@@ -56,12 +55,12 @@ class TableOptimizer:
     @property
     def exchanges_row_state(self) -> bool:
         """Whether the owners of a row's columns must tell each other of its whole."""
-        return self.row_state is RowState.EXACT and is_row_reducing(self.spec.algorithm)
+        return self.row_state is RowState.EXACT and self.spec.rule.reduces_rows
 
     @property
     def may_split_columns(self) -> bool:
         """Whether a table's columns may have several owners."""
-        return not self.exchanges_row_state or row_wise_moment(self.spec.algorithm)
+        return not self.exchanges_row_state or self.spec.rule.reads_row is RowReads.MOMENT
 
     @property
     def may_replicate(self) -> bool:
@@ -114,31 +113,14 @@ def _choose(name: str, given: object, choices: Sequence[_Choice]) -> _Choice:
     )
 
 
-@final
-class _Meaning(NamedTuple):
-    algorithm: EmbOptimType
-    decay: WeightDecayMode = WeightDecayMode.L2
-    fields: tuple[str, ...] = ("eps",)
-    """Arguments that an OptimizerSpec has under the same name, besides lr and weight_decay."""
+_Meaning: TypeAlias = tuple[EmbOptimType, WeightDecayMode]
+"""An optimizer, and how its class decays."""
 
-
-_ADAM = ("eps", "betas")
-_DECOUPLE = WeightDecayMode.DECOUPLE
 _CLASSES: Mapping[type[Optimizer], _Meaning] = {
-    torch.optim.SGD: _Meaning(EmbOptimType.SGD, fields=()),
-    torch.optim.Adagrad: _Meaning(EmbOptimType.EXACT_ADAGRAD),
-    torch.optim.Adam: _Meaning(EmbOptimType.ADAM, fields=_ADAM),
-    torch.optim.AdamW: _Meaning(EmbOptimType.ADAM, _DECOUPLE, _ADAM),
-    torch.optim.SparseAdam: _Meaning(EmbOptimType.ADAM, fields=_ADAM),
-    ours.SGD: _Meaning(EmbOptimType.SGD, fields=()),
-    ours.Adagrad: _Meaning(EmbOptimType.EXACT_ADAGRAD),
-    ours.RowWiseAdagrad: _Meaning(EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-    ours.Adam: _Meaning(EmbOptimType.ADAM, _DECOUPLE, _ADAM),
-    ours.PartialRowWiseAdam: _Meaning(EmbOptimType.PARTIAL_ROWWISE_ADAM, _DECOUPLE, _ADAM),
-    ours.LAMB: _Meaning(EmbOptimType.LAMB, _DECOUPLE, _ADAM),
-    ours.PartialRowWiseLAMB: _Meaning(EmbOptimType.PARTIAL_ROWWISE_LAMB, _DECOUPLE, _ADAM),
-    ours.LarsSGD: _Meaning(EmbOptimType.LARS_SGD, fields=("momentum", "eta")),
-}
+    cls: (algorithm, decay)
+    for algorithm, rule in UPDATE_RULES.items()
+    for cls, decay in rule.torch_classes.items()
+} | {cls: (cls.algorithm, UPDATE_RULES[cls.algorithm].decay) for cls in OWN_CLASSES}
 _ANY_VALUE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """How torch computes, not what."""
 
@@ -159,11 +141,13 @@ def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
     It is the same for a table that owns the optimizer and for parameters that torch steps.
 
     Example:
-        >>> optimizer_kind(torch.optim.AdamW), optimizer_kind(ours.LAMB)
+        >>> import torch
+        >>> from recsys.optim import LAMB
+        >>> optimizer_kind(torch.optim.AdamW), optimizer_kind(LAMB)
         ('adam', 'lamb')
     """
     meaning = _CLASSES.get(optimizer_class)
-    return optimizer_class.__qualname__ if meaning is None else meaning.algorithm.value
+    return optimizer_class.__qualname__ if meaning is None else meaning[0].value
 
 
 def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptimType:
@@ -176,10 +160,11 @@ def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptim
         ValueError: Tables have no such optimizer.
 
     Example:
+        >>> import torch
         >>> optimizer_type_to_emb_opt_type(torch.optim.Adagrad).name
         'EXACT_ADAGRAD'
     """
-    return _meaning_of(optimizer_class).algorithm
+    return _meaning_of(optimizer_class)[0]
 
 
 def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
@@ -212,10 +197,11 @@ def optimizer_spec(
         ValueError: A class or an argument that tables do not know. Nothing is ignored.
 
     Example:
+        >>> import torch
         >>> optimizer_spec(torch.optim.Adagrad, {"lr": 0.5}).learning_rate
         0.5
     """
-    meaning = _meaning_of(optimizer_class)
+    algorithm, decay = _meaning_of(optimizer_class)
     parameters = _parameters_of(optimizer_class)  # type: ignore[arg-type]  # a class does hash
     unknown = sorted(set(optimizer_kwargs) - set(parameters))
     if unknown:
@@ -225,20 +211,16 @@ def optimizer_spec(
         )
     values = {name: p.default for name, p in parameters.items() if name != "self"}
     values.update(optimizer_kwargs)
-    algorithm = meaning.algorithm
     fields: dict[str, Any] = {
         "learning_rate": values.pop("lr"),
         "weight_decay": values.pop("weight_decay", 0.0),
-        "weight_decay_mode": meaning.decay,
+        "weight_decay_mode": decay,
     }
     if values.pop("decoupled_weight_decay", False):
         fields["weight_decay_mode"] = WeightDecayMode.DECOUPLE
-    for name in meaning.fields:
-        value = values.pop(name)
-        if name == "betas":
-            fields["beta1"], fields["beta2"] = value
-        else:
-            fields[name] = value
+    if "betas" in values:
+        values["beta1"], values["beta2"] = values.pop("betas")
+    fields.update((name, values.pop(name)) for name in UPDATE_RULES[algorithm].settings)
     ignored = {n: v for n, v in values.items() if n not in _ANY_VALUE and v not in (0, None)}
     if ignored:
         raise ValueError(

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from recsys.kernels.row_update import (
     init_state,
-    is_row_reducing,
     round_stochastically,
     row_statistic,
     update_rows,
 )
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+from recsys.kernels.update_rules import UPDATE_RULES
 
 ROWS, DIM, LR = 5, 4, 0.1
 
@@ -201,7 +201,7 @@ def test_learning_rate_may_be_a_tensor() -> None:
 
 
 def test_which_optimizers_reduce_rows() -> None:
-    assert [a.name for a in EmbOptimType if is_row_reducing(a)] == [
+    assert [a.name for a, rule in UPDATE_RULES.items() if rule.reduces_rows] == [
         "EXACT_ROWWISE_ADAGRAD",
         "PARTIAL_ROWWISE_ADAM",
         "LAMB",

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from recsys.kernels import support, tbe_fbgemm
-from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.support import (
     LIMITS,
     LookupSettings,
@@ -69,7 +68,7 @@ def kernels_agree(s: LookupSettings) -> bool:
     """Whether FBGEMM's CPU kernels, forced, give what the torch kernels give."""
     assert s.optimizer is not None
     if s.optimizer.algorithm not in FUSED_ON_CPU:
-        name = FBGEMM_NAMES[s.optimizer.algorithm]
+        name = FBGEMM_NAMES.get(s.optimizer.algorithm)
         return hasattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu")
     results = []
     for kernel_class in (FbgemmCpuKernel, TorchKernel):
@@ -78,10 +77,7 @@ def kernels_agree(s: LookupSettings) -> bool:
         generator = torch.Generator().manual_seed(0)
         storage = torch.randn(layout.num_elements, generator=generator).to(s.weights_dtype)
         sizes = {"element": layout.num_elements, "row": layout.num_rows, "table": len(tables)}
-        states = {
-            name: torch.zeros(sizes[kind])
-            for name, kind in STATE_KINDS[s.optimizer.algorithm].items()
-        }
+        states = {name: torch.zeros(sizes[kind]) for name, kind in s.optimizer.rule.state.items()}
         kernel = kernel_class(layout, storage, s.pooling, s.output_dtype, s.optimizer, states)
         num_features = layout.num_features
         indices = torch.tensor([1, 1, 3, 0, 5, 3] * num_features)

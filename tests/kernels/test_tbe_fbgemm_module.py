@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from recsys.kernels.row_update import STATE_KINDS
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
 from recsys.kernels.tbe_fbgemm_module import FbgemmModule
 from recsys.kernels.tbe_layout import StorageLayout
@@ -61,7 +60,7 @@ def test_the_module_trains_as_our_own_kernel(algorithm: EmbOptimType) -> None:
     for a, b in zip(module.weights, tbe.weights, strict=True):
         torch.testing.assert_close(a, b)
     for mine, theirs in zip(module.states, tbe.states, strict=True):
-        assert mine.keys() == theirs.keys() == STATE_KINDS[algorithm].keys()
+        assert mine.keys() == theirs.keys() == spec.rule.state.keys()
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name])
     module.flush()

@@ -8,32 +8,18 @@ and these in the order in which they are sent back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage, sum_of
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.types import EmbeddingComputeKernel
-from recsys.kernels.row_update import moves_without_gradient
-from recsys.kernels.types import EmbOptimType
 
 _VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
 _SORTED_ID_BYTES = 12  # and where it stood
 _GIVEN_ID_BYTES, _GIVEN_LENGTH_BYTES = 8, 8  # as batches mostly have them
 _BATCH_COPIES = 3  # of the own samples' embeddings: they, their gradients, and these to be sent
 _HOP_COPIES = 3  # of sums within a node: as looked up, in the order of the ranks, and received
-
-_UPDATE_COPIES: Mapping[EmbOptimType, int] = {
-    EmbOptimType.SGD: 2,
-    EmbOptimType.EXACT_ADAGRAD: 4,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: 2,
-    EmbOptimType.ADAM: 5,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: 4,
-    EmbOptimType.LAMB: 7,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: 6,
-    EmbOptimType.LARS_SGD: 4,
-}
-"""Values of touched rows that an update in plain PyTorch holds at a time, gradients included."""
 
 
 @final
@@ -109,11 +95,11 @@ class StorageModel:
         if not table.trains:
             return table.storage_of(table.rows, table.dim, kernel)
         summed, working = table.gradient_bytes, 0.0
-        if table.optimizer is not None and moves_without_gradient(table.optimizer.spec):
+        if table.optimizer is not None and table.optimizer.spec.moves_without_gradient:
             # what is sent is put together first, and the rows that moved are taken out of it
             ids, _ = table.load(self._world_size * self._batch_size)
             values = table.touched(table.rows, ids) * table.dim
-            working = values * _VALUE_BYTES * _UPDATE_COPIES[table.optimizer.spec.algorithm]
+            working = values * _VALUE_BYTES * table.optimizer.spec.rule.update_copies
             working += summed
         return table.storage_of(
             table.rows, table.dim, kernel, gradients=summed, buffers=int(working)
@@ -142,7 +128,7 @@ class StorageModel:
             return int(touched * (num_cols * _VALUE_BYTES + _ROW_ID_BYTES)), 0.0
         copies, sorted_ids = 0, 0.0
         if table.writes_row_gradients:
-            copies = _UPDATE_COPIES[optimizer.spec.algorithm]
+            copies = optimizer.spec.rule.update_copies
         if num_cols < table.dim and optimizer.exchanges_row_state:
             # rows are added up first, in a lookup of their own, which takes a copy
             copies += 1

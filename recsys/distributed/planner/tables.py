@@ -13,7 +13,6 @@ from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.pooling_stats import IdSkew, uniform_distinct
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
-from recsys.kernels.row_update import STATE_KINDS, moves_without_gradient
 from recsys.optim.specs import TableOptimizer
 
 UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
@@ -235,7 +234,7 @@ class PlannedTable:
     def gradient_bytes(self) -> int:
         """The sum of replicas' gradients, and of each row whether it was touched, if it matters."""
         spec = self.optimizer and self.optimizer.spec
-        flags = 4 * self.rows if spec is not None and moves_without_gradient(spec) else 0
+        flags = 4 * self.rows if spec is not None and spec.moves_without_gradient else 0
         return 4 * self.rows * self.dim + flags
 
     def state_bytes_per_row(self, cols: int) -> int:
@@ -246,7 +245,7 @@ class PlannedTable:
         """Returns the bytes of a row's states with a value per element, and with one per row."""
         if self.optimizer is None:
             return 0, 0
-        kinds = list(STATE_KINDS[self.optimizer.spec.algorithm].values())
+        kinds = list(self.optimizer.spec.rule.state.values())
         return 4 * cols * kinds.count("element"), 4 * kinds.count("row")
 
     def adds_up_rows(self, cols: int) -> bool:
@@ -258,7 +257,7 @@ class PlannedTable:
         """Bytes of the counter of updates, which a part has once."""
         if self.optimizer is None:
             return 0
-        return 4 * list(STATE_KINDS[self.optimizer.spec.algorithm].values()).count("table")
+        return 4 * list(self.optimizer.spec.rule.state.values()).count("table")
 
     @property
     def whole(self) -> Bytes:

@@ -35,16 +35,10 @@ from recsys.modules.embedding_configs import (
     PoolingType,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.optim.specs import supported_optimizer_classes
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
-    "SGD": torch.optim.SGD,
-    "Adagrad": torch.optim.Adagrad,
-    "RowWiseAdagrad": optim.RowWiseAdagrad,
-    "Adam": torch.optim.Adam,
-    "PartialRowWiseAdam": optim.PartialRowWiseAdam,
-    "PartialRowWiseLAMB": optim.PartialRowWiseLAMB,
-    "LAMB": optim.LAMB,
-    "LarsSGD": optim.LarsSGD,
+    **{known.__name__: known for known in supported_optimizer_classes()},
     "none": None,
 }
 """By the name in a file; none leaves a gradient as large as the table."""

@@ -1,0 +1,444 @@
+"""The optimizers of tables, each a value: its state, its settings, its update of rows.
+
+All that the rest of the library knows of an optimizer it reads from `UPDATE_RULES`; what FBGEMM
+has kernels for is a fact of those backends. The formulas are FBGEMM's, so that a table trained by
+any backend has the same weights:
+
+    SGD            w -= lr * g
+    Adagrad        s += g*g;                w -= lr * g / (sqrt(s) + eps)
+    row-wise       s += mean(g*g);          w -= lr * g / (sqrt(s) + eps)      one s per row
+    Adam           m, v as usual;           w -= lr * (m^ / (sqrt(v^) + eps) + wd * w)
+    partial row-w. as Adam with v from mean(g*g), one per row
+    LAMB           r = m^ / (sqrt(v^) + eps) + wd * w;   w -= lr * |w| / |r| * r   norms per row
+    partial row-w. LAMB: as LAMB with v from mean(g*g), one per row
+    LARS-SGD       b = momentum * b + lr * eta * |w| / (|g| + wd * |w|) * (g + wd * w);   w -= b
+
+A new optimizer is a member of `EmbOptimType`, an entry of `UPDATE_RULES` and its function of
+`TouchedRows`.
+
+Shape suffixes: R rows of the table, K touched rows, D columns.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recsys.kernels.arguments import finite
+
+__all__ = [
+    "UPDATE_RULES",
+    "EmbOptimType",
+    "OptimizerSpec",
+    "RowReads",
+    "StateKind",
+    "TouchedRows",
+    "UpdateRule",
+    "WeightDecayMode",
+    "row_moment",
+]
+
+
+@final
+class EmbOptimType(enum.Enum):
+    """Optimizers that a table can own. Names as in FBGEMM, whose users know them."""
+
+    SGD = "sgd"
+    EXACT_SGD = "sgd"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    ADAM = "adam"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    LAMB = "lamb"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+    LARS_SGD = "lars_sgd"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@final
+class WeightDecayMode(enum.Enum):
+    """How `weight_decay` acts. Only rows that were looked up decay, never the rest of the table."""
+
+    L2 = "l2"
+    """Added to the gradient (`g + weight_decay * w`), so that the optimizer's statistics see it."""
+    DECOUPLE = "decouple"
+    """`w` shrinks by `learning_rate * weight_decay`, beside the update (as in AdamW)."""
+
+
+@final
+class RowReads(enum.Enum):
+    """What an update takes from all columns of a row at once."""
+
+    NOTHING = "nothing"
+    """Columns are independent: a table may be split between any two."""
+    MOMENT = "moment"
+    """The mean of g*g, which owners of different columns can add up (see `row_statistic`)."""
+    NORMS = "norms"
+    """Norms of the weights and of the step. Weight decay is inside the update, in one mode only."""
+
+
+StateKind: TypeAlias = Literal["element", "row", "table"]
+"""What a state has a value for."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """The optimizer a table owns. Hashable: tables are grouped by it.
+
+    Fields an algorithm does not read must keep their default, so that a setting is never dropped
+    without a word.
+
+    Example:
+        >>> OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1).eps
+        1e-08
+    """
+
+    algorithm: EmbOptimType
+    learning_rate: float = 0.01
+    """The value at construction; `TableBatchedEmbedding.learning_rates` changes it later."""
+    eps: float = 1e-8
+    """Added to the square root, outside of it. Adagrad, Adam, LAMB."""
+    beta1: float = 0.9
+    """Adam, LAMB."""
+    beta2: float = 0.999
+    """Adam, LAMB."""
+    weight_decay: float = 0.0
+    """Acts on looked-up rows only."""
+    weight_decay_mode: WeightDecayMode | None = None
+    """None: decoupled for Adam, partial row-wise Adam and LAMB, L2 for the others."""
+    momentum: float = 0.9
+    """LARS-SGD."""
+    eta: float = 0.001
+    """LARS-SGD: the trust coefficient."""
+    stochastic_rounding: bool = False
+    """Tables of fp16 or bf16: round an updated weight up or down at random, right on average.
+    Updates smaller than half a step of the dtype are then not lost."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, EmbOptimType):
+            raise TypeError(
+                "OptimizerSpec.algorithm must be an EmbOptimType; received "
+                f"{self.algorithm!r}. Choose one of {[e.name for e in EmbOptimType]}."
+            )
+        rule, name = self.rule, self.algorithm.name
+        unread = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(each.default, float):
+                below = 1 if each.name in ("beta1", "beta2", "momentum") else None
+                value = finite(f"OptimizerSpec.{each.name}", value, least=0, below=below)
+                object.__setattr__(self, each.name, value)
+                if each.name not in (*rule.settings, *_ALWAYS_READ) and value != each.default:
+                    unread.append(each.name)
+        if self.weight_decay_mode is None:
+            object.__setattr__(self, "weight_decay_mode", rule.decay)
+        elif self.weight_decay_mode is not rule.decay and rule.reads_row is RowReads.NORMS:
+            raise ValueError(
+                f"{name} knows only weight_decay_mode={rule.decay.name}; received "
+                f"{self.weight_decay_mode.name}."
+            )
+        if unread:
+            raise ValueError(
+                f"{name} does not read {unread}; received "
+                f"{[getattr(self, n) for n in unread]}. Leave them at their defaults."
+            )
+
+    @property
+    def rule(self) -> UpdateRule:
+        """What the algorithm keeps, reads and does."""
+        return UPDATE_RULES[self.algorithm]
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether an update needs the old weights."""
+        return self.weight_decay != 0 or self.rule.reads_row is RowReads.NORMS
+
+    @property
+    def moves_without_gradient(self) -> bool:
+        """Whether a row with a zero gradient may change: by its past, by decay, or 0 / 0.
+
+        Where not, all rows of a table can be updated by a dense gradient, as if only those with a
+        gradient were.
+
+        Example:
+            >>> OptimizerSpec(algorithm=EmbOptimType.EXACT_ADAGRAD).moves_without_gradient
+            False
+            >>> OptimizerSpec(algorithm=EmbOptimType.ADAM).moves_without_gradient
+            True
+        """
+        divides_by_zero = "eps" in self.rule.settings and self.eps == 0
+        return (
+            self.rule.dense_scale is None
+            or divides_by_zero
+            or self.weight_decay != 0
+            or self.stochastic_rounding
+        )
+
+    def decay(self, mode: WeightDecayMode) -> float:
+        """The weight decay of one mode; 0 under rules that have it inside their update."""
+        is_meant = self.weight_decay_mode is mode and self.rule.reads_row is not RowReads.NORMS
+        return self.weight_decay if is_meant else 0.0
+
+    def settings(self) -> dict[str, float | str | tuple[float, float]]:
+        """What the algorithm reads besides its rate, under the names of torch.optim."""
+        read = {name: getattr(self, name) for name in self.rule.settings}
+        if "beta1" in read:
+            read["betas"] = (read.pop("beta1"), read.pop("beta2"))
+        if self.weight_decay and self.weight_decay_mode is not None:
+            read["weight_decay_mode"] = self.weight_decay_mode.value
+        return {"weight_decay": self.weight_decay, **read}
+
+
+_ALWAYS_READ = ("learning_rate", "weight_decay")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TouchedRows:
+    """What an update function is given: some rows of one table, without duplicates."""
+
+    spec: OptimizerSpec
+    gradients: Tensor
+    """[K, D] fp32, with L2 decay but for rules that read norms."""
+    state: Mapping[str, Tensor]
+    rate: float | Tensor
+    """A scalar or [K, 1]; so is `step`."""
+    rows: Tensor | None = None
+    """[K] int64; None: all of them."""
+    old: Tensor | None = None
+    """[K, D] fp32 weights, where `spec.reads_weights`."""
+    step: Tensor | None = None
+    """How many updates there are with this one, for rules that count them."""
+    given_moment: Tensor | None = None
+    """[K] of whole rows, where the table has only some of the columns."""
+
+    @property
+    def weights(self) -> Tensor:
+        """`old`, which is there."""
+        assert self.old is not None
+        return self.old
+
+    @property
+    def moment(self) -> Tensor:
+        """[K] mean of g*g of whole rows."""
+        return row_moment(self.gradients) if self.given_moment is None else self.given_moment
+
+    def advance(self, name: str, fresh: Tensor, keep: float = 1.0, share: float = 1.0) -> Tensor:
+        """Set state[rows] to keep * state[rows] + share * fresh; returns the new values, a copy."""
+        assert self.rows is not None
+        values = self.state[name].index_select(0, self.rows)
+        values = values.mul_(keep).add_(fresh, alpha=share)
+        self.state[name].index_copy_(0, self.rows, values)
+        return values
+
+    def move_along(self, direction: Tensor) -> Tensor:
+        """A direction, and decoupled weight decay, at the learning rate."""
+        decay = self.spec.decay(WeightDecayMode.DECOUPLE)
+        if decay:
+            direction = direction.add(self.weights, alpha=decay)
+        return direction * self.rate
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateRule:
+    """All that is known of one optimizer."""
+
+    move: Callable[[TouchedRows], Tensor]
+    """What to subtract from the rows, [K, D], learning rate included; moves the state on."""
+    state: Mapping[str, StateKind] = field(default_factory=dict)
+    """By torch.optim's names; fp32, zeros at first. `step` counts updates."""
+    settings: tuple[str, ...] = ()
+    """Fields of an `OptimizerSpec` that it reads besides rate and weight decay."""
+    decay: WeightDecayMode = WeightDecayMode.L2
+    """Unless a mode is asked for."""
+    reads_row: RowReads = RowReads.NOTHING
+    dense_scale: Callable[[TouchedRows], Tensor] | None = None
+    """Of rules that leave rows alone whose gradient is 0: given all rows, by what to multiply the
+    gradient to have what is subtracted; moves the state on in place."""
+    update_copies: int
+    """Values of touched rows that an update in plain PyTorch holds at a time, gradients included:
+    for the planner."""
+    torch_classes: Mapping[type[Optimizer], WeightDecayMode] = field(default_factory=dict)
+    """The classes of torch.optim that mean it, and how each decays."""
+
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether it needs all columns of a row at once, so that a column split is not exact."""
+        return self.reads_row is not RowReads.NOTHING
+
+
+def row_moment(g_KD: Tensor) -> Tensor:
+    """Mean of g*g; by the norm, which unlike `square().mean()` writes no [K, D] intermediate."""
+    norm_K: Tensor = torch.linalg.vector_norm(g_KD, dim=1)
+    return norm_K.square_().div_(g_KD.shape[1])
+
+
+def _move_by_sgd(touched: TouchedRows) -> Tensor:
+    return touched.move_along(touched.gradients)
+
+
+def _move_by_adagrad(touched: TouchedRows) -> Tensor:
+    g_KD = touched.gradients
+    root_KD = touched.advance("sum", g_KD.square()).sqrt_().add_(touched.spec.eps)
+    return touched.move_along(g_KD / root_KD)
+
+
+def _move_by_rowwise_adagrad(touched: TouchedRows) -> Tensor:
+    root_K = touched.advance("sum", touched.moment).sqrt_().add_(touched.spec.eps)
+    if touched.spec.decay(WeightDecayMode.DECOUPLE):
+        return touched.move_along(touched.gradients / root_K.unsqueeze(1))
+    return touched.gradients * (root_K.reciprocal_().unsqueeze(1) * touched.rate)
+
+
+def _adam_direction(touched: TouchedRows) -> Tensor:
+    """Adam's step before decay and rate; the rule's state says whether v is one per row."""
+    spec, g_KD, step = touched.spec, touched.gradients, touched.step
+    assert step is not None
+    mean_hat = touched.advance("exp_avg", g_KD, spec.beta1, 1 - spec.beta1)
+    mean_hat = mean_hat / (1 - spec.beta1**step)
+    is_row_wise = spec.rule.state["exp_avg_sq"] == "row"
+    fresh = touched.moment if is_row_wise else g_KD.square()
+    square = touched.advance("exp_avg_sq", fresh, spec.beta2, 1 - spec.beta2)
+    if is_row_wise:
+        square = square.unsqueeze(1)
+    return mean_hat / (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
+
+
+def _move_by_adam(touched: TouchedRows) -> Tensor:
+    return touched.move_along(_adam_direction(touched))
+
+
+def _move_by_lamb(touched: TouchedRows) -> Tensor:
+    old_KD = touched.weights
+    direction = _adam_direction(touched).add(old_KD, alpha=touched.spec.weight_decay)
+    direction *= _safe_ratio(_row_norm(old_KD), _row_norm(direction))
+    return direction * touched.rate
+
+
+def _move_by_lars_sgd(touched: TouchedRows) -> Tensor:
+    spec, g_KD, old_KD, decay = (
+        touched.spec,
+        touched.gradients,
+        touched.weights,
+        touched.spec.weight_decay,
+    )
+    w_norm, g_norm = _row_norm(old_KD), _row_norm(g_KD)
+    trust = _safe_ratio(spec.eta * w_norm, g_norm + decay * w_norm) * touched.rate
+    fresh = g_KD.add(old_KD, alpha=decay).mul_(trust)
+    return touched.advance("momentum_buffer", fresh, spec.momentum)
+
+
+def _row_norm(x_KD: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x_KD, dim=1, keepdim=True)
+    return norm
+
+
+def _safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """A row with no gradient has denominator 0: it must not move, rather than become NaN."""
+    return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))
+
+
+def _scale_of_sgd(all_rows: TouchedRows) -> Tensor:
+    rate = all_rows.rate
+    if isinstance(rate, Tensor):
+        return rate
+    return torch.full((), rate, device=all_rows.gradients.device)
+
+
+def _scale_of_adagrad(all_rows: TouchedRows) -> Tensor:
+    g_RD = all_rows.gradients
+    root_RD = all_rows.state["sum"].addcmul_(g_RD, g_RD).sqrt().add_(all_rows.spec.eps)
+    return root_RD.reciprocal_().mul_(all_rows.rate)
+
+
+def _scale_of_rowwise_adagrad(all_rows: TouchedRows) -> Tensor:
+    root_R = all_rows.state["sum"].add_(all_rows.moment).sqrt().add_(all_rows.spec.eps)
+    return root_R.reciprocal_().unsqueeze(1) * all_rows.rate
+
+
+_L2, _DECOUPLE = WeightDecayMode.L2, WeightDecayMode.DECOUPLE
+_ADAM_SETTINGS = ("eps", "beta1", "beta2")
+_ADAM_STATE: Mapping[str, StateKind] = {
+    "exp_avg": "element",
+    "exp_avg_sq": "element",
+    "step": "table",
+}
+_ROW_WISE_ADAM_STATE: Mapping[str, StateKind] = {**_ADAM_STATE, "exp_avg_sq": "row"}
+
+UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
+    EmbOptimType.SGD: UpdateRule(
+        move=_move_by_sgd,
+        dense_scale=_scale_of_sgd,
+        update_copies=2,
+        torch_classes={torch.optim.SGD: _L2},
+    ),
+    EmbOptimType.EXACT_ADAGRAD: UpdateRule(
+        move=_move_by_adagrad,
+        state={"sum": "element"},
+        settings=("eps",),
+        dense_scale=_scale_of_adagrad,
+        update_copies=4,
+        torch_classes={torch.optim.Adagrad: _L2},
+    ),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: UpdateRule(
+        move=_move_by_rowwise_adagrad,
+        state={"sum": "row"},
+        settings=("eps",),
+        reads_row=RowReads.MOMENT,
+        dense_scale=_scale_of_rowwise_adagrad,
+        update_copies=2,
+    ),
+    EmbOptimType.ADAM: UpdateRule(
+        move=_move_by_adam,
+        state=_ADAM_STATE,
+        settings=_ADAM_SETTINGS,
+        decay=_DECOUPLE,
+        update_copies=5,
+        torch_classes={
+            torch.optim.Adam: _L2,
+            torch.optim.AdamW: _DECOUPLE,
+            torch.optim.SparseAdam: _L2,
+        },
+    ),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: UpdateRule(
+        move=_move_by_adam,
+        state=_ROW_WISE_ADAM_STATE,
+        settings=_ADAM_SETTINGS,
+        decay=_DECOUPLE,
+        reads_row=RowReads.MOMENT,
+        update_copies=4,
+    ),
+    EmbOptimType.LAMB: UpdateRule(
+        move=_move_by_lamb,
+        state=_ADAM_STATE,
+        settings=_ADAM_SETTINGS,
+        decay=_DECOUPLE,
+        reads_row=RowReads.NORMS,
+        update_copies=7,
+    ),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: UpdateRule(
+        move=_move_by_lamb,
+        state=_ROW_WISE_ADAM_STATE,
+        settings=_ADAM_SETTINGS,
+        decay=_DECOUPLE,
+        reads_row=RowReads.NORMS,
+        update_copies=6,
+    ),
+    EmbOptimType.LARS_SGD: UpdateRule(
+        move=_move_by_lars_sgd,
+        state={"momentum_buffer": "element"},
+        settings=("momentum", "eta"),
+        reads_row=RowReads.NORMS,
+        update_copies=4,
+    ),
+}
