@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import ranks
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

@@ -99,7 +99,7 @@ class Library:
             import_module(f"{name}.distributed.embedding").EmbeddingCollectionSharder,
         )
         self.wire = import_module(
-            "recsys.distributed.wire" if ours else "torchrec.distributed.fbgemm_qcomm_codec"
+            "recsys.distributed.ranks.wire" if ours else "torchrec.distributed.fbgemm_qcomm_codec"
         )
         optimizers = import_module(
             "recsys.kernels.types" if ours else "fbgemm_gpu.split_embedding_configs"

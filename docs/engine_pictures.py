@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from recsys.distributed.layout import Layout
-from recsys.distributed.plan_layout import layout_of_plan
+from recsys.distributed.placement.layout import Layout
+from recsys.distributed.placement.plan_layout import layout_of_plan
+from recsys.distributed.placement.traffic import traffic_of
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -24,7 +25,6 @@ from recsys.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from recsys.distributed.traffic import traffic_of
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 

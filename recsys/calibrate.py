@@ -27,7 +27,7 @@ from torch import Tensor
 
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.node import get_local_size
+from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.costs import (
     REPLICA_PASSES,
     lookup_bytes,
@@ -36,8 +36,8 @@ from recsys.distributed.planner.costs import (
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.topology import Topology
+from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from recsys.distributed.types import ShardingPlan
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingMode, TableSpec, UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig

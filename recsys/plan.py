@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from recsys.distributed.default_sharders import get_default_sharders
+from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import (
     EmbeddingShardingPlanner,
     HeuristicalStorageReservation,
@@ -24,7 +25,6 @@ from recsys.distributed.planner import (
     Topology,
 )
 from recsys.distributed.planner.tables_file import TablesFile, read_tables
-from recsys.distributed.types import ShardingPlan
 
 __all__ = ["add_arguments", "main"]
 

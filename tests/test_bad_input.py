@@ -17,8 +17,8 @@ from recsys.datasets.criteo import CriteoDataset
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.planner import EmbeddingShardingPlanner, PlannerError, Topology
-from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

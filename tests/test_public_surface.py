@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,27 @@ def test_unknown_top_level_name() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'\. Here are DataType, "):
         recsys.Nothing
     assert {"KeyedJaggedTensor", "sparse", "__version__"} <= set(dir(recsys))
+
+
+def test_promised_names_are_there() -> None:
+    lines = (Path(__file__).parent / "promised_names.txt").read_text().splitlines()
+    gone = {}
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        path, _, name = line.partition(" ")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of modules that have moved
+                module = importlib.import_module(path)
+                assert not name or hasattr(module, name)
+        except (ImportError, AssertionError) as error:
+            gone[line] = repr(error)
+    assert gone == {}
+
+
+def test_a_module_that_moved_says_where_to() -> None:
+    with pytest.warns(DeprecationWarning, match=r"import Layout from recsys.distributed.placement"):
+        from recsys.distributed.layout import Layout
+    assert Layout is importlib.import_module("recsys.distributed.placement.layout").Layout
+    sys.modules.pop("recsys.distributed.layout")

@@ -191,10 +191,10 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.distributed.types",
         "Awaitable, ModuleSharder, NoWait, ParameterSharding, ShardedModule, ShardingEnv",
     ),
-    ("torchrec.distributed", "recsys.distributed.node", "get_local_rank, get_local_size"),
+    ("torchrec.distributed", "recsys.distributed.ranks.node", "get_local_rank, get_local_size"),
     (
         "torchrec.distributed.types",
-        "recsys.distributed.sharded_table",
+        "recsys.distributed.state.sharded_table",
         "Shard, ShardedTable as ShardedTensor, ShardedTensorMetadata",
     ),
     (
@@ -204,7 +204,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "LazyAwaitable, LazyNoWait, ModuleSharder, NoWait, ParameterSharding, ShardMetadata, "
         "ShardedModule, ShardingEnv, ShardingPlan, ShardingType",
     ),
-    ("torchrec.distributed.types", "recsys.distributed.wire", "CommOp, QuantizedCommCodecs"),
+    ("torchrec.distributed.types", "recsys.distributed.ranks.wire", "CommOp, QuantizedCommCodecs"),
     ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),
     (
         "torchrec.distributed.embedding_types",
@@ -214,7 +214,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.distributed.embedding_types", "recsys.sparse.kjt_list", "KJTList"),
     (
         "torchrec.distributed.utils",
-        "recsys.distributed.fused_params",
+        "recsys.distributed.state.fused_params",
         "add_params_from_parameter_sharding, convert_to_fbgemm_types, merge_fused_params",
     ),
     ("torchrec.distributed.utils", "recsys.distributed.types", "copy_to_device"),
@@ -265,7 +265,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "torchrec.distributed.fbgemm_qcomm_codec",
-        "recsys.distributed.wire",
+        "recsys.distributed.ranks.wire",
         "CommType, QCommsConfig, get_qcomm_codecs_registry",
     ),
     ("torchrec.distributed.shard", "recsys.distributed.shard", "shard, shard_modules"),
@@ -284,7 +284,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "torchrec.distributed.comm",
-        "recsys.distributed.node",
+        "recsys.distributed.ranks.node",
         "get_local_rank, get_local_size, intra_and_cross_node_pg",
     ),
     # distributed.planner

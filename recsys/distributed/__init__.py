@@ -1,31 +1,25 @@
 """Placing embedding tables on many devices and moving a batch through them.
 
-The files read in run order: ``types`` (what a plan says) -> ``planner`` (finds one) or
-``sharding_plan`` (written by hand) -> ``strategies`` (rectangles) -> ``layout`` (compiles them;
-``plan_layout``, ``traffic`` and ``layout_plot`` show it) -> ``input_dist`` (over
-``batch_segments``, ``id_routes``, ``weight_gradients``) -> ``lookup`` and ``row_updates`` ->
-``output_dist`` or ``sequence_dist`` (over ``exchange``, ``comm``, ``wire``) -> ``embeddingbag``,
-``embedding`` and ``fp_embeddingbag`` (the sharded modules, over ``sharded_collection``) ->
-``shard`` and ``model_parallel`` (a whole model; ``ahead``) -> ``even_batches``, ``checkpoint``.
+In the order of a run: ``ranks`` (who takes part) -> ``placement`` (plans and layouts, as data) ->
+``planner`` (finds a plan) and ``stages`` (one batch) -> ``state`` (what outlives a batch). On these
+stand the modules that users name: ``embeddingbag``, ``embedding``, ``fp_embeddingbag`` (over
+``sharded_collection``), ``sharding_plan``, ``shard`` and ``model_parallel``; over whole models
+``train_pipeline`` and ``checkpoint``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.lazy import lazy_names, moved_modules
 
 if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.model_parallel import DistributedModelParallel
-    from recsys.distributed.node import get_local_rank, get_local_size
-    from recsys.distributed.types import (
-        Awaitable,
-        ModuleSharder,
-        NoWait,
-        ParameterSharding,
-        ShardedModule,
-        ShardingEnv,
-    )
+    from recsys.distributed.placement.plan import ParameterSharding
+    from recsys.distributed.ranks.env import ShardingEnv
+    from recsys.distributed.ranks.node import get_local_rank, get_local_size
+    from recsys.distributed.sharder import ModuleSharder, ShardedModule
+    from recsys.distributed.stages.awaitable import Awaitable, NoWait
 
 __all__ = [
     "Awaitable",
@@ -47,11 +41,30 @@ _HOMES = {
     "ParameterSharding": "distributed.types",
     "ShardedModule": "distributed.types",
     "ShardingEnv": "distributed.types",
-    "get_local_rank": "distributed.node",
-    "get_local_size": "distributed.node",
+    "get_local_rank": "distributed.ranks.node",
+    "get_local_size": "distributed.ranks.node",
 }
 
 __getattr__ = lazy_names(__name__, _HOMES)
+
+moved_modules(
+    __name__,
+    {
+        "comm": "ranks.comm",
+        "even_batches": "train_pipeline.even_batches",
+        "fused_optimizer": "state.fused_optimizer",
+        "fused_params": "state.fused_params",
+        "layout": "placement.layout",
+        "layout_plot": "placement.layout_plot",
+        "node": "ranks.node",
+        "plan_layout": "placement.plan_layout",
+        "sharded_table": "state.sharded_table",
+        "strategies": "placement.strategies",
+        "traffic": "placement.traffic",
+        "wire": "ranks.wire",
+    },
+    removed_in="0.3",
+)
 
 
 def __dir__() -> list[str]:

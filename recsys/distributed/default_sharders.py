@@ -13,7 +13,7 @@ from recsys.distributed.fused_embedding import (
     FusedEmbeddingBagCollectionSharder,
     FusedEmbeddingCollectionSharder,
 )
-from recsys.distributed.types import ModuleSharder
+from recsys.distributed.sharder import ModuleSharder
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:

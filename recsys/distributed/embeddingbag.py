@@ -8,17 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from recsys.distributed.batch_segments import BatchCutter
-from recsys.distributed.input_dist import LocalIds
-from recsys.distributed.output_dist import OutputDist
+from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.wire import POOLED_OPS, QuantizedCommCodecs, codecs_for
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.types import (
-    LazyAwaitable,
-    ModuleSharder,
-    ParameterSharding,
-    ShardingEnv,
-)
-from recsys.distributed.wire import POOLED_OPS, QuantizedCommCodecs, codecs_for
+from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.stages.awaitable import LazyAwaitable
+from recsys.distributed.stages.batch_segments import BatchCutter
+from recsys.distributed.stages.input_dist import LocalIds
+from recsys.distributed.stages.output_dist import OutputDist
 from recsys.kernels.types import PoolingMode
 from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -133,7 +131,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         fused_params: optimizer settings for tables that have no optimizer attached; see
             :class:`ShardedEmbeddingBagCollection`.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
 
     Example:
         >>> sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})

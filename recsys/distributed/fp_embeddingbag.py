@@ -16,13 +16,11 @@ from recsys.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
-from recsys.distributed.types import (
-    LazyAwaitable,
-    ModuleSharder,
-    ParameterSharding,
-    ShardingEnv,
-)
-from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor

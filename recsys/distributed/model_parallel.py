@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from recsys.distributed import comm
-from recsys.distributed.ahead import InputsAhead
-from recsys.distributed.construction import constructing
 from recsys.distributed.default_sharders import get_default_sharders
+from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.construction import constructing
+from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
     make_plan,
@@ -30,15 +31,14 @@ from recsys.distributed.shard import (
     why_no_exchange,
 )
 from recsys.distributed.sharded_collection import canonical_device
-from recsys.distributed.types import (
-    LazyAwaitable,
+from recsys.distributed.sharder import (
     ModuleSharder,
     ShardedModule,
-    ShardingEnv,
-    ShardingPlan,
     copy_around_sharded,
     refuse_to_pickle,
 )
+from recsys.distributed.stages.awaitable import LazyAwaitable
+from recsys.distributed.train_pipeline.ahead import InputsAhead
 from recsys.kernels.arguments import wrong_type
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -349,9 +349,9 @@ class DistributedModelParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state under the unsharded model's names.
 
-        A sharded table appears as one :class:`~recsys.distributed.sharded_table.ShardedTable` of
-        the whole table's shape, which ``torch.distributed.checkpoint`` saves and loads under any
-        plan.
+        A sharded table appears as one
+        :class:`~recsys.distributed.state.sharded_table.ShardedTable` of the whole table's shape,
+        which ``torch.distributed.checkpoint`` saves and loads under any plan.
         """
         result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return result

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from recsys.distributed.table_shards import TableShards
-from recsys.distributed.types import (
-    LazyAwaitable,
-    ModuleSharder,
-    ParameterSharding,
-    ShardingEnv,
-)
-from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.stages.awaitable import LazyAwaitable
+from recsys.distributed.state.table_shards import TableShards
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
@@ -196,7 +194,7 @@ class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
         fused_params: optimizer settings for weights that have no optimizer attached; see
             :class:`~recsys.distributed.embeddingbag.EmbeddingBagCollectionSharder`.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
         is_weighted: whether bags of ``mode="sum"`` can be called with ``per_sample_weights``.
             False saves 4 bytes per id on the wire.
 

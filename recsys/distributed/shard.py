@@ -16,26 +16,21 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.distributed.construction import constructing
 from recsys.distributed.default_sharders import get_default_sharders, sharder_of
 from recsys.distributed.module_tree import check_untied, outermost, walk
-from recsys.distributed.node import get_local_size
+from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
+from recsys.distributed.placement.plan_json import ShardingPlan
+from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
+from recsys.distributed.ranks.construction import constructing
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharded_collection import canonical_device, default_device
+from recsys.distributed.sharder import ModuleSharder, ShardedModule, move_parts
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
     apply_to_all,
     construct_module_sharding_plan,
-)
-from recsys.distributed.strategies import check_plan_paths
-from recsys.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    ParameterSharding,
-    ShardedModule,
-    ShardingEnv,
-    ShardingPlan,
-    move_parts,
 )
 from recsys.kernels.arguments import shown, wrong_type
 
@@ -245,7 +240,7 @@ def replace_modules(
     """Replaces, in place, every module that the plan names; one used twice stays one.
 
     The model changes when all ranks have built their parts: at the end of the outermost
-    :func:`~recsys.distributed.construction.constructing`.
+    :func:`~recsys.distributed.ranks.construction.constructing`.
 
     Returns:
         The given model, or the sharded module if the model is itself one to shard.

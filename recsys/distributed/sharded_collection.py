@@ -14,32 +14,31 @@ from typing import Any, ClassVar, NoReturn, Self, final
 import torch
 from torch import nn
 
-from recsys.distributed.agreement import in_words, stable
-from recsys.distributed.batch_segments import BatchCutter
-from recsys.distributed.comm import together
-from recsys.distributed.construction import constructing
-from recsys.distributed.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
-from recsys.distributed.fused_params import with_table_settings
-from recsys.distributed.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
-from recsys.distributed.layout import Layout, Rect
-from recsys.distributed.lookup import GroupSettings, Lookups, needs_one_width
 from recsys.distributed.module_tree import check_untied
-from recsys.distributed.node import get_local_size
-from recsys.distributed.plan_layout import place_tables
-from recsys.distributed.row_updates import BackwardFinisher
-from recsys.distributed.strategies import check_plan_covers, pooling_of_parts
-from recsys.distributed.table_shards import TableShards, load_tables
-from recsys.distributed.types import (
+from recsys.distributed.placement.layout import Layout, Rect
+from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
-    ShardedModule,
-    ShardingEnv,
     compute_kernel_to_embedding_location,
-    refuse_to_pickle,
     warn_once,
 )
-from recsys.distributed.wire import QuantizedCommCodecs
+from recsys.distributed.placement.plan_layout import place_tables
+from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
+from recsys.distributed.ranks.agreement import in_words, stable
+from recsys.distributed.ranks.comm import together
+from recsys.distributed.ranks.construction import constructing
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.node import get_local_size
+from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
+from recsys.distributed.stages.batch_segments import BatchCutter
+from recsys.distributed.stages.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
+from recsys.distributed.stages.lookup import GroupSettings, Lookups, needs_one_width
+from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
+from recsys.distributed.state.fused_params import with_table_settings
+from recsys.distributed.state.row_updates import BackwardFinisher
+from recsys.distributed.state.table_shards import TableShards, load_tables
 from recsys.kernels.arguments import setting
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
@@ -65,7 +64,7 @@ class ShardedCollection(ShardedModule):
             ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
         device: where the tables go.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
         module_fqn: the module's path in the model, by which errors name it.
 
     Raises:

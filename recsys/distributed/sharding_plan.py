@@ -13,10 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from recsys.distributed.default_sharders import sharder_of
-from recsys.distributed.layout import Rect
-from recsys.distributed.node import get_local_size
-from recsys.distributed.sharded_collection import default_device
-from recsys.distributed.strategies import (
+from recsys.distributed.placement.layout import Rect
+from recsys.distributed.placement.plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingType,
+)
+from recsys.distributed.placement.strategies import (
     MIN_COLUMNS,
     STRATEGIES,
     column_blocks,
@@ -28,14 +32,10 @@ from recsys.distributed.strategies import (
     split_by_sizes,
     split_evenly,
 )
-from recsys.distributed.types import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    ParameterSharding,
-    ShardingEnv,
-    ShardingType,
-)
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.node import get_local_size
+from recsys.distributed.sharded_collection import default_device
+from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.arguments import choice
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 

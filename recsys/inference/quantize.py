@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import PlaceholderObserver
 
-from recsys.distributed.types import ShardedModule
+from recsys.distributed.sharder import ShardedModule
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,

@@ -7,13 +7,13 @@ import copy
 import torch
 from torch import nn
 
-from recsys.distributed.strategies import parameter_sharding
-from recsys.distributed.types import (
+from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
-    ShardingPlan,
     ShardingType,
 )
+from recsys.distributed.placement.plan_json import ShardingPlan
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_tables import rows_left
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.distributed.comm import gather_objects
-from recsys.distributed.sharded_table import ShardedTable
+from recsys.distributed.ranks.comm import gather_objects
+from recsys.distributed.state.sharded_table import ShardedTable
 
 
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:

@@ -102,7 +102,7 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     last_line = run("-m", "recsys.compat", str(script), str(store)).splitlines()[-1]
     assert last_line == (
-        "ebc.embedding_bags.t.weight over.bias over.weight recsys.distributed.types"
+        "ebc.embedding_bags.t.weight over.bias over.weight recsys.distributed.ranks.env"
     )
 
 

@@ -1,9 +1,9 @@
 """How far a narrow wire may lead the tables, the outputs and the optimizer's state.
 
 A value x that travels arrives with an error of at most ``relative |x| + of_largest m``, m being the
-largest magnitude that travels with it (the table in ``recsys/distributed/wire.py``). What reaches a
-sample, or a row, is a sum of such values with known weights, so its error is at most the same
-sum over the bounds: a second collection computes it, with bounds in place of weights. The
+largest magnitude that travels with it (the table in ``recsys/distributed/ranks/wire.py``). What
+reaches a sample, or a row, is a sum of such values with known weights, so its error is at most
+the same sum over the bounds: a second collection computes it, with bounds in place of weights. The
 loss is linear, so that the gradients of later steps do not depend on the errors of earlier ones.
 
 An optimizer turns an error E of a row's gradients into one of its weights. SGD multiplies it by
@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recsys.distributed.ranks.wire import CommType
 from recsys.distributed.types import ShardingType
-from recsys.distributed.wire import CommType
 from recsys.modules.embedding_configs import PoolingType
 from recsys.optim import PartialRowWiseAdam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor

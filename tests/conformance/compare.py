@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.distributed.sharded_table import ShardedTable
-from recsys.distributed.table_shards import TableShards
+from recsys.distributed.ranks.wire import CommType
+from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.distributed.state.table_shards import TableShards
 from recsys.distributed.types import ShardingType
-from recsys.distributed.wire import CommType
 from recsys.optim import PartialRowWiseAdam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.conformance.bounds import Bounds, bounds_of, hops_of

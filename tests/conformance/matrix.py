@@ -11,8 +11,8 @@ from zlib import crc32
 
 import torch
 
+from recsys.distributed.ranks.wire import CommType
 from recsys.distributed.types import ShardingType
-from recsys.distributed.wire import CommType
 from recsys.modules.embedding_configs import PoolingType
 from recsys.optim import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from tests.distributed.cases import Case

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from recsys.distributed.wire import CommType, WireFormat
+from recsys.distributed.ranks.wire import CommType, WireFormat
 from tests.conformance import compare as comparison
 from tests.conformance.compare import compare
 from tests.conformance.matrix import OPTIMIZERS, Cell

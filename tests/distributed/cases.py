@@ -21,14 +21,14 @@ from recsys.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,
     ShardingPlan,
     ShardingType,
 )
-from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import (

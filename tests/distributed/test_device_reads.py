@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

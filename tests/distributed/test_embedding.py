@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recsys.distributed import comm
 from recsys.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.ranks import comm
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingType
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection

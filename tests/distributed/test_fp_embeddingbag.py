@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.types import ShardedModule, ShardingEnv, ShardingPlan, ShardingType
-from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.kernels.types import EmbOptimType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (

@@ -15,8 +15,8 @@ from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.checkpoint.state import state_of
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder, ShardedEmbeddingBag
-from recsys.distributed.sharded_table import ShardedTable
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recsys
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection

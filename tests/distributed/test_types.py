@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.strategies import parameter_sharding, rects_of
+from recsys.distributed.placement.strategies import parameter_sharding, rects_of
 from recsys.distributed.types import (
     Awaitable,
     CacheParams,
@@ -365,7 +365,7 @@ def _default_env() -> tuple[int, int]:
 
 class TestCacheParams:
     def test_what_means_nothing_warns_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recsys.distributed.types._warned_of", set())
+        monkeypatch.setattr("recsys.distributed.placement.plan._warned_of", set())
         assert CacheParams(None, 0.5, prefetch_pipeline=False).load_factor == 0.5
         with pytest.warns(UserWarning, match=r"CacheParams.reserved_memory means nothing.* 8.0"):
             CacheParams(reserved_memory=8.0)

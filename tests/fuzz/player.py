@@ -19,9 +19,9 @@ from torch import nn
 from recsys.distributed.checkpoint import save_checkpoint
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.even_batches import EvenBatches
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,

@@ -86,17 +86,19 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         _instead("sparse.validate:check_inverse_contents", _nothing)
     ],
     "features are looked at": lambda: [
-        _instead("distributed.batch_segments:check_features", _nothing),
+        _instead("distributed.stages.batch_segments:check_features", _nothing),
         _instead("modules.embedding_tables:check_features", _nothing),
     ],
     "ids are checked": lambda: [
-        _instead("distributed.batch_segments:BatchCutter._find_bad_ids", _nothing)
+        _instead("distributed.stages.batch_segments:BatchCutter._find_bad_ids", _nothing)
     ],
     "ranks agree on what they build": lambda: [
-        _instead("distributed.construction:agree", _do_not_compare)
+        _instead("distributed.ranks.construction:agree", _do_not_compare)
     ],
     "narrow tables are laid out": lambda: [
-        _rewritten("distributed.output_dist:_PooledExchange._outgoing", "reshape(-1)", "view(-1)")
+        _rewritten(
+            "distributed.stages.output_dist:_PooledExchange._outgoing", "reshape(-1)", "view(-1)"
+        )
     ],
     "numbers of configs are whole": lambda: [
         _instead("modules.embedding_configs:whole", _as_given)
@@ -119,7 +121,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     ],
     "a scaled loss is refused": lambda: [_instead("kernels.scaled_loss:_check", _nothing)],
     "ranks without data take part": lambda: [
-        _instead("distributed.even_batches:EvenBatches._first", _without_a_first)
+        _instead("distributed.train_pipeline.even_batches:EvenBatches._first", _without_a_first)
     ],
     "saving fails on all": lambda: [_instead("distributed.checkpoint.save:on_every_rank", _alone)],
 }

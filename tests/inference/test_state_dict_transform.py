@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.sharded_table import ShardedTable
-from recsys.distributed.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.inference.state_dict_transform import (
     state_dict_all_gather_keys,

@@ -35,6 +35,7 @@ from recsys.compat.planner.types import (
     groups_of,
 )
 from recsys.distributed.default_sharders import get_default_sharders
+from recsys.distributed.placement.strategies import placement
 from recsys.distributed.planner import enumerators, partitioners, planners, types
 from recsys.distributed.planner import topology as topologies
 from recsys.distributed.planner.pooling_stats import PoolingStats
@@ -46,7 +47,6 @@ from recsys.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
 )
-from recsys.distributed.strategies import placement
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

@@ -9,8 +9,8 @@ from typing import TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from recsys.contact import explain
-from recsys.distributed.comm import gather_objects
-from recsys.distributed.types import ShardingEnv
+from recsys.distributed.ranks.comm import gather_objects
+from recsys.distributed.ranks.env import ShardingEnv
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from recsys.distributed.checkpoint.state import (
 )
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.sharded_table import ShardedTable
+from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.optim.keyed import KeyedOptimizer
 
 

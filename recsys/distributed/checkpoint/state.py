@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from recsys.distributed.checkpoint.errors import CheckpointError
-from recsys.distributed.lookup import LocalShard
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.sharded_table import ShardedTable
-from recsys.distributed.table_shards import TableShards
-from recsys.distributed.types import ShardingEnv
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.stages.lookup import LocalShard
+from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.distributed.state.table_shards import TableShards
 from recsys.optim.keyed import KeyedOptimizer
 
 

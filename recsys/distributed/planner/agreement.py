@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from recsys.distributed.agreement import Facts, agree, differs, stable
 from recsys.distributed.planner.hardware import NUMBERS
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import PlannerError
+from recsys.distributed.ranks.agreement import Facts, agree, differs, stable
 
 _CAPS = ("hbm_cap", "ddr_cap", "ssd_cap")
 _ALIKE = 0.05  # share by which hosts that are alike differ in the memory that they report

@@ -10,10 +10,10 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+from recsys.distributed.placement.plan import ShardingType
 from recsys.distributed.planner.options import Part, TableOption
 from recsys.distributed.planner.placement import Reach
 from recsys.distributed.planner.rating import RatedTable, Rating
-from recsys.distributed.types import ShardingType
 
 _Floats: TypeAlias = NDArray[np.float64]
 

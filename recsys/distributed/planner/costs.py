@@ -29,11 +29,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import final
 
+from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import LookupSpeed
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.types import EmbeddingComputeKernel
 
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
 _SORT_PASSES, _PAIR_BYTES = 4, 8

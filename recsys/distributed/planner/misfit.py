@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, format_table
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Reach
@@ -19,7 +20,6 @@ from recsys.distributed.planner.types import (
     PlannerErrorType,
 )
 from recsys.distributed.planner.what_if import ANY_GAP, plan_again, with_half_weights
-from recsys.distributed.types import EmbeddingComputeKernel, format_table
 
 _SECONDS = 3.0  # to look for what would fit
 _SEARCH_SECONDS = 1.0  # of one try

@@ -9,8 +9,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from recsys.distributed.fused_optimizer import optimizer_of_table
 from recsys.distributed.module_tree import outermost
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
+from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.pooling_stats import IdSkew, PoolingStats, uniform_distinct
 from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
@@ -19,13 +20,9 @@ from recsys.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
 )
-from recsys.distributed.types import (
-    EmbeddingComputeKernel,
-    ModuleSharder,
-    ShardingPlan,
-    ShardingType,
-)
-from recsys.distributed.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
+from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
+from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.state.fused_optimizer import optimizer_of_table
 from recsys.kernels.support import LookupSettings, choose_backend
 from recsys.kernels.types import EmbeddingLocation, PoolingMode
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -6,7 +6,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import final
 
-from recsys.distributed.layout import PlacedTable, adds_up_in_node
+from recsys.distributed.placement.layout import PlacedTable, adds_up_in_node
+from recsys.distributed.placement.plan import (
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingType,
+)
+from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rects_of
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Part, TableOption
 from recsys.distributed.planner.placement import Reach
@@ -14,8 +20,6 @@ from recsys.distributed.planner.shard_estimators import ShardEstimator, estimate
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.strategies import MIN_COLUMNS, even_block, rects_of
-from recsys.distributed.types import EmbeddingComputeKernel, ParameterSharding, ShardingType
 
 _MIN_PARTITION = 32
 

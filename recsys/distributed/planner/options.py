@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.placement import Option, Pieces, Reach
 from recsys.distributed.planner.tables import Bytes, Storage
-from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 
 
 @final

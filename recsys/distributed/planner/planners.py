@@ -17,10 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys.distributed.agreement import Facts
-from recsys.distributed.comm import broadcast_object
-from recsys.distributed.construction import no_collection
 from recsys.distributed.default_sharders import get_default_sharders
+from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ShardingType
+from recsys.distributed.placement.plan_json import PlanRanks, ShardingPlan
+from recsys.distributed.placement.strategies import (
+    check_plan_covers,
+    check_plan_paths,
+    parameter_sharding,
+)
 from recsys.distributed.planner.agreement import check_agreement, facts_of
 from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
@@ -44,18 +48,10 @@ from recsys.distributed.planner.types import (
     StorageReservation,
 )
 from recsys.distributed.planner.what_if import problem_of
-from recsys.distributed.strategies import (
-    check_plan_covers,
-    check_plan_paths,
-    parameter_sharding,
-)
-from recsys.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    PlanRanks,
-    ShardingPlan,
-    ShardingType,
-)
+from recsys.distributed.ranks.agreement import Facts
+from recsys.distributed.ranks.comm import broadcast_object
+from recsys.distributed.ranks.construction import no_collection
+from recsys.distributed.sharder import ModuleSharder
 
 _INSTEAD = {
     "proposer": "All options of all tables are weighed together, so that nothing has to be "

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Part, TableOption
 from recsys.distributed.planner.placement import Placement
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.types import ParameterSharding, ShardingPlan
 
 if TYPE_CHECKING:
     from recsys.distributed.planner.explanation import Explanation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.explanation import (
     COST_PARTS,
     Explanation,
@@ -16,7 +17,6 @@ from recsys.distributed.planner.explanation import (
     way,
 )
 from recsys.distributed.planner.rating import Rating
-from recsys.distributed.types import format_table
 
 _MOST_RANKS = 16
 _SLOWEST = 3

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage, sum_of
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.types import EmbeddingComputeKernel
 
 _VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
 _SORTED_ID_BYTES = 12  # and where it stood

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.pooling_stats import IdSkew, uniform_distinct
 from recsys.distributed.planner.types import ParameterConstraints
-from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 from recsys.optim.specs import TableOptimizer
 
 UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)

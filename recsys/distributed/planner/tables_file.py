@@ -15,7 +15,7 @@ from recsys import optim
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.file_checks import (
+from recsys.distributed.placement.file_checks import (
     choice_of,
     is_number,
     list_of,
@@ -25,9 +25,10 @@ from recsys.distributed.file_checks import (
     whole_of,
     wrong_type,
 )
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.types import ParameterConstraints
-from recsys.distributed.types import EmbeddingComputeKernel, ModuleSharder, ShardingType
-from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
+from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
+from recsys.distributed.sharder import ModuleSharder
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,

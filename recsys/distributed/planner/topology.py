@@ -11,8 +11,7 @@ from typing import Self
 
 import torch
 
-from recsys.distributed.file_checks import read_source
-from recsys.distributed.node import get_local_size
+from recsys.distributed.placement.file_checks import read_source
 from recsys.distributed.planner import topology_json
 from recsys.distributed.planner.custom_topology import CustomTopologyData
 from recsys.distributed.planner.hardware import (
@@ -34,6 +33,7 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.planner.topology_table import hardware_table
+from recsys.distributed.ranks.node import get_local_size
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
@@ -55,8 +55,8 @@ class Topology:
             by default.
         ssd_cap: bytes of solid-state disk per rank.
         local_world_size: ranks per node; by default what torchrun says
-            (:func:`~recsys.distributed.node.get_local_size`), else all. More than there are ranks
-            means all.
+            (:func:`~recsys.distributed.ranks.node.get_local_size`), else all. More than there are
+            ranks means all.
         hbm_mem_bw: device memory bandwidth.
         ddr_mem_bw: host memory bandwidth.
         ssd_mem_bw: disk bandwidth for reads of single rows.

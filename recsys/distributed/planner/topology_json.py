@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, final
 
-from recsys.distributed.file_checks import (
+from recsys.distributed.placement.file_checks import (
     MOST_RANKS,
     bracket,
     is_number,

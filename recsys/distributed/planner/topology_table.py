@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.hardware import Hardware
-from recsys.distributed.types import format_table
 
 _ON_DEVICES = ("device memory", "device to host", "kernel launch")
 _LINES = (

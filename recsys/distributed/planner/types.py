@@ -11,7 +11,7 @@ from typing import Protocol, final
 
 import torch
 
-from recsys.distributed.types import (
+from recsys.distributed.placement.plan import (
     CacheParams,
     EmbeddingComputeKernel,
     ParameterSharding,

@@ -19,8 +19,8 @@ from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.types import EmbeddingComputeKernel
-from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 

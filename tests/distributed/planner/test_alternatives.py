@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from recsys.distributed.planner.alternatives import OtherPlaces
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import Reach
-from recsys.distributed.strategies import parameter_sharding
 from tests.distributed.planner.search_cases import ways
 from tests.distributed.planner.test_planners import SHARDERS, collection
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from recsys.distributed.placement.strategies import STRATEGIES
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import Reach
@@ -14,7 +15,6 @@ from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
-from recsys.distributed.strategies import STRATEGIES
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 from recsys.optim.specs import TableOptimizer, optimizer_spec
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.layout import PlacedTable, Rect
+from recsys.distributed.placement.layout import PlacedTable, Rect
+from recsys.distributed.placement.strategies import rects_of
 from recsys.distributed.planner import (
     EmbeddingShardingPlanner,
     FixedPercentageStorageReservation,
@@ -30,9 +31,8 @@ from recsys.distributed.planner import (
 )
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.pooling_stats import FeatureStats
-from recsys.distributed.strategies import rects_of
+from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.types import CacheParams, ModuleSharder, ShardingPlan
-from recsys.distributed.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection

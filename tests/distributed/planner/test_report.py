@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.planner import (
     EmbeddingShardingPlanner,
     FixedPercentageStorageReservation,
@@ -17,7 +18,6 @@ from recsys.distributed.planner import (
 from recsys.distributed.planner.explanation import Explanation, ms, size_of
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.what_if import fullness, plan_again, with_half_weights
-from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from recsys.distributed import comm
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -28,8 +28,8 @@ from recsys.distributed.planner import (
 )
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.ranks import comm
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

@@ -1,0 +1,346 @@
+"""What a plan says: sharding types, compute kernels, and the rectangles of tables with their ranks.
+
+A plan is data. It names, for every table of every sharded module, a sharding type and the
+rectangles (row range x column range) of the table with the rank that owns each. Nothing here
+moves a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum, unique
+from typing import final
+
+import torch
+
+from recsys.kernels.arguments import choice, whole_list
+from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
+from recsys.modules.embedding_configs import DataType, data_type_to_dtype
+
+
+@unique
+class ShardingType(Enum):
+    """How the rows and columns of a table are divided among ranks."""
+
+    DATA_PARALLEL = "data_parallel"
+    """Every rank holds a whole copy; gradients are all-reduced."""
+    TABLE_WISE = "table_wise"
+    """One rank owns the whole table."""
+    COLUMN_WISE = "column_wise"
+    """Columns are divided; each part is owned by any rank."""
+    ROW_WISE = "row_wise"
+    """Rows are divided among all ranks."""
+    TABLE_ROW_WISE = "table_row_wise"
+    """Rows are divided among the ranks of one node."""
+    TABLE_COLUMN_WISE = "table_column_wise"
+    """Columns are divided among the ranks of one node."""
+    GRID_SHARD = "grid_shard"
+    """Columns are divided among nodes, the rows of each part among that node's ranks."""
+
+
+@unique
+class EmbeddingComputeKernel(Enum):
+    """Where a table lives."""
+
+    DENSE = "dense"
+    """As ``FUSED``: whether a table updates itself depends on its optimizer alone."""
+    FUSED = "fused"
+    """Device memory, or host memory on a CPU. The optimizer attached to a table, if any, updates it
+    in the backward pass; one without is a plain parameter, and backward fills its ``.grad``."""
+    FUSED_UVM = "fused_uvm"
+    """As ``FUSED``, in host memory that the GPU reads directly."""
+    FUSED_UVM_CACHING = "fused_uvm_caching"
+    """As ``FUSED_UVM``, with a cache in device memory."""
+    QUANT = "quant"
+    """Quantized rows, for inference."""
+
+
+def compute_kernel_to_embedding_location(
+    compute_kernel: EmbeddingComputeKernel,
+) -> EmbeddingLocation:
+    """Returns where the rows of a table with this compute kernel lie.
+
+    Args:
+        compute_kernel: of the table.
+
+    Raises:
+        ValueError: if it is no :class:`EmbeddingComputeKernel`, nor the value of one.
+
+    Example:
+        >>> compute_kernel_to_embedding_location(EmbeddingComputeKernel.FUSED_UVM)
+        <EmbeddingLocation.MANAGED: 'managed'>
+    """
+    kernel = choice("compute_kernel", compute_kernel, EmbeddingComputeKernel)
+    return _LOCATIONS.get(kernel, EmbeddingLocation.DEVICE)
+
+
+_LOCATIONS = {
+    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
+}
+
+
+@final
+@dataclass
+class ShardMetadata:
+    """One rectangle of a table and its owner.
+
+    Args:
+        shard_offsets: ``[first row, first column]``.
+        shard_sizes: ``[rows, columns]``.
+        placement: ``"rank:<rank>/<device>"``, such as ``"rank:0/cuda:0"`` or ``"rank:1/cpu"``. An
+            object with a ``rank()`` method (torch's ``_remote_device``) is accepted as well.
+
+    Raises:
+        TypeError: if offsets or sizes are no lists of whole numbers.
+        ValueError: if there are not two of each, or as many for a part that is no table, or one is
+            negative.
+    """
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: object = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("shard_offsets", "shard_sizes")}
+        for name, numbers in given.items():
+            setattr(self, name, whole_list(f"{type(self).__name__}.{name}", numbers))
+        num_dims = len(self.shard_offsets)
+        if num_dims != len(self.shard_sizes) or num_dims > 2:
+            for name, numbers in given.items():
+                whole_list(f"{type(self).__name__}.{name}", numbers, length=2)
+        if type(self.placement) is str:
+            self.placement = Placement(self.placement)
+
+    @property
+    def rank(self) -> int:
+        """The owning rank.
+
+        Raises:
+            ValueError: if the placement names no rank.
+        """
+        return placement_rank(self.placement)
+
+
+@final
+class Placement(str):
+    """Where a shard lies: the text ``"rank:<rank>/<device>"``, which knows its parts.
+
+    Example:
+        >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
+        (3, device(type='cuda', index=1))
+    """
+
+    __slots__ = ()
+
+    def rank(self) -> int:
+        """Returns the owning rank.
+
+        Raises:
+            ValueError: if it names none.
+        """
+        return _rank_in(self)
+
+    def device(self) -> torch.device:
+        """Returns the device, of that rank."""
+        return torch.device(self.partition("/")[2])
+
+
+def placement_rank(placement: object) -> int:
+    """Returns the rank a placement names, such as 3 for ``"rank:3/cuda:3"``.
+
+    Raises:
+        ValueError: if it names none.
+    """
+    rank = getattr(placement, "rank", None)
+    if callable(rank):
+        rank = rank()
+    if isinstance(rank, int):
+        return rank
+    return _rank_in(str(placement))
+
+
+def _rank_in(placement: str) -> int:
+    match = re.fullmatch(r"rank:(\d+)(/.*)?", placement)
+    if match is None:
+        raise ValueError(
+            "A shard's placement must be 'rank:<rank>/<device>', such as 'rank:0/cpu'; "
+            f"received {placement!r}."
+        )
+    return int(match.group(1))
+
+
+@final
+@dataclass
+class EnumerableShardingSpec:
+    """The rectangles of one table; together they cover it once."""
+
+    shards: list[ShardMetadata]
+
+
+_warned_of: set[str] = set()  # settings that mean nothing, in this process
+
+
+def warn_once(setting: str, value: object, advice: str) -> None:
+    """Warns, once per process, that a setting means nothing here.
+
+    Args:
+        setting: such as ``"CacheParams.algorithm"``.
+        value: what was received.
+        advice: what to do, or what holds instead.
+    """
+    if setting not in _warned_of:
+        _warned_of.add(setting)
+        warnings.warn(f"{setting} means nothing here; received {value!r}. {advice}", stacklevel=4)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CacheParams:
+    """The device cache of a ``fused_uvm_caching`` table; arguments are TorchRec's.
+
+    Args:
+        algorithm: means nothing: the least recently used rows leave the cache.
+        load_factor: share of the table's rows that the cache holds, above 0 up to 1 (FBGEMM's
+            default, 0.2).
+        reserved_memory: means nothing.
+        precision: means nothing: a cached row has the dtype of its table.
+        prefetch_pipeline: means nothing.
+        stats: means nothing; the planner takes ``pooling_stats``.
+        multipass_prefetch_config: means nothing.
+
+    A value for what means nothing warns, once per process.
+
+    Raises:
+        ValueError: if ``load_factor`` is out of its range.
+
+    Example:
+        >>> CacheParams(load_factor=0.1).load_factor
+        0.1
+    """
+
+    algorithm: object | None = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: object | None = None
+    prefetch_pipeline: bool | None = None
+    stats: object | None = None
+    multipass_prefetch_config: object | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_factor is not None and not 0 < self.load_factor <= 1:
+            raise ValueError(
+                f"CacheParams.load_factor must lie in (0, 1]; received {self.load_factor}."
+            )
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if own.name != "load_factor" and value:
+                warn_once(f"CacheParams.{own.name}", value, "Only load_factor can be chosen.")
+
+
+@final
+@dataclass
+class ParameterSharding:
+    """How one table is placed.
+
+    Args:
+        sharding_type: a :class:`ShardingType` value, such as ``"table_wise"``.
+        compute_kernel: an :class:`EmbeddingComputeKernel` value, such as ``"fused"``.
+        ranks: the owners of the shards in order; the sharding spec says the same in full.
+        sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
+            ``sharding_type`` and ``ranks``.
+        cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
+        enforce_hbm: means nothing: a cached table's states lie where its kernel puts them.
+        stochastic_rounding: whether the optimizer of a table of fp16 or bf16 rounds at random, as
+            in :class:`~recsys.kernels.types.OptimizerSpec`; None: as the optimizer says. For other
+            tables it means nothing.
+        bounds_check_mode: what to do with an id outside the table.
+        output_dtype: dtype of the looked-up embeddings, one for all tables of a module: float32
+            (None), float16 or bfloat16, also as a
+            :class:`~recsys.modules.embedding_configs.DataType`. Sums are made in float32 and
+            converted at the end; what travels is chosen by ``qcomm_codecs_registry``.
+        key_value_params: means nothing: no table lies in a key-value store.
+
+    True or a value for what means nothing warns, once per process.
+
+    Raises:
+        TypeError: if ranks are no list of whole numbers.
+        ValueError: if there is no such type or kernel, or a rank is negative.
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int] | None = None
+    sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    output_dtype: torch.dtype | None = None
+    key_value_params: object | None = None
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        kind = choice(f"{where}.sharding_type", self.sharding_type, ShardingType)
+        kernel = choice(f"{where}.compute_kernel", self.compute_kernel, EmbeddingComputeKernel)
+        self.sharding_type, self.compute_kernel = kind.value, kernel.value
+        if self.ranks is not None:
+            self.ranks = whole_list(f"{where}.ranks", self.ranks)
+        given: object = self.output_dtype
+        if isinstance(given, DataType):
+            self.output_dtype = data_type_to_dtype(given)
+        if self.enforce_hbm:
+            warn_once(f"{where}.enforce_hbm", True, "States lie where the compute kernel says.")
+        if self.key_value_params is not None:
+            warn_once(
+                f"{where}.key_value_params",
+                self.key_value_params,
+                "Tables lie in device or host memory: compute kernels fused, fused_uvm, "
+                "fused_uvm_caching.",
+            )
+
+
+class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
+    """The placement of one module's tables: table name to :class:`ParameterSharding`.
+
+    Printing it shows the table that users of TorchRec know: one line per table, then one per shard.
+    """
+
+    def __str__(self) -> str:
+        head = ("param", "sharding type", "compute kernel", "ranks")
+        rows = [
+            (name, sharding.sharding_type, sharding.compute_kernel, str(sharding.ranks))
+            for name, sharding in self.items()
+        ]
+        shard_head = ("param", "shard offsets", "shard sizes", "placement")
+        shard_rows = [
+            (name, str(shard.shard_offsets), str(shard.shard_sizes), str(shard.placement))
+            for name, sharding in self.items()
+            if sharding.sharding_spec is not None
+            for shard in sharding.sharding_spec.shards
+        ]
+        tables = (
+            format_table(*table, gap=" | ") for table in ((head, rows), (shard_head, shard_rows))
+        )
+        return "\n\n".join(tables)
+
+
+def format_table(
+    head: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    numbers: Container[int] = (),
+    gap: str = "  ",
+) -> str:
+    """Returns text columns under a head, each as wide as its widest cell; numbers end right."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        gap.join(
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

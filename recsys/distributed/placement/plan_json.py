@@ -1,0 +1,458 @@
+"""A whole plan and its file: JSON, one line per table, which people can edit; checked when read.
+
+A table's rectangles follow from its sharding type, its ranks and its size, and are left out; they
+are written where they do not follow, such as rows divided by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import final
+
+import torch
+
+from recsys.distributed.placement.file_checks import (
+    MOST_RANKS,
+    MOST_ROWS,
+    bracket,
+    choice_of,
+    is_number,
+    list_of,
+    members_of,
+    object_of,
+    parse_json,
+    read_source,
+    text_of,
+    whole_of,
+    wrong_type,
+)
+from recsys.distributed.placement.plan import (
+    CacheParams,
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingType,
+    ShardMetadata,
+)
+from recsys.distributed.placement.strategies import parameter_sharding, placement
+from recsys.kernels.types import BoundsCheckMode
+
+FORMAT = 1
+
+_REQUIRED = ("format", "world_size", "local_world_size", "compute_device", "plan")
+_DEVICES = ("cpu", "cuda")
+_KINDS = tuple(kind.value for kind in ShardingType)
+_KERNELS = tuple(kernel.value for kernel in EmbeddingComputeKernel)
+_HINT = "plan.to_json() writes a file that has them all."
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRanks:
+    """The ranks that a plan is made for.
+
+    Attributes:
+        world_size: how many.
+        local_world_size: of a node.
+        compute_device: where they compute, "cpu" or "cuda".
+    """
+
+    world_size: int
+    local_world_size: int
+    compute_device: str
+
+
+@dataclass
+class ShardingPlan:
+    """The placement of a whole model: module path to the plan of that module.
+
+    Args:
+        plan: by module path.
+        made_for: the ranks, where they are known: planners and files say them.
+
+    Example:
+        >>> tables = EmbeddingModuleShardingPlan()
+        >>> tables["users"] = ParameterSharding("table_wise", "fused", ranks=[0])
+        >>> plan = ShardingPlan({"sparse": tables})
+        >>> ShardingPlan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
+    made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
+        """Returns the plan of the module at this path, or None."""
+        return self.plan.get(module_path)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns the plan as JSON, one line per table, and writes it to a file if one is given.
+
+        Args:
+            path: of the file.
+        """
+        text = write(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @staticmethod
+    def from_json(source: str | Path) -> ShardingPlan:
+        """Returns the plan that a file describes.
+
+        Whether it is one for a model is checked when it is used: by
+        :meth:`EmbeddingShardingPlanner.rate
+        <recsys.distributed.planner.planners.EmbeddingShardingPlanner.rate>` and by
+        DistributedModelParallel.
+
+        Args:
+            source: a path, or the JSON text itself, which starts with a brace.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if the text is no JSON, or a key, a choice, a rank or a size is wrong; the
+                message names module and table.
+            TypeError: if a value has the wrong type.
+        """
+        return read(*read_source(source, "Plan file"))
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            f"module: {path}".rstrip() + f"\n{plan}" for path, plan in self.plan.items()
+        )
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write(plan: ShardingPlan) -> str:
+    """Returns the text of a plan file."""
+    made_for = plan.made_for or _guess_ranks(plan)
+    modules = {
+        path: bracket(
+            [
+                f"{json.dumps(name)}: {_entry(sharding, made_for)}"
+                for name, sharding in tables.items()
+            ],
+            "{}",
+            "    ",
+        )
+        for path, tables in plan.plan.items()
+    }
+    members = {
+        "format": str(FORMAT),
+        "world_size": str(made_for.world_size),
+        "local_world_size": str(made_for.local_world_size),
+        "compute_device": json.dumps(made_for.compute_device),
+        "plan": bracket([f"{json.dumps(k)}: {v}" for k, v in modules.items()], "{}", "  "),
+    }
+    return bracket([f"{json.dumps(k)}: {v}" for k, v in members.items()], "{}") + "\n"
+
+
+def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
+    entry = {
+        "sharding_type": json.dumps(sharding.sharding_type),
+        "compute_kernel": json.dumps(sharding.compute_kernel),
+    }
+    shards = sharding.sharding_spec.shards if sharding.sharding_spec is not None else []
+    ranks = sharding.ranks if sharding.ranks is not None else [shard.rank for shard in shards]
+    size = [
+        max((shard.shard_offsets[i] + shard.shard_sizes[i] for shard in shards), default=0)
+        for i in (0, 1)
+    ]
+    follows = not shards or _shards_of(sharding.sharding_type, size, ranks, made_for) == [
+        replace(shard, placement=str(shard.placement)) for shard in shards
+    ]
+    if follows and ranks:
+        entry["ranks"] = json.dumps(_runs(ranks))
+    if shards and follows:
+        entry["size"] = json.dumps(size)
+    elif shards:
+        lines = [_shard(shard, made_for) for shard in shards]
+        entry["shards"] = bracket(lines, "[]", "      ")
+    if sharding.bounds_check_mode is not None:
+        entry["bounds_check_mode"] = json.dumps(sharding.bounds_check_mode.name)
+    if sharding.cache_params is not None and sharding.cache_params.load_factor is not None:
+        entry["cache_load_factor"] = json.dumps(sharding.cache_params.load_factor)
+    if sharding.stochastic_rounding is not None:
+        entry["stochastic_rounding"] = json.dumps(sharding.stochastic_rounding)
+    if sharding.output_dtype is not None:
+        entry["output_dtype"] = json.dumps(str(sharding.output_dtype).removeprefix("torch."))
+    return "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in entry.items()) + "}"
+
+
+def _shards_of(
+    kind: str, size: Sequence[int], ranks: Sequence[int], made_for: PlanRanks
+) -> list[ShardMetadata]:
+    """Returns the shards that follow from a type, a size and ranks; none if they are no such."""
+    if not ranks or kind == ShardingType.DATA_PARALLEL.value:
+        return []
+    spec = parameter_sharding(
+        ShardingType(kind),
+        size[0],
+        size[1],
+        ranks,
+        device_type=made_for.compute_device,
+        local_size=made_for.local_world_size,
+    ).sharding_spec
+    return spec.shards if spec is not None else []
+
+
+def _shard(shard: ShardMetadata, made_for: PlanRanks) -> str:
+    (row, col), (rows, cols) = shard.shard_offsets, shard.shard_sizes
+    entry: dict[str, object] = {
+        "rank": shard.rank,
+        "rows": [row, row + rows],
+        "columns": [col, col + cols],
+    }
+    usual = placement(made_for.compute_device, shard.rank, made_for.local_world_size)
+    if str(shard.placement) != usual:
+        entry["placement"] = str(shard.placement)
+    return json.dumps(entry)
+
+
+def _runs(ranks: Sequence[int]) -> list[int | str]:
+    """Returns ranks with three and more consecutive ones as "first-last"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown: list[int | str] = []
+    for run in runs:
+        shown += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
+    return shown
+
+
+def _guess_ranks(plan: ShardingPlan) -> PlanRanks:
+    """Returns the fewest ranks that a plan can be for."""
+    entries = [sharding for tables in plan.plan.values() for sharding in tables.values()]
+    shards = [s for e in entries if e.sharding_spec is not None for s in e.sharding_spec.shards]
+    ranks = {rank for e in entries for rank in e.ranks or ()} | {shard.rank for shard in shards}
+    world_size = max(ranks, default=0) + 1
+    gpus = [re.search(r"cuda(:\d+)?$", str(shard.placement)) for shard in shards]
+    numbers = [int((gpu[1] or ":0")[1:]) for gpu in gpus if gpu is not None]
+    local_size = max(numbers, default=world_size - 1) + 1
+    return PlanRanks(
+        world_size=-(-world_size // local_size) * local_size,
+        local_world_size=local_size,
+        compute_device="cuda" if numbers else "cpu",
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read(text: str, subject: str) -> ShardingPlan:
+    """Returns the plan that a file describes.
+
+    Args:
+        text: JSON.
+        subject: what the text is, for errors.
+
+    Raises:
+        ValueError: if the text is no JSON, a key is missing, unknown or there twice, a value is not
+            one of its choices, or ranks and sizes do not go with each other.
+        TypeError: if a value has the wrong type.
+    """
+    members = members_of(subject, parse_json(text, subject), _REQUIRED, hint=_HINT)
+    if members["format"] != FORMAT:
+        raise ValueError(
+            f"{subject}: format must be {FORMAT}; received {members['format']!r}. Files of a later "
+            "format need a later version of recsys."
+        )
+    made_for = PlanRanks(
+        world_size=whole_of(f"{subject}: world_size", members["world_size"], most=MOST_RANKS),
+        local_world_size=whole_of(f"{subject}: local_world_size", members["local_world_size"]),
+        compute_device=choice_of(f"{subject}: compute_device", members["compute_device"], _DEVICES),
+    )
+    if made_for.world_size % made_for.local_world_size:
+        raise ValueError(
+            f"{subject}: local_world_size must divide world_size, as nodes have equally many "
+            f"ranks; received {made_for.local_world_size} and {made_for.world_size}."
+        )
+    plan = ShardingPlan(made_for=made_for)
+    for path, tables in object_of(f"{subject}: plan", members["plan"]).items():
+        owner = f"{subject}: module {path!r}"
+        plan.plan[path] = EmbeddingModuleShardingPlan(
+            {
+                name: _sharding(f"{owner}, table {name!r}", entry, made_for)
+                for name, entry in object_of(owner, tables).items()
+            }
+        )
+    return plan
+
+
+def _sharding(subject: str, entry: object, made_for: PlanRanks) -> ParameterSharding:
+    members = members_of(
+        subject,
+        entry,
+        ("sharding_type", "compute_kernel"),
+        (
+            "ranks",
+            "size",
+            "shards",
+            "bounds_check_mode",
+            "cache_load_factor",
+            "stochastic_rounding",
+            "output_dtype",
+        ),
+        hint='Such as {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [0]}.',
+    )
+    kind = choice_of(f"{subject}: sharding_type", members["sharding_type"], _KINDS)
+    kernel = choice_of(f"{subject}: compute_kernel", members["compute_kernel"], _KERNELS)
+    if "shards" in members and ("ranks" in members or "size" in members):
+        raise ValueError(
+            f"{subject} must have shards, or ranks and a size that they follow from; received "
+            f"both: {', '.join(members)}. Remove one."
+        )
+    ranks, spec = None, None
+    if "ranks" in members:
+        ranks = _ranks(f"{subject}: ranks", members["ranks"], made_for.world_size)
+        _check_ranks(subject, ShardingType(kind), ranks, made_for)
+    elif "shards" in members:
+        rows = list_of(f"{subject}: shards", members["shards"])
+        shards = [
+            _read_shard(f"{subject}: shards[{i}]", row, made_for) for i, row in enumerate(rows)
+        ]
+        ranks, spec = [shard.rank for shard in shards], EnumerableShardingSpec(shards)
+    elif kind not in (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value):
+        raise ValueError(f"{subject} ({kind}) must have ranks or shards; received neither.")
+    if "size" in members:
+        spec = _spec(subject, kind, members["size"], ranks, made_for)
+    sharding = ParameterSharding(kind, kernel, ranks, spec)
+    if "bounds_check_mode" in members:
+        modes = tuple(mode.name for mode in BoundsCheckMode)
+        mode = choice_of(f"{subject}: bounds_check_mode", members["bounds_check_mode"], modes)
+        sharding.bounds_check_mode = BoundsCheckMode[mode]
+    if "cache_load_factor" in members:
+        share = members["cache_load_factor"]
+        if not is_number(share):
+            wrong_type(f"{subject}: cache_load_factor", "a number", share)
+        sharding.cache_params = CacheParams(load_factor=share)
+    if "stochastic_rounding" in members:
+        rounds = members["stochastic_rounding"]
+        if not isinstance(rounds, bool):
+            wrong_type(f"{subject}: stochastic_rounding", "true or false", rounds)
+        sharding.stochastic_rounding = rounds
+    if "output_dtype" in members:
+        name = text_of(f"{subject}: output_dtype", members["output_dtype"])
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"{subject}: output_dtype must name a torch dtype, such as 'float32'; received "
+                f"{name!r}."
+            )
+        sharding.output_dtype = dtype
+    return sharding
+
+
+def _spec(
+    subject: str, kind: str, size: object, ranks: list[int] | None, made_for: PlanRanks
+) -> EnumerableShardingSpec:
+    numbers = _pair(f"{subject}: size", size, "[rows, columns]", least=1)
+    if not ranks or kind == ShardingType.DATA_PARALLEL.value:
+        raise ValueError(
+            f"{subject} ({kind}): size is for shards that follow from ranks; received "
+            f"{size} and {'no ranks' if not ranks else kind}. Remove it."
+        )
+    shards = _shards_of(kind, numbers, ranks, made_for)
+    if len(shards) != len(ranks):
+        raise ValueError(
+            f"{subject} ({kind}): {numbers[0]} rows x {numbers[1]} columns must make a shard for "
+            f"each of {len(ranks)} ranks; received ranks {_runs(ranks)}, of which {len(shards)} "
+            "would own a shard. Name as many."
+        )
+    return EnumerableShardingSpec(shards)
+
+
+def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetadata:
+    members = members_of(subject, entry, ("rank", "rows", "columns"), ("placement",))
+    rank = _rank(f"{subject}: rank", members["rank"], made_for.world_size)
+    top, bottom = _pair(f"{subject}: rows", members["rows"], "[first, one past the last]")
+    left, right = _pair(f"{subject}: columns", members["columns"], "[first, one past the last]")
+    if top > bottom or left > right:
+        raise ValueError(
+            f"{subject}: rows and columns must not end before they start; received rows "
+            f"{members['rows']} and columns {members['columns']}."
+        )
+    usual = placement(made_for.compute_device, rank, made_for.local_world_size)
+    place = text_of(f"{subject}: placement", members.get("placement", usual))
+    shard = ShardMetadata([top, left], [bottom - top, right - left], place)
+    if shard.rank != rank:
+        raise ValueError(
+            f"{subject}: placement must be on the shard's rank, {rank}; received {place!r}."
+        )
+    return shard
+
+
+def _pair(subject: str, value: object, rule: str, least: int = 0) -> list[int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(map(is_number, value)):
+        wrong_type(subject, rule, value)
+    return [whole_of(subject, number, least, MOST_ROWS) for number in value]
+
+
+def _ranks(subject: str, value: object, world_size: int) -> list[int]:
+    ranks: list[int] = []
+    for given in list_of(subject, value):
+        run = re.fullmatch(r"(\d{1,18})-(\d{1,18})", given) if isinstance(given, str) else None
+        if isinstance(given, str) and (run is None or int(run[1]) > int(run[2])):
+            raise ValueError(
+                f'{subject} must hold numbers, and runs of them such as "0-7"; received {given!r}.'
+            )
+        first, last = (int(run[1]), int(run[2])) if run else (given, given)
+        _rank(subject, first, world_size)
+        ranks += range(first, _rank(subject, last, world_size) + 1)
+        if len(ranks) > MOST_RANKS:
+            raise ValueError(f"{subject} must name at most {MOST_RANKS} ranks; received more.")
+    if not ranks:
+        raise ValueError(f"{subject} must name at least one rank; received none.")
+    return ranks
+
+
+def _rank(subject: str, value: object, world_size: int) -> int:
+    rank = whole_of(subject, value, least=0)
+    if rank >= world_size:
+        raise ValueError(
+            f"{subject} must lie in 0..{world_size - 1}, as the plan's world_size is {world_size}; "
+            f"received {rank}."
+        )
+    return rank
+
+
+def _check_ranks(
+    subject: str, kind: ShardingType, ranks: Sequence[int], made_for: PlanRanks
+) -> None:
+    """Raises unless the ranks are such as the sharding type can use."""
+    size = made_for.local_world_size
+    nodes = [[rank // size for rank in ranks[i : i + size]] for i in range(0, len(ranks), size)]
+    rules: Mapping[ShardingType, tuple[bool, str]] = {
+        ShardingType.TABLE_WISE: (len(ranks) == 1, "one rank"),
+        ShardingType.DATA_PARALLEL: (
+            sorted(ranks) == list(range(made_for.world_size)),
+            f'all ranks, ["0-{made_for.world_size - 1}"], or none',
+        ),
+        ShardingType.TABLE_ROW_WISE: (
+            len({rank // size for rank in ranks}) == 1,
+            f"ranks of one node, which has {size}",
+        ),
+        ShardingType.TABLE_COLUMN_WISE: (
+            len({rank // size for rank in ranks}) == 1,
+            f"ranks of one node, which has {size}",
+        ),
+        ShardingType.GRID_SHARD: (
+            len(ranks) % size == 0 and all(len(set(node)) == 1 for node in nodes),
+            f"all ranks of some nodes, node by node; a node has {size}",
+        ),
+    }
+    holds, rule = rules.get(kind, (True, ""))
+    if not holds:
+        raise ValueError(
+            f"{subject} ({kind.value}): ranks must be {rule}; received {_runs(ranks)}."
+        )

@@ -1,0 +1,324 @@
+"""From a strategy's name to rectangles, and from a plan's shards to checked rectangles.
+
+This is all a sharding strategy is: a function that returns rectangles. Nothing past this file knows
+their names; ``sharding_plan`` is for people who write plans by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from recsys.distributed.placement.file_checks import nearest
+from recsys.distributed.placement.layout import Rect
+from recsys.distributed.placement.plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingType,
+    ShardMetadata,
+)
+from recsys.distributed.ranks.node import get_local_size
+from recsys.kernels.arguments import whole_list
+from recsys.kernels.types import PoolingMode
+
+if TYPE_CHECKING:
+    from recsys.distributed.placement.plan_json import ShardingPlan
+
+MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
+
+
+def even_block(size: int, parts: int, multiple: int = 1) -> int:
+    """Returns the size of the blocks that :func:`split_evenly` cuts, but for the last.
+
+    Example:
+        >>> even_block(10, 4)
+        3
+    """
+    block = -(-size // parts)
+    return max(-(-block // multiple) * multiple, 1)
+
+
+def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Cuts ``0..size`` into blocks of equal size, the last ones smaller; empty blocks are left out.
+
+    Args:
+        size: what to cut.
+        parts: the number of blocks wanted.
+        multiple: every block but the last is a multiple of this.
+
+    Returns:
+        ``(start, end)`` per block, at most ``parts`` of them.
+
+    Example:
+        >>> split_evenly(10, 4)
+        [(0, 3), (3, 6), (6, 9), (9, 10)]
+        >>> split_evenly(24, 4, multiple=4)
+        [(0, 8), (8, 16), (16, 24)]
+    """
+    block = even_block(size, parts, multiple)
+    return [(start, min(start + block, size)) for start in range(0, size, block)]
+
+
+def split_by_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns ``(start, end)`` of consecutive blocks of the given sizes.
+
+    Example:
+        >>> split_by_sizes([4, 0, 2])
+        [(0, 4), (4, 4), (4, 6)]
+    """
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _table_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
+    return [Rect(row_start=0, row_end=rows, col_start=0, col_end=dim, rank=ranks[0])]
+
+
+def _row_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
+    return row_blocks(split_evenly(rows, len(ranks)), dim, ranks)
+
+
+def _column_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
+    return column_blocks(rows, split_evenly(dim, len(ranks), MIN_COLUMNS), ranks)
+
+
+def row_blocks(blocks: Sequence[tuple[int, int]], dim: int, ranks: Sequence[int]) -> list[Rect]:
+    """Returns one rectangle of whole width per block of rows, each on the next of the ranks."""
+    return [
+        Rect(row_start=start, row_end=end, col_start=0, col_end=dim, rank=rank)
+        for (start, end), rank in zip(blocks, ranks, strict=False)
+    ]
+
+
+def column_blocks(rows: int, blocks: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[Rect]:
+    """Returns one rectangle of whole height per block of columns, each on the next of the ranks."""
+    return [
+        Rect(row_start=0, row_end=rows, col_start=start, col_end=end, rank=rank)
+        for (start, end), rank in zip(blocks, ranks, strict=False)
+    ]
+
+
+def _grid(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
+    nodes = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
+    return [
+        Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
+        for (left, right), node in zip(
+            split_evenly(dim, len(nodes), MIN_COLUMNS), nodes, strict=False
+        )
+        for (top, bottom), rank in zip(split_evenly(rows, len(node)), node, strict=False)
+    ]
+
+
+STRATEGIES: Mapping[ShardingType, Callable[[int, int, Sequence[int], int], list[Rect]]] = {
+    ShardingType.TABLE_WISE: _table_wise,
+    ShardingType.ROW_WISE: _row_wise,
+    ShardingType.COLUMN_WISE: _column_wise,
+    ShardingType.TABLE_ROW_WISE: _row_wise,
+    ShardingType.TABLE_COLUMN_WISE: _column_wise,
+    ShardingType.GRID_SHARD: _grid,
+}
+"""Per strategy the function from (rows, columns, owning ranks, ranks per node) to rectangles."""
+
+
+def parameter_sharding(
+    sharding_type: ShardingType,
+    num_rows: int,
+    dim: int,
+    ranks: Sequence[int],
+    *,
+    device_type: str = "cpu",
+    compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+    local_size: int | None = None,
+) -> ParameterSharding:
+    """Places one table.
+
+    Args:
+        sharding_type: the strategy.
+        num_rows: rows of the table.
+        dim: columns of the table.
+        ranks: the owners, in order of their part; all ranks for a data-parallel table, the ranks of
+            one node for ``table_row_wise`` and ``table_column_wise``, of some nodes, node by node,
+            for ``grid_shard``.
+        device_type: "cpu" or "cuda", for the placements.
+        compute_kernel: where the table lives.
+        local_size: ranks per node, which number their GPUs from 0; all on one node if None.
+
+    Example:
+        >>> placed = parameter_sharding(ShardingType.ROW_WISE, 10, 8, [0, 1])
+        >>> [shard.shard_sizes for shard in placed.sharding_spec.shards]
+        [[5, 8], [5, 8]]
+    """
+    if sharding_type is ShardingType.DATA_PARALLEL:
+        return ParameterSharding(sharding_type.value, compute_kernel.value, list(ranks), None)
+    local_size = local_size or max(ranks) + 1
+    rects = STRATEGIES[sharding_type](num_rows, dim, ranks, local_size)
+    placements = [placement(device_type, rect.rank, local_size) for rect in rects]
+    return sharding_of_rects(sharding_type, rects, placements, compute_kernel)
+
+
+def sharding_of_rects(
+    sharding_type: ShardingType,
+    rects: Sequence[Rect],
+    placements: Sequence[str],
+    compute_kernel: EmbeddingComputeKernel,
+) -> ParameterSharding:
+    """Returns a plan's entry for rectangles, each with its :func:`placement`.
+
+    Example:
+        >>> rects = row_blocks(split_by_sizes([7, 3]), 8, [0, 1])
+        >>> kernel = EmbeddingComputeKernel.FUSED
+        >>> cpus = ["rank:0/cpu", "rank:1/cpu"]
+        >>> sharding_of_rects(ShardingType.ROW_WISE, rects, cpus, kernel).ranks
+        [0, 1]
+    """
+    shards = [
+        ShardMetadata(
+            shard_offsets=[rect.row_start, rect.col_start],
+            shard_sizes=[rect.num_rows, rect.num_cols],
+            placement=place,
+        )
+        for rect, place in zip(rects, placements, strict=True)
+    ]
+    ranks = [rect.rank for rect in rects]
+    spec = EnumerableShardingSpec(shards)
+    return ParameterSharding(sharding_type.value, compute_kernel.value, ranks, spec)
+
+
+def placement(compute_device: str, rank: int, local_size: int) -> str:
+    """Returns where a rank keeps its shards, as a plan writes it.
+
+    Args:
+        compute_device: "cpu" or "cuda".
+        rank: among all ranks.
+        local_size: ranks per node; every node numbers its GPUs from 0.
+
+    Example:
+        >>> placement("cuda", rank=5, local_size=4)
+        'rank:5/cuda:1'
+    """
+    device = f"cuda:{rank % local_size}" if compute_device == "cuda" else compute_device
+    return f"rank:{rank}/{device}"
+
+
+def rects_of(
+    name: str, num_rows: int, dim: int, sharding: ParameterSharding, world_size: int
+) -> tuple[Rect, ...]:
+    """Returns the rectangles a plan gives a table, neighbours merged; none if replicated.
+
+    Args:
+        name: of the table.
+        num_rows: rows of the table.
+        dim: columns of the table.
+        sharding: the plan's entry. Without shards they follow from its type and ranks.
+        world_size: the number of ranks there are.
+
+    Raises:
+        ValueError: if a rank does not exist, a shard has not two offsets and two sizes, or the plan
+            has neither shards nor ranks. (Gaps and overlaps are found when the layout is built.)
+        TypeError: if an offset, a size or a rank is no whole number.
+    """
+    sharding_type = ShardingType(sharding.sharding_type)
+    if sharding_type is ShardingType.DATA_PARALLEL:
+        return ()
+    if sharding.sharding_spec is not None:
+        rects = [_rect_of(name, shard) for shard in sharding.sharding_spec.shards]
+    else:
+        where = f"The ranks of table {name!r}"
+        ranks = None if sharding.ranks is None else whole_list(where, sharding.ranks)
+        if not ranks:
+            if sharding_type is not ShardingType.ROW_WISE:
+                raise ValueError(
+                    f"The plan for table {name!r} ({sharding_type.value}) must name its ranks or "
+                    f"its shards; "
+                    "received neither. Set ParameterSharding.ranks."
+                )
+            ranks = list(range(world_size))
+        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, get_local_size(world_size))
+    for rect in rects:
+        if not 0 <= rect.rank < world_size:
+            raise ValueError(
+                f"The plan places a shard of table {name!r} on rank {rect.rank}, but there are "
+                f"{world_size} "
+                f"ranks (0..{world_size - 1}). Make the plan for this world size."
+            )
+    kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
+    return tuple(_merge_neighbours(kept))
+
+
+def _rect_of(table: str, shard: ShardMetadata) -> Rect:
+    row, col = whole_list(f"shard_offsets of table {table!r}", shard.shard_offsets, length=2)
+    rows, cols = whole_list(f"shard_sizes of table {table!r}", shard.shard_sizes, length=2)
+    return Rect(
+        row_start=row, row_end=row + rows, col_start=col, col_end=col + cols, rank=shard.rank
+    )
+
+
+def pooling_of_parts(pooling: PoolingMode, rects: Sequence[Rect]) -> PoolingMode:
+    """Returns how a table's parts are pooled: those of a mean are sums, divided at the end."""
+    splits_rows = len({rect.row_start for rect in rects}) > 1
+    return PoolingMode.SUM if splits_rows and pooling is PoolingMode.MEAN else pooling
+
+
+def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
+    """Merges column neighbours of the same rows on the same rank, where all rows are cut alike."""
+    cuts: dict[tuple[int, int], list[Rect]] = {}
+    for rect in rects:
+        cuts.setdefault((rect.row_start, rect.row_end), []).append(rect)
+    if len(cuts) > 1:
+        return list(rects)
+    merged: list[Rect] = []
+    for rect in sorted(rects, key=lambda r: r.col_start):
+        last = merged[-1] if merged else None
+        if last and last.rank == rect.rank and last.col_end == rect.col_start:
+            rect = Rect(
+                row_start=rect.row_start,
+                row_end=rect.row_end,
+                col_start=last.col_start,
+                col_end=rect.col_end,
+                rank=rect.rank,
+            )
+            merged.pop()
+        merged.append(rect)
+    return merged
+
+
+def check_plan_paths(plan: ShardingPlan, module_paths: Collection[str]) -> None:
+    """Checks that a plan names exactly the modules of a model that can be sharded.
+
+    Raises:
+        ValueError: listing the modules that are missing from the plan, or not in the model.
+    """
+    missing = sorted(module_paths - plan.plan.keys())
+    unknown = sorted(plan.plan.keys() - module_paths)
+    if missing or unknown:
+        raise ValueError(
+            f"The plan must name each shardable module of the model once; missing: {missing}, "
+            f"not shardable modules of the model: {unknown}.{_nearest(unknown, module_paths)} To "
+            "leave a module on every rank, place its tables data_parallel."
+        )
+
+
+def check_plan_covers(
+    module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Collection[str]
+) -> None:
+    """Checks that a plan names exactly the tables of a module.
+
+    Raises:
+        ValueError: listing the tables that are missing from the plan, or not in the module.
+    """
+    known = set(table_names)
+    missing = [name for name in table_names if name not in plan]
+    unknown = [name for name in plan if name not in known]
+    if missing or unknown:
+        raise ValueError(
+            f"The plan of module {module_path!r} must name each of its tables once; missing: "
+            f"{missing}, not in the module: {unknown}.{_nearest(unknown, table_names)} Give it one "
+            f"ParameterSharding for each of {list(table_names)}."
+        )
+
+
+def _nearest(unknown: Sequence[str], known: Collection[str]) -> str:
+    return f" {nearest(unknown[0], known)}" if unknown and known else ""

@@ -1,0 +1,85 @@
+"""How many bytes a layout sends from rank to rank in one forward pass, as far as it alone says.
+
+Row ids are taken to be spread evenly over a table's rows. Backward sends the gradients of the
+embeddings the other way, so many bytes again.
+
+Shape suffixes: R ranks; the first R sends, the second receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from recsys.distributed.placement.layout import Layout
+
+
+_ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 4, 4, 4
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes between ranks, fp64 ``[R, R]`` on the CPU; what a rank keeps is on the diagonal.
+
+    Attributes:
+        ids: ids and lengths on their way to the owners.
+        node_sums: embeddings on their way to the ranks of the owner's node that add them up.
+        embeddings: embeddings on their way to the samples.
+    """
+
+    ids_RR: Tensor
+    node_sums_RR: Tensor
+    embeddings_RR: Tensor
+
+
+def traffic_of(
+    layout: Layout,
+    *,
+    samples_per_rank: int = 1,
+    ids_per_sample: float = 1.0,
+    pooled: bool = True,
+) -> Traffic:
+    """Returns what one forward pass sends.
+
+    Args:
+        layout: of one module.
+        samples_per_rank: batch size of each rank.
+        ids_per_sample: of each feature, on average.
+        pooled: whether one embedding per sample travels back, or one per id.
+
+    Example:
+        >>> from recsys.distributed.placement.layout import PlacedTable, Rect, build_layout
+        >>> whole = Rect(row_start=0, row_end=10, col_start=0, col_end=8, rank=1)
+        >>> table = PlacedTable(
+        ...     name="t", num_rows=10, dim=8, features=(0,), group=0, rects=(whole,)
+        ... )
+        >>> traffic = traffic_of(build_layout([table], 1, world_size=2))
+        >>> traffic.ids_RR[0].tolist(), traffic.embeddings_RR[1].tolist()
+        ([0.0, 8.0], [32.0, 32.0])
+    """
+    world_size, node_size = layout.world_size, layout.node_size
+    ids, sums, embeddings = (
+        torch.zeros(world_size, world_size, dtype=torch.float64) for _ in range(3)
+    )
+    for owner, streams in enumerate(layout.streams):
+        node = range(owner - owner % node_size, owner - owner % node_size + node_size)
+        for stream in streams:
+            index = layout.slots[stream.slot].table
+            share = stream.rect.num_rows / layout.tables[index].num_rows
+            num_ids = samples_per_rank * ids_per_sample * share
+            ids[:, owner] += num_ids * _ID_BYTES + samples_per_rank * _LENGTH_BYTES
+            row = stream.rect.num_cols * _VALUE_BYTES
+            if index not in layout.node_tables:
+                embeddings[owner] += row * (samples_per_rank if pooled else num_ids)
+                continue
+            # each rank of the node adds up the samples of the ranks with its place in their nodes
+            sums[owner, list(node)] += row * samples_per_rank * (world_size // node_size)
+            if stream.rect.row_start == 0:  # once per column block: the sum
+                for adder in node:
+                    embeddings[adder, adder % node_size :: node_size] += row * samples_per_rank
+    return Traffic(ids_RR=ids, node_sums_RR=sums, embeddings_RR=embeddings)

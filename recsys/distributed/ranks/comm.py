@@ -1,0 +1,261 @@
+"""Collectives as the stages use them: plain tensors in, plain tensors out, finished later.
+
+With one rank every exchange is the identity and no process group is needed. A CUDA tensor is
+exchanged on the process group's own stream; ``Pending.wait`` makes the current stream wait for it
+and does not block the host.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias, TypeVar, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from recsys.contact import LostContactError, raise_explained
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.wire import EXACT, WireFormat
+
+T = TypeVar("T")
+
+
+@final
+class Pending:
+    """A tensor that an exchange is filling.
+
+    Args:
+        tensor: what is being filled.
+        work: the exchange, if there is one.
+        keep: the input, which must outlive the exchange.
+        decode: turns what arrived into the result.
+        env: the ranks that take part.
+        what: the ranks do in the exchange, for messages.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: dist.Work | None = None,
+        keep: Tensor | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        env: ShardingEnv | None = None,
+        what: str = "",
+    ) -> None:
+        self._env = env
+        self._what = what
+        self._tensor = tensor
+        self._work = work
+        self._keep = keep
+        self._decode = decode
+
+    def wait(self) -> Tensor:
+        """Waits for the exchange and returns the tensor.
+
+        Raises:
+            LostContactError: if contact with another rank is lost.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                assert self._env is not None
+                raise_explained(error, self._env.process_group, self._what)
+            self._work = self._keep = None
+        if self._decode is not None:
+            self._tensor = self._decode(self._tensor)
+            self._decode = None
+        return self._tensor
+
+
+def all_to_all(
+    env: ShardingEnv,
+    what: str,
+    send: Tensor,
+    send_sizes: Sequence[int],
+    recv_sizes: Sequence[int],
+    out: Tensor | None = None,
+    wire: WireFormat = EXACT,
+) -> Pending:
+    """Starts an all-to-all of stretches of a flat tensor.
+
+    Args:
+        env: the ranks that take part.
+        what: the ranks do in it, for messages, such as "send ids to their owners".
+        send: ``[sum(send_sizes)]``, the stretch for rank 0 first. Do not change it before the wait.
+        send_sizes: elements for each rank.
+        recv_sizes: elements from each rank.
+        out: ``[sum(recv_sizes)]``, to receive into; allocated if None.
+        wire: what fp32 values look like while they travel.
+
+    Returns:
+        The pending ``[sum(recv_sizes)]``, the stretch from rank 0 first.
+    """
+    rank = env.rank
+    if env.world_size == 1:
+        if out is None:
+            return Pending(send)
+        return Pending(out.copy_(send))
+    decode = None
+    if not wire.is_exact:
+        final, value_sizes = out, recv_sizes
+        send, send_sizes = wire.encode(send, send_sizes)
+        out, recv_sizes = None, wire.encoded_sizes(recv_sizes)
+
+        def decode(arrived: Tensor) -> Tensor:
+            return wire.decode(arrived, value_sizes, final)
+
+    if out is None:
+        out = send.new_empty(sum(recv_sizes))
+    send_sizes, recv_sizes = list(send_sizes), list(recv_sizes)
+    sent, received = send, out
+    if send.device.type == "cpu" and rank in (0, env.world_size - 1):
+        # gloo moves a rank's own stretch slower than a copy does; at either end it can be cut off
+        own = send_sizes[rank]
+        kept = slice(own, None) if rank == 0 else slice(0, send.numel() - own)
+        into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
+        sent, received = send[kept], out[into]
+        send_sizes[rank] = recv_sizes[rank] = 0
+    try:
+        work = dist.all_to_all_single(
+            received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
+        )
+    except RuntimeError as error:
+        raise_explained(error, env.process_group, what)
+    if received is not out:  # while the others' stretches are under way
+        own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
+        own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
+        out[own_to].copy_(send[own_from])
+    return Pending(out, work, send, decode, env, what)
+
+
+def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
+    """Starts an in-place sum over ranks; ``what`` as for :func:`all_to_all`."""
+    if env.world_size == 1:
+        return Pending(tensor)
+    try:
+        work = dist.all_reduce(tensor, group=env.process_group, async_op=True)
+    except RuntimeError as error:
+        raise_explained(error, env.process_group, what)
+    return Pending(tensor, work, env=env, what=what)
+
+
+def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T]:
+    """Returns what each rank has, by rank; every rank must call it.
+
+    Args:
+        group: the ranks; None for this process alone.
+        what: the ranks do in it, for messages, such as "agree on a plan".
+        own: what this rank has; small, and picklable.
+
+    Raises:
+        LostContactError: if contact with another rank is lost.
+    """
+    if group is None or group.size() == 1:
+        return [own]
+    gathered = [own] * group.size()
+    try:
+        dist.all_gather_object(gathered, own, group=group)
+    except RuntimeError as error:
+        raise_explained(error, group, what)
+    return gathered
+
+
+def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 0) -> T:
+    """Returns what rank ``source`` of the group has; else as :func:`gather_objects`."""
+    box = [own]
+    try:
+        dist.broadcast_object_list(box, group=group, group_src=source)
+    except RuntimeError as error:
+        raise_explained(error, group, what)
+    return box[0]
+
+
+def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
+    """Fills ``tensor`` on every rank with what rank 0 has; ``what`` as for :func:`all_to_all`."""
+    if env.world_size == 1:
+        return
+    try:
+        dist.broadcast(tensor, group=env.process_group, group_src=0)
+    except RuntimeError as error:
+        raise_explained(error, env.process_group, what)
+
+
+def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:
+    """Raises the same error on every rank if any rank has one.
+
+    Every rank must call it. The error of the lowest failing rank is raised, its message led by
+    that rank's number.
+
+    Args:
+        env: the ranks that take part.
+        what: they have done, for messages, such as "load a state dict".
+        error: this rank's error, or None.
+    """
+    if isinstance(error, LostContactError):
+        raise error
+    for rank, failure in enumerate(gather_objects(env.process_group, what, failure_of(error))):
+        if failure is not None:
+            raise_failure(rank, failure, error)
+
+
+def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
+    """Calls a function on every rank; an error on one of them is raised on all.
+
+    Args:
+        env: the ranks that take part; each must call it.
+        what: the function does, for messages, such as "load a state dict".
+        work: the function.
+    """
+    if env.world_size == 1:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:  # whatever it is: the other ranks go on otherwise
+        error = raised
+    raise_together(env, what, error)
+    return result  # type: ignore[return-value]  # no error: it is one
+
+
+Failure: TypeAlias = tuple[str, str]
+"""An error as it travels: the name of its type, and its text."""
+
+
+def failure_of(error: Exception | None) -> Failure | None:
+    """Returns what other ranks are told of an error."""
+    if error is None:
+        return None
+    known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
+    return next(known).__name__, _text_of(error)
+
+
+def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
+    """Raises a rank's error, led by its number.
+
+    Args:
+        rank: which failed.
+        failure: its error.
+        cause: this rank's own error, if it has one.
+    """
+    name, text = failure
+    text = f"On rank {rank}: {text}"
+    try:
+        error = _kind_of(name)(text)
+    except TypeError:  # a type that takes more than a text
+        error = RuntimeError(text)
+    raise error from cause
+
+
+def _kind_of(name: str) -> type[Exception]:
+    """Returns the error of this name, of Python or made from its ValueError."""
+    ours = {kind.__name__: kind for kind in ValueError.__subclasses__()}
+    kind = getattr(builtins, name, ours.get(name))
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args:  # str() would quote it
+        return str(error.args[0])
+    return str(error) or type(error).__name__

@@ -1,0 +1,120 @@
+"""The ranks that a module is sharded over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from recsys.kernels.arguments import setting
+
+
+@final
+class ShardingEnv:
+    """The ranks a module is sharded over.
+
+    Args:
+        world_size: number of ranks.
+        rank: this rank.
+        pg: the process group; ``None`` when there is only one rank.
+
+    Example:
+        >>> ShardingEnv(world_size=1, rank=0).world_size
+        1
+    """
+
+    def __init__(
+        self, world_size: int, rank: int, pg: torch.distributed.ProcessGroup | None = None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"ShardingEnv.rank must lie in [0, world_size); received rank={rank}, "
+                f"world_size={world_size}."
+            )
+        if pg is None and world_size > 1:
+            raise ValueError(
+                f"ShardingEnv needs a process group for world_size={world_size}. "
+                "Call torch.distributed.init_process_group and use ShardingEnv.from_process_group."
+            )
+        self.world_size = world_size
+        self.rank = rank
+        self.process_group = pg
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
+        return self  # a process group is not copied
+
+    def of_node(self, node_size: int) -> ShardingEnv:
+        """Returns the environment of the ranks on this rank's node.
+
+        Every rank must ask in the same order; the group is made once.
+
+        Args:
+            node_size: ranks per node; divides ``world_size``. Ranks of one node are neighbours.
+        """
+        if node_size == 1:
+            return ShardingEnv(1, 0)
+        first = self.rank - self.rank % node_size
+        group = self.group_of(range(first, first + node_size))
+        return ShardingEnv(node_size, self.rank - first, group)
+
+    def group_of(
+        self, ranks: Sequence[int], backend: str | None = None
+    ) -> torch.distributed.ProcessGroup:
+        """Returns the process group of some of these ranks, this one among them.
+
+        Each of them must ask in the same order as the others; the group is made once.
+
+        Args:
+            ranks: numbers in this environment.
+            backend: of the group, such as "gloo"; that of the default group if None.
+        """
+        assert self.process_group is not None
+        known = _groups.setdefault(self.process_group, {})
+        key = tuple(ranks), backend
+        if key not in known:
+            members = torch.distributed.get_process_group_ranks(self.process_group)
+            known[key] = torch.distributed.new_group(
+                [members[rank] for rank in ranks],
+                backend=backend,
+                use_local_synchronization=True,
+            )
+        return known[key]
+
+    @classmethod
+    def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
+        """Makes the environment of a process group."""
+        return cls(torch.distributed.get_world_size(pg), torch.distributed.get_rank(pg), pg)
+
+    @classmethod
+    def from_local(cls, world_size: int = 1, rank: int = 0) -> ShardingEnv:
+        """Makes the environment of a single process, without a process group."""
+        return cls(world_size, rank)
+
+    @classmethod
+    def default(cls) -> ShardingEnv:
+        """Makes the environment of the default process group, or of one process without one.
+
+        Raises:
+            ValueError: if this is one process of several, as ``WORLD_SIZE`` of torchrun tells, and
+                there is no process group yet: each would train a model of its own.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            assert torch.distributed.group.WORLD is not None
+            return cls.from_process_group(torch.distributed.group.WORLD)
+        started = setting("WORLD_SIZE") or 1
+        if started > 1:
+            raise ValueError(
+                f"This is one of {started} processes (WORLD_SIZE={started}), but they have no "
+                "process group, so each would train a model of its own. First call "
+                'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs; or pass '
+                "env=ShardingEnv.from_local() if that is what you want."
+            )
+        return cls.from_local()
+
+
+_groups: WeakKeyDictionary[
+    torch.distributed.ProcessGroup,
+    dict[tuple[tuple[int, ...], str | None], torch.distributed.ProcessGroup],
+] = WeakKeyDictionary()

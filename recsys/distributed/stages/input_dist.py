@@ -1,0 +1,480 @@
+"""First stage: the ids of each rank's batch go to the ranks that own their rows and columns.
+
+Two exchanges, whatever the mix of strategies. The *header* tells every destination how many ids
+come, for how many samples, and whether the sender found something wrong with its input; the host
+reads it, which is the one device-to-host read of the stage. The *payload* is one buffer of 32-bit
+words: the lengths, the ids and, for weighted features, the bits of the weights. Both ends build
+and take apart the payload with one segment permutation.
+
+Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``G`` segments (see
+``layout``), ``S`` streams of this rank, ``R`` ranks, ``T`` samples of all ranks, ``N`` ids.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.distributed.placement.layout import LookupGroup
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.stages.batch_segments import BatchCutter, HostCounts, Segments
+from recsys.distributed.stages.id_routes import (
+    BATCH,
+    COUNTS,
+    FLAG,
+    IdRoute,
+    index_tensor,
+    lookup_order,
+)
+from recsys.distributed.stages.weight_gradients import WeightRoute, carry_weights
+from recsys.kernels import ops
+from recsys.kernels.types import BoundsCheckMode
+from recsys.sparse import KeyedJaggedTensor
+
+# bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, and
+# the sender has no batch after this one
+_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST = 1, 2, 4, 8
+
+
+def _warnings_raise() -> bool:
+    """Whether Python is set to raise warnings, such as by ``python -W error``."""
+    for action, message, category, module, line in warnings.filters:
+        if message is None and module is None and line == 0 and issubclass(UserWarning, category):
+            return action == "error"
+    return False
+
+
+@final
+class LastBatches:
+    """What ranks tell each other of the end of their data.
+
+    Attributes:
+        is_last: whether this rank's batch is its last; goes into the header.
+        ranks: ``[R]`` bool, what the last header said; None before it.
+        error: what this rank's data raised in place of a batch; the next header takes it to all.
+    """
+
+    def __init__(self) -> None:
+        self.is_last = False
+        self.error: Exception | None = None
+        self.ranks: np.ndarray | None = None
+
+    def heard(self) -> np.ndarray | None:
+        """Returns what the last header said, and forgets it."""
+        said, self.ranks = self.ranks, None
+        return said
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bags:
+    """What one lookup reads: ``indices [N]``, ``offsets [F*T+1]``, ``weights [N]`` or None.
+
+    ``stream_ids`` are the ids of each stream of the lookup, of all ranks; None for replicas.
+    """
+
+    indices: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    stream_ids: np.ndarray | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What the output stage must know of a batch.
+
+    Attributes:
+        features: the batch as given.
+        batch_sizes: samples of each rank.
+        counts: ``[len(split_slots), B]`` ids per bag of the row-split slots, or None if there are
+            none.
+        route: for embeddings that are not pooled.
+        anchor: ``[0]``, through which a backward pass reaches the weights' way back on every rank;
+            None if no rank's weights need gradients.
+    """
+
+    features: KeyedJaggedTensor
+    batch_sizes: tuple[int, ...]
+    counts: Tensor | None
+    route: IdRoute | None
+    anchor: Tensor | None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalIds:
+    """The ids this rank looks up: one :class:`Bags` per lookup group and per replica group."""
+
+    lookups: tuple[Bags, ...]
+    replicas: tuple[Bags, ...]
+    receipt: Receipt
+
+
+@final
+class InputDist:
+    """Sends ids to their owners.
+
+    Args:
+        cutter: cuts this rank's batches.
+        env: the ranks.
+    """
+
+    def __init__(self, cutter: BatchCutter, env: ShardingEnv) -> None:
+        self.cutter = cutter
+        self.env = env
+        self.layout = layout = cutter.layout
+        self.device = device = cutter.device
+        self.is_weighted = is_weighted = cutter.is_weighted
+        self.last_batches: LastBatches | None = None
+        self.num_streams = len(layout.send_segments[env.rank])
+        self.has_streams = any(layout.send_segments)
+        self.header_sizes = [len(segments) + COUNTS for segments in layout.send_segments]
+        narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
+        self._word = torch.int32 if narrow else torch.int64
+        self._weight_word = torch.float32 if narrow else torch.float64
+        reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=cutter.pooled)
+        self.by_rank = index_tensor(np.argsort(reading), device)
+        # payload of one source rank: lengths, ids, weights, each [S]; wanted: each as it is read
+        parts = 3 if is_weighted else 2
+        order = np.arange(env.world_size * parts * self.num_streams).reshape(
+            env.world_size, parts, self.num_streams
+        )
+        by_part = order.transpose(1, 0, 2).reshape(parts, -1)
+        self._unpack = index_tensor(by_part[:, reading].reshape(-1), device)
+        counts = np.arange(COUNTS, COUNTS + self.num_streams)
+        self._recv_lengths = index_tensor(
+            np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (parts - 1))]), device
+        )
+
+    def start(self, features: KeyedJaggedTensor) -> HeaderExchange:
+        """Checks the batch, cuts it into segments, and starts the header exchange."""
+        (started,) = start_together([(self, features)])
+        return started
+
+    def cut(self, features: KeyedJaggedTensor | Exception) -> Segments | Exception:
+        """Checks and cuts a batch; every rank hears of an error, which raises from the header."""
+        if self.last_batches is not None and self.last_batches.error is not None:
+            return self.last_batches.error
+        try:
+            return self.cutter.cut(features)
+        except Exception as error:
+            return error
+
+    @property
+    def header_width(self) -> int:
+        """Words that each rank sends this one."""
+        return self.num_streams + COUNTS
+
+    def header_of(self, batch: Segments | Exception) -> Tensor:
+        """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
+        if isinstance(batch, Exception):
+            total = sum(self.header_sizes)
+            return torch.full((total,), _FAILED, dtype=torch.int64, device=self.device)
+        flag = _WEIGHTS_NEED_GRAD if batch.weights_need_grad else 0
+        if self.last_batches is not None and self.last_batches.is_last:
+            flag |= _IS_LAST
+        head = ops.upload([flag, batch.batch_size], self.device)
+        if batch.bad_N is not None:
+            mode = self.cutter.mode
+            # what is an error here must be one on all ranks
+            fails = mode is BoundsCheckMode.FATAL or (
+                mode is BoundsCheckMode.WARNING and _warnings_raise()
+            )
+            head[FLAG] |= batch.bad_N.any() * (_FAILED if fails else _WARNED)
+        if batch.is_bad is not None:
+            head[FLAG] |= batch.is_bad * _FAILED
+        return torch.cat([head, batch.counts_G])[batch.routes.header]
+
+    def payload_of(self, batch: Segments, total: int) -> Tensor:
+        """Builds the payload ``[total]``: per destination its lengths, ids and weights."""
+        counts = batch.counts_G if batch.routes.use_raw else batch.counts_G[batch.routes.num_keys :]
+        words = sum(t.numel() for t in (*batch.lengths, *batch.values, *batch.weights))
+        source = torch.empty(words, dtype=self._word, device=self.device)
+        at = 0
+        for tensor in (*batch.lengths, *batch.values):
+            source[at : at + tensor.numel()].copy_(tensor)
+            at += tensor.numel()
+        for tensor in batch.weights:
+            source[at : at + tensor.numel()].copy_(tensor.to(self._weight_word).view(self._word))
+            at += tensor.numel()
+        batch_sizes = torch.full_like(counts, batch.batch_size)
+        sizes = [batch_sizes, counts] + ([counts] if self.is_weighted else [])
+        _, payload, _ = ops.permute_1d(batch.routes.payload, torch.cat(sizes), source, None, total)
+        return payload
+
+    def unpack(self, payload: Tensor, header_RH: Tensor, host_RH: np.ndarray) -> Bags:
+        """Takes a received payload apart into the bags of all streams of this rank."""
+        num_samples = int(host_RH[:, BATCH].sum())
+        if self.env.world_size > 1:
+            sizes = header_RH.index_select(1, self._recv_lengths).flatten()
+            _, payload, _ = ops.permute_1d(self._unpack, sizes, payload, None, payload.numel())
+        num_lengths = self.num_streams * num_samples
+        num_ids = int(host_RH[:, COUNTS:].sum())
+        weights = None
+        if self.is_weighted:
+            bits = payload[num_lengths + num_ids :]
+            weights = bits.view(self._weight_word).float()
+        return Bags(
+            indices=payload[num_lengths : num_lengths + num_ids],
+            offsets=ops.complete_cumsum(payload[:num_lengths]),
+            weights=weights,
+        )
+
+    def replica_bags(
+        self, batch: Segments, host_counts: np.ndarray
+    ) -> tuple[tuple[Bags, ...], list[Tensor]]:
+        """Selects the bags of the replicated tables from this rank's own batch.
+
+        Returns:
+            Per replica group its bags; and, where embeddings return to their ids, the ids' places.
+        """
+        features = batch.source
+        bags: list[Bags] = []
+        places: list[Tensor] = []
+        if not batch.routes.replicas:
+            return (), places
+        lengths_KB = features.lengths().view(batch.routes.num_keys, batch.batch_size)
+        carried = features.weights_or_none() if self.is_weighted else None
+        if not self.cutter.pooled:
+            carried = torch.arange(features.values().numel(), device=self.device)
+        for select, positions in zip(
+            batch.routes.replicas, batch.routes.replica_positions, strict=True
+        ):
+            total = int(host_counts[positions].sum())
+            lengths, values, picked = ops.permute_2d(
+                select, lengths_KB, features.values(), carried, total
+            )
+            offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
+            weights = picked if self.is_weighted else None
+            bags.append(Bags(indices=values, offsets=offsets, weights=weights))
+            if not self.cutter.pooled:
+                assert picked is not None
+                places.append(picked)
+        return tuple(bags), places
+
+
+def split_bags(
+    groups: Sequence[LookupGroup], bags: Bags, stream_ids: np.ndarray, num_samples: int
+) -> tuple[Bags, ...]:
+    """Cuts the bags of all streams of a rank into those of its lookup groups."""
+    if len(groups) == 1:
+        return (replace(bags, stream_ids=stream_ids),)
+    edges = np.concatenate([[0], np.cumsum(stream_ids)])
+    parts = []
+    for group in groups:
+        first, last = group.streams.start, group.streams.stop
+        ids = slice(int(edges[first]), int(edges[last]))
+        offsets = bags.offsets[first * num_samples : last * num_samples + 1]
+        parts.append(
+            Bags(
+                indices=bags.indices[ids],
+                offsets=offsets - int(edges[first]),
+                weights=None if bags.weights is None else bags.weights[ids],
+                stream_ids=stream_ids[first:last],
+            )
+        )
+    return tuple(parts)
+
+
+@final
+class _Header:
+    """The header of one or several modules: one exchange, and one read by the host."""
+
+    def __init__(
+        self, stages: Sequence[InputDist], batches: Sequence[Segments | Exception]
+    ) -> None:
+        self._stages, self._batches = stages, batches
+        env = stages[0].env
+        self._widths = [stage.header_width for stage in stages]
+        headers = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
+        sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
+        sent = headers[0]
+        if len(stages) > 1:
+            parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
+            sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
+        own = [sum(self._widths)] * env.world_size
+        self._pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
+        self._read: list[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def read(self, module: int) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
+        """Waits, and returns for one of the modules what the ranks said.
+
+        Returns:
+            ``[R, H]`` on the device and on the host; and of this rank's own batch ``counts_G`` and
+            ``given_counts`` on the host.
+        """
+        if not self._read:
+            header_RH = self._pending.wait().view(-1, sum(self._widths))
+            own = [
+                counts
+                for batch in self._batches
+                if not isinstance(batch, Exception)
+                for counts in (batch.counts_G, batch.given_counts)
+            ]
+            flat = [header_RH.flatten(), *(counts.to(header_RH.dtype) for counts in own)]
+            host = torch.cat(flat).cpu().numpy()  # the one device-to-host read
+            edges = np.cumsum([header_RH.numel()] + [counts.numel() for counts in own])
+            first, *counts = np.split(host, edges[:-1])
+            counts_of = iter(counts)
+            columns = np.cumsum(self._widths)[:-1]
+            on_device = header_RH.split(self._widths, dim=1)
+            on_host = np.split(first.reshape(tuple(header_RH.shape)), columns, axis=1)
+            none = np.zeros(0, dtype=np.int64)
+            for batch, header, seen in zip(self._batches, on_device, on_host, strict=True):
+                failed = isinstance(batch, Exception)
+                mine = (none, none) if failed else (next(counts_of), next(counts_of))
+                self._read.append((header, seen, *mine))
+        return self._read[module]
+
+
+def start_together(
+    requests: Sequence[tuple[InputDist, KeyedJaggedTensor]],
+) -> list[HeaderExchange]:
+    """Starts the input stages of several modules of the same ranks with one header exchange.
+
+    Args:
+        requests: stages and their batches, in the same order on every rank.
+    """
+    stages = [stage for stage, _ in requests]
+    batches = [stage.cut(features) for stage, features in requests]
+    header = _Header(stages, batches)
+    return [
+        HeaderExchange(stage, batch, header, module)
+        for module, (stage, batch) in enumerate(zip(stages, batches, strict=True))
+    ]
+
+
+@final
+class HeaderExchange:
+    """The header is under way; :meth:`send` reads it and sends the ids."""
+
+    def __init__(
+        self, stage: InputDist, batch: Segments | Exception, header: _Header, module: int
+    ) -> None:
+        self._stage = stage
+        self._batch = batch
+        self._header = header
+        self._module = module
+
+    def send(self) -> IdExchange:
+        """Waits for the header and starts the payload exchange.
+
+        Raises:
+            Exception: the error of the lowest rank that found one in its input, on every rank.
+        """
+        stage, batch = self._stage, self._batch
+        header_RH, host_RH, counts_G, given_counts = self._header.read(self._module)
+        error = batch if isinstance(batch, Exception) else None
+        own_flag = host_RH[stage.env.rank, FLAG]
+        message = ""
+        if not isinstance(batch, Exception) and own_flag & (_FAILED | _WARNED):
+            error = batch.fault_of_bags()
+            if error is None:
+                assert batch.bad_N is not None
+                message = stage.cutter.describe_bad_ids(batch.checked, batch.bad_N)
+                if own_flag & _FAILED:
+                    error = IndexError(message)
+        if (host_RH[:, FLAG] & _FAILED).any():
+            comm.raise_together(stage.env, "tell of a bad batch", error)
+        if stage.last_batches is not None:
+            stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
+        assert not isinstance(batch, Exception)
+        parts = 2 if stage.is_weighted else 1
+        sent_counts = [int(counts_G[segments].sum()) for segments in batch.routes.segments]
+        send_sizes = [
+            len(segments) * batch.batch_size + parts * count
+            for segments, count in zip(batch.routes.segments, sent_counts, strict=True)
+        ]
+        recv_sizes = (
+            host_RH[:, BATCH] * stage.num_streams + parts * host_RH[:, COUNTS:].sum(1)
+        ).tolist()
+        received = None
+        if stage.has_streams and not batch.routes.is_identity:
+            payload = stage.payload_of(batch, sum(send_sizes))
+            received = comm.all_to_all(
+                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes
+            )
+        if message and stage.cutter.mode is BoundsCheckMode.WARNING:
+            warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
+        host_counts = HostCounts(counts_G, given_counts, sent_counts)
+        return IdExchange(stage, batch, host_counts, header_RH, host_RH, received)
+
+
+@final
+class IdExchange:
+    """The ids are under way; :meth:`wait` returns what this rank looks up."""
+
+    def __init__(
+        self,
+        stage: InputDist,
+        batch: Segments,
+        counts: HostCounts,
+        header_RH: Tensor,
+        host_RH: np.ndarray,
+        received: comm.Pending | None,
+    ) -> None:
+        self._stage = stage
+        self._batch = batch
+        self._counts = counts
+        self._header_RH = header_RH
+        self._host_RH = host_RH
+        self._received = received
+
+    def wait(self) -> LocalIds:
+        """Waits for the ids and orders them for the lookups."""
+        stage, batch = self._stage, self._batch
+        groups = stage.layout.groups[stage.env.rank]
+        batch_sizes, counts_RS = self._host_RH[:, BATCH], self._host_RH[:, COUNTS:]
+        replicas, places = stage.replica_bags(batch, self._counts.of_segments)
+        lookups: tuple[Bags, ...] = ()
+        anchor = None
+        if self._received is not None:
+            bags = stage.unpack(self._received.wait(), self._header_RH, self._host_RH)
+            if (self._host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
+                bags, anchor = self._with_weight_gradients(bags)
+            lookups = split_bags(groups, bags, counts_RS.sum(0), int(batch_sizes.sum()))
+        elif batch.routes.is_identity:
+            features = batch.source
+            bags = Bags(
+                indices=features.values(),
+                offsets=features.offsets().to(features.values().dtype),
+                weights=features.weights() if stage.is_weighted else None,
+            )
+            lookups = split_bags(groups, bags, self._counts.of_segments, batch.batch_size)
+        route = None
+        if not stage.cutter.pooled:
+            route = batch.id_route(self._counts, counts_RS, places)
+        return LocalIds(
+            lookups=lookups,
+            replicas=replicas,
+            receipt=Receipt(
+                features=batch.given,
+                batch_sizes=tuple(batch_sizes.tolist()),
+                counts=batch.bag_counts,
+                route=route,
+                anchor=anchor,
+            ),
+        )
+
+    def _with_weight_gradients(self, bags: Bags) -> tuple[Bags, Tensor]:
+        batch = self._batch
+        assert bags.weights is not None
+        route = WeightRoute(
+            env=self._stage.env,
+            places=batch.sent_places(self._counts) if batch.weights_need_grad else None,
+            num_ids=batch.source.values().numel(),
+            sent_counts=self._counts.to_ranks,
+            received_counts=self._host_RH[:, COUNTS:].sum(1).tolist(),
+            stream_counts=self._header_RH[:, COUNTS:].t().flatten(),
+            by_rank=self._stage.by_rank,
+        )
+        weights, anchor = carry_weights(route, batch.source.weights(), bags.weights)
+        return Bags(indices=bags.indices, offsets=bags.offsets, weights=weights), anchor

@@ -1,0 +1,207 @@
+"""Second stage: one fused lookup per group of tables.
+
+A table that this rank owns alone updates itself in backward. The others leave row gradients there,
+which :mod:`recsys.distributed.state.row_updates` exchanges and applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.placement.layout import LookupGroup, PlacedTable, Rect
+from recsys.distributed.stages.id_routes import reads_by_rank
+from recsys.distributed.stages.input_dist import Bags
+from recsys.kernels.support import LookupSettings, choose_backend
+from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.kernels.types import (
+    EmbeddingLocation,
+    EmbOptimType,
+    OptimizerSpec,
+    PoolingMode,
+    TableSpec,
+    UpdateMode,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSettings:
+    """What tables must have in common to be served by one lookup.
+
+    Attributes:
+        pooling: as the shards do it; a row-split table sums, and is divided at the end.
+        weights_dtype: of the tables.
+        optimizer: the tables' own optimizer, or None if they are plain parameters; without its
+            learning rate where tables of one lookup may differ in it.
+        requires_grad: whether the tables train.
+        location: where the weights live.
+        deferred: whether backward only adds up gradients, which ``step()`` applies.
+        exchanges_row_statistics: whether row statistics are added up over column owners.
+        splits_row_state: whether column owners keep row states of their own instead.
+        cache_load_factor: share of the rows that a device cache holds; None: FBGEMM's default.
+    """
+
+    pooling: PoolingMode
+    weights_dtype: torch.dtype
+    optimizer: OptimizerSpec | None
+    requires_grad: bool
+    location: EmbeddingLocation | None
+    deferred: bool
+    exchanges_row_statistics: bool
+    splits_row_state: bool
+    cache_load_factor: float | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalShard:
+    """A rectangle on this rank: its parameter, and its optimizer state (live tensors)."""
+
+    table: int
+    rect: Rect
+    parameter: nn.Parameter
+    states: dict[str, Tensor]
+    kernel: TableBatchedEmbedding
+    place: int  # of the table in the kernel
+
+
+@final
+class Lookups:
+    """The lookups of one rank (or of the replicated tables).
+
+    Args:
+        groups: from the layout; each ``key`` is a :class:`GroupSettings`.
+        tables: the layout's tables, for names.
+        device: where the tables are allocated.
+        num_sources: ranks whose batches are looked up.
+        replicated: whether gradients are those of this rank's batch only, to be added up later.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LookupGroup],
+        tables: Sequence[PlacedTable],
+        device: torch.device,
+        num_sources: int = 1,
+        *,
+        replicated: bool = False,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.kernels: list[TableBatchedEmbedding] = []
+        self.parameters: list[list[nn.Parameter]] = []
+        for group, settings in zip(self.groups, self.settings(), strict=True):
+            pooled = settings.pooling is not PoolingMode.NONE
+            kernel = TableBatchedEmbedding(
+                [
+                    TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)
+                    for t, r in zip(group.tables, group.rects, strict=True)
+                ],
+                feature_table_map=group.feature_table_map
+                * (num_sources if reads_by_rank(group, pooled=pooled) else 1),
+                pooling=settings.pooling,
+                weights_dtype=settings.weights_dtype,
+                optimizer=_kernel_optimizer(settings, replicated),
+                update_mode=_update_mode(settings, replicated),
+                device=device,
+                location=settings.location,
+                cache_load_factor=settings.cache_load_factor,
+                keeps_batch=replicated
+                or (settings.exchanges_row_statistics and not settings.deferred),
+            )
+            self.kernels.append(kernel)
+            self.parameters.append(
+                [nn.Parameter(w, requires_grad=settings.requires_grad) for w in kernel.weights]
+            )
+
+    def settings(self) -> list[GroupSettings]:
+        """Returns what the tables of each lookup have in common."""
+        return [group.key for group in self.groups]  # type: ignore[misc]
+
+    def forward(self, bags: Sequence[Bags]) -> list[Tensor]:
+        """Looks up each group's bags: per group ``[T, width]``."""
+        return [
+            kernel.forward(
+                bag.indices, bag.offsets, bag.weights, parameters, _ids_of_tables(group, bag)
+            )
+            for group, kernel, parameters, bag in zip(
+                self.groups, self.kernels, self.parameters, bags, strict=True
+            )
+        ]
+
+    def shards(self) -> Iterator[LocalShard]:
+        """Yields every rectangle of this rank."""
+        for group, settings, kernel, parameters in zip(
+            self.groups, self.settings(), self.kernels, self.parameters, strict=True
+        ):
+            for i, (table, rect) in enumerate(zip(group.tables, group.rects, strict=True)):
+                yield LocalShard(
+                    table=table,
+                    rect=rect,
+                    parameter=parameters[i],
+                    states=kernel.states[i] if settings.optimizer is not None else {},
+                    kernel=kernel,
+                    place=i,
+                )
+
+
+def _ids_of_tables(group: LookupGroup, bags: Bags) -> list[int] | None:
+    """Returns how many ids read each table; on a CPU, where asking is free, None."""
+    if bags.stream_ids is None or not bags.indices.is_cuda:
+        return None
+    ids = np.bincount(group.feature_table_map, weights=bags.stream_ids, minlength=len(group.tables))
+    return [int(n) for n in ids]
+
+
+def needs_one_width(
+    settings: GroupSettings, dims: Sequence[int], device: torch.device, *, replicated: bool
+) -> bool:
+    """Returns whether a lookup on a GPU must serve rectangles of one width, lest it wait for it.
+
+    PyTorch's kernels take a lookup of several widths apart, and the host must then know how many
+    ids read each.
+
+    Args:
+        settings: of the lookup.
+        dims: columns of its rectangles.
+        device: the GPU.
+        replicated: whether the tables are replicated.
+    """
+    choice = choose_backend(
+        LookupSettings(
+            device=device,
+            weights_dtype=settings.weights_dtype,
+            output_dtype=torch.float32,
+            dims=list(dims),
+            feature_table_map=list(range(len(dims))),
+            pooling=settings.pooling,
+            optimizer=_kernel_optimizer(settings, replicated),
+            update_mode=_update_mode(settings, replicated),
+            location=settings.location or EmbeddingLocation.DEVICE,
+        )
+    )
+    return choice.backend == "torch"
+
+
+_PLACEHOLDER = OptimizerSpec(algorithm=EmbOptimType.SGD)
+
+
+def _update_mode(settings: GroupSettings, replicated: bool) -> UpdateMode:
+    if not settings.requires_grad:
+        return UpdateMode.GRADIENT
+    if replicated or settings.deferred or settings.exchanges_row_statistics:
+        return UpdateMode.DEFERRED
+    return UpdateMode.GRADIENT if settings.optimizer is None else UpdateMode.FUSED
+
+
+def _kernel_optimizer(settings: GroupSettings, replicated: bool) -> OptimizerSpec | None:
+    if not settings.requires_grad:
+        return None
+    if settings.optimizer is None and replicated:
+        return _PLACEHOLDER  # row gradients are collected, then put into `.grad`
+    return settings.optimizer

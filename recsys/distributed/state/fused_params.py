@@ -1,0 +1,147 @@
+"""What a sharder's ``fused_params`` may say, beside the optimizer: settings of tables.
+
+They are those of a plan's entries under the names that FBGEMM's users know; where both say
+something, the plan's entry holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from recsys.distributed.placement.plan import (
+    CacheParams,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+)
+from recsys.kernels.support import fbgemm_element_type
+from recsys.modules.embedding_configs import DataType
+
+__all__ = [
+    "add_params_from_parameter_sharding",
+    "convert_to_fbgemm_types",
+    "merge_fused_params",
+    "optimizer_params",
+    "with_table_settings",
+]
+
+_OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
+_OF_CACHES = {
+    "cache_algorithm": "algorithm",
+    "cache_load_factor": "load_factor",
+    "cache_reserved_memory": "reserved_memory",
+    "cache_precision": "precision",
+    "prefetch_pipeline": "prefetch_pipeline",
+    "multipass_prefetch_config": "multipass_prefetch_config",
+}
+"""What fused_params call a field of CacheParams."""
+
+
+def merge_fused_params(
+    fused_params: Mapping[str, Any] | None = None,
+    param_fused_params: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the settings of a sharder with those of one table, which hold where both say one.
+
+    Args:
+        fused_params: of the sharder; left as they are.
+        param_fused_params: of the table.
+
+    Example:
+        >>> merge_fused_params({"learning_rate": 0.1, "eps": 1e-6}, {"learning_rate": 0.2})
+        {'learning_rate': 0.2, 'eps': 1e-06}
+    """
+    return {**(fused_params or {}), **(param_fused_params or {})}
+
+
+def add_params_from_parameter_sharding(
+    fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
+) -> dict[str, Any]:
+    """Returns ``fused_params``, with what a plan's entry says added to them.
+
+    Args:
+        fused_params: changed in place; a new dict if None.
+        parameter_sharding: of a table. What it leaves None is left out.
+
+    Example:
+        >>> entry = ParameterSharding(
+        ...     "table_wise", "fused_uvm_caching", cache_params=CacheParams(load_factor=0.1)
+        ... )
+        >>> add_params_from_parameter_sharding({"learning_rate": 0.5}, entry)
+        {'learning_rate': 0.5, 'cache_load_factor': 0.1}
+    """
+    params = {} if fused_params is None else fused_params
+    cache = parameter_sharding.cache_params
+    said = {name: getattr(cache, field) for name, field in _OF_CACHES.items()} if cache else {}
+    for name in ("stochastic_rounding", *_OF_TABLES):
+        said[name] = getattr(parameter_sharding, name)
+    params.update((name, value) for name, value in said.items() if value is not None)
+    return params
+
+
+def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``fused_params`` as FBGEMM's own modules take them: element types are ``SparseType``.
+
+    Args:
+        fused_params: changed in place: ``cache_precision`` and ``output_dtype``, if they are there.
+
+    Raises:
+        ImportError: if FBGEMM is not installed.
+        ValueError: if FBGEMM has no such element type.
+
+    Example:
+        >>> convert_to_fbgemm_types({"output_dtype": DataType.FP16, "eps": 1e-8})
+        {'output_dtype': <SparseType.FP16: 'fp16'>, 'eps': 1e-08}
+    """
+    for name in ("cache_precision", "output_dtype"):
+        given = fused_params.get(name)
+        if isinstance(given, DataType | torch.dtype):
+            name_of = given.value if isinstance(given, DataType) else given
+            fused_params[name] = fbgemm_element_type(name_of)
+    return fused_params
+
+
+def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is left for the optimizer.
+
+    Args:
+        fused_params: of a sharder.
+
+    Example:
+        >>> optimizer_params({"optimizer": "ADAM", "output_dtype": torch.float32})
+        {'optimizer': 'ADAM'}
+    """
+    return {k: v for k, v in fused_params.items() if k not in _OF_TABLES and k not in _OF_CACHES}
+
+
+def with_table_settings(
+    plan: EmbeddingModuleShardingPlan, fused_params: Mapping[str, Any]
+) -> EmbeddingModuleShardingPlan:
+    """Returns a plan whose entries also say what a sharder's ``fused_params`` say of tables.
+
+    Args:
+        plan: left as it is.
+        fused_params: of the sharder.
+
+    Example:
+        >>> plan = EmbeddingModuleShardingPlan(t=ParameterSharding("table_wise", "fused", [0]))
+        >>> with_table_settings(plan, {"cache_load_factor": 0.1})["t"].cache_params.load_factor
+        0.1
+    """
+    said = {name: fused_params[name] for name in _OF_TABLES if name in fused_params}
+    cache = {
+        field: fused_params[name] for name, field in _OF_CACHES.items() if name in fused_params
+    }
+    if cache:
+        said["cache_params"] = CacheParams(**cache)
+    if not said:
+        return plan
+    return EmbeddingModuleShardingPlan(
+        {
+            name: replace(entry, **{k: v for k, v in said.items() if getattr(entry, k) is None})
+            for name, entry in plan.items()
+        }
+    )

@@ -1,0 +1,323 @@
+"""A whole table in a state dict, of which this rank holds some rectangles.
+
+The shape is that of the unsharded table and the name in the state dict is the unsharded name, so
+nothing in a checkpoint depends on the plan. ``torch.distributed.checkpoint`` saves and loads it
+natively: it asks a tensor for its chunks by the three methods below, and reads whatever saved
+chunks overlap them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from recsys.distributed.placement.layout import Rect
+from recsys.distributed.placement.plan import ShardMetadata
+from recsys.distributed.placement.strategies import placement
+from recsys.distributed.ranks.comm import gather_objects
+from recsys.distributed.ranks.node import get_local_size
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Shard:
+    """A part of a table on one rank. It may be unpacked: ``offsets, tensor = shard``.
+
+    Args:
+        tensor: the values.
+        metadata: where they lie in the table, and on which rank.
+
+    Raises:
+        ValueError: if the tensor has another shape than the metadata says.
+
+    Example:
+        >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 4), [6, 0], rank=3)
+        >>> shard.metadata.shard_sizes, shard.metadata.rank, shard.offsets
+        ([2, 4], 3, (6, 0))
+    """
+
+    tensor: Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if list(self.tensor.shape) != self.metadata.shard_sizes:
+            raise ValueError(
+                f"Shard.tensor must have the shape of its metadata, {self.metadata.shard_sizes}; "
+                f"received {list(self.tensor.shape)}."
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: Tensor, shard_offsets: list[int], rank: int) -> Shard:
+        """Makes the shard of a rank.
+
+        Args:
+            tensor: the values.
+            shard_offsets: first row and column in the table.
+            rank: that holds them, on the tensor's device.
+        """
+        place = f"rank:{rank}/{tensor.device}"
+        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.shape), place))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First row and column; of row-wise states the first row."""
+        return tuple(self.metadata.shard_offsets)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.offsets, self.tensor))
+
+
+@final
+@dataclass
+class ShardedTensorMetadata:
+    """What is known of a table without its values.
+
+    Args:
+        shards_metadata: its parts, on all ranks.
+        size: shape of the whole.
+        tensor_properties: its dtype.
+    """
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=torch.Size)
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+
+@final
+class ShardedTable(Tensor):
+    """A table (or a state of its optimizer) of which this rank holds parts.
+
+    It has the shape and dtype of the whole but no storage of its own; :meth:`local_shards` are
+    live views of what this rank trains. Operations on the whole are not defined: gather it by
+    :meth:`full_tensor`, or into a tensor by ``tensor.copy_(table)``; every rank must do so.
+
+    Args:
+        size: shape of the whole, ``[rows, columns]`` or, for row-wise states, ``[rows]``.
+        shards: ``(offsets, tensor)`` for each part this rank holds. Parts may repeat, on one rank
+            or on several (a row-wise state lies with every column owner): one is saved, all are
+            loaded.
+        dtype: of the parts.
+        device: of the parts.
+        group: the ranks that hold the other parts, None for one rank.
+        rects: the parts of all ranks, if they are known.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _shards: list[tuple[tuple[int, ...], Tensor]]
+    _group: torch.distributed.ProcessGroup | None
+    _rects: Sequence[Rect]
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        size: Sequence[int],
+        shards: Iterable[Shard | tuple[tuple[int, ...], Tensor]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: torch.distributed.ProcessGroup | None = None,
+        rects: Sequence[Rect] = (),
+    ) -> ShardedTable:
+        table: ShardedTable = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(size), dtype=dtype, device=device
+        )
+        table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
+        table._group = group
+        table._rects = rects
+        return table
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything is set by ``__new__``."""
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that hold the other parts; None for one rank."""
+        return self._group
+
+    def local_shards(self) -> list[Shard]:
+        """Returns each part this rank holds, as live views; each unpacks to (offsets, tensor)."""
+        rank = 0 if self._group is None else self._group.rank()
+        return [
+            Shard.from_tensor_and_offsets(tensor, list(offsets), rank)
+            for offsets, tensor in self._shards
+        ]
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Returns the parts of all ranks, shape and dtype; no rank waits for another.
+
+        For a table that was made by hand, without ``rects``, the parts are those of this rank.
+        """
+        parts = [
+            ShardMetadata(
+                [rect.row_start, rect.col_start][: self.dim()],
+                [rect.num_rows, rect.num_cols][: self.dim()],
+                placement(self.device.type, rect.rank, get_local_size(self._world_size())),
+            )
+            for rect in self._rects
+        ]
+        return ShardedTensorMetadata(
+            parts or [shard.metadata for shard in self.local_shards()],
+            self.shape,
+            TensorProperties(dtype=self.dtype),
+        )
+
+    def _world_size(self) -> int:
+        return 1 if self._group is None else self._group.size()
+
+    def _like(self, shards: Iterable[tuple[tuple[int, ...], Tensor]]) -> ShardedTable:
+        return ShardedTable(
+            self.shape, shards, dtype=self.dtype, device=self.device,
+            group=self._group, rects=self._rects,
+        )  # fmt: skip
+
+    def full_tensor(self) -> Tensor:
+        """Gathers the whole on every rank. Every rank must call it.
+
+        Returns:
+            A new tensor of the whole's shape, on the parts' device.
+
+        Raises:
+            ValueError: if some part is held by none of the ranks.
+        """
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        filled = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+        mine = [(offsets, tensor.cpu()) for offsets, tensor in self._shards]
+        for shards in gather_objects(self._group, "gather a table", mine):
+            for offsets, tensor in shards:
+                whole[_region(offsets, tensor)] = tensor.to(self.device)
+                filled[_region(offsets, tensor)] = True
+        if not bool(filled.all()):
+            raise ValueError(
+                f"{self!r} cannot be gathered: no process of its group holds the other parts. "
+                "A ShardedTable that was pickled has lost its group."
+            )
+        return whole
+
+    def gather(  # type: ignore[override]
+        self, dst: int = 0, out: Tensor | None = None
+    ) -> None:
+        """Gathers the whole into a tensor on one rank. Every rank must call it.
+
+        Args:
+            dst: the rank, of those that hold the parts.
+            out: on that rank, of the whole's shape; on others ignored.
+
+        Raises:
+            ValueError: if ``out`` is missing on ``dst``, or some part is held by none of the ranks.
+        """
+        whole = self.full_tensor()
+        if self._group is None or self._group.rank() == dst:
+            if out is None:
+                raise ValueError(
+                    f"ShardedTable.gather needs out, a tensor of shape {list(self.shape)}, on rank "
+                    f"{dst}; received None."
+                )
+            out.detach().copy_(whole)
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:
+        """Copies this rank's parts from a whole table, or from one that is sharded alike.
+
+        Args:
+            source: a plain tensor of the whole's shape, or a ShardedTable with the same parts.
+            non_blocking: as in :meth:`torch.Tensor.copy_`.
+
+        Raises:
+            ValueError: if shapes differ or the parts lie differently.
+        """
+        if source.shape != self.shape:
+            raise ValueError(
+                f"A table of shape {tuple(self.shape)} cannot take the values of one of shape "
+                f"{tuple(source.shape)}."
+            )
+        if isinstance(source, ShardedTable):
+            if [o for o, _ in source._shards] != [o for o, _ in self._shards]:
+                raise ValueError(
+                    f"This rank holds the parts at {[o for o, _ in self._shards]}; the source "
+                    f"holds "
+                    f"{[o for o, _ in source._shards]}. To load under another plan, save and "
+                    f"load with torch.distributed.checkpoint."
+                )
+            for (_, tensor), (_, given) in zip(self._shards, source._shards, strict=True):
+                if tensor.data_ptr() != given.data_ptr():  # else they were filled in place
+                    tensor.copy_(given, non_blocking=non_blocking)
+        else:
+            for offsets, tensor in self._shards:
+                tensor.copy_(source[_region(offsets, tensor)], non_blocking=non_blocking)
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        parts = ", ".join(f"{tuple(t.shape)} at {o}" for o, t in self._shards) or "nothing"
+        return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = tuple(self.shape), self._shards, self.dtype, self.device, self._rects
+        return _rebuild, whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
+        return self._like((offsets, tensor.clone()) for offsets, tensor in self._shards)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]._like(args[0]._shards)
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], ShardedTable):
+            args[0].copy_(args[1].full_tensor())
+            return args[0]
+        raise NotImplementedError(
+            f"{func} is not defined on a ShardedTable, of which this rank holds only parts. "
+            "Use full_tensor() or tensor.copy_(table) to gather the whole, or local_shards()."
+        )
+
+    # -- torch.distributed.checkpoint ------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        distinct = {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for offsets, chunk in distinct.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=tensor.shape)
+            for offsets, tensor in self._shards
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.index is not None and index.index < len(self._shards):
+            return self._shards[index.index][1]
+        for offsets, tensor in self._shards:
+            if index.offset == torch.Size(offsets):
+                return tensor
+        raise ValueError(f"{index.fqn} has no part at {index.offset} on this rank; it has {self}.")
+
+
+def _region(offsets: tuple[int, ...], tensor: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(o, o + size) for o, size in zip(offsets, tensor.shape, strict=True))
+
+
+def _rebuild(
+    size: tuple[int, ...],
+    shards: list[tuple[tuple[int, ...], Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+    rects: Sequence[Rect] = (),
+) -> ShardedTable:
+    return ShardedTable(size, shards, dtype=dtype, device=device, rects=rects)

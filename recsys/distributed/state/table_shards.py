@@ -1,0 +1,247 @@
+"""The parts of one table that a rank holds: parameters, state dict entry, filling with values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.placement.layout import PlacedTable, Rect
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.stages.lookup import GroupSettings, LocalShard
+from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.modules.embedding_tables import TableCollection
+from recsys.optim.clipping import mark_part
+
+_STATE_DIMS = {"element": 2, "row": 1, "table": 0}  # one value per element, row or table
+_BLOCK_BYTES = 64 << 20  # how much of a table is broadcast at a time
+
+
+@final
+class TableShards(nn.Module):
+    """Stands where the unsharded collection has the table's module: ``embedding_bags["t"].weight``.
+
+    ``weight`` is a parameter if this rank holds one part of the table, the common case; a rank
+    that holds several separate parts has ``weight``, ``weight_1``, ... and one that holds none
+    has no parameter. The state dict entry is always one :class:`ShardedTable` (a plain tensor for
+    a replicated table) under the unsharded name.
+
+    Args:
+        table: the placed table.
+        dtype: of the weights.
+        device: of the parts.
+        env: the ranks.
+        shards: the parts of this rank.
+    """
+
+    def __init__(
+        self,
+        table: PlacedTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        env: ShardingEnv,
+        shards: Sequence[LocalShard],
+    ) -> None:
+        super().__init__()
+        self.table: PlacedTable
+        self.dtype: torch.dtype
+        self.device: torch.device
+        self.env: ShardingEnv
+        self.shards: tuple[LocalShard, ...]
+        # past nn.Module, which looks at each for parameters: models have thousands of tables
+        self.__dict__.update(table=table, dtype=dtype, device=device, env=env, shards=tuple(shards))
+        for i, shard in enumerate(shards):
+            self.register_parameter(f"weight_{i}" if i else "weight", shard.parameter)
+            if table.rects and env.world_size > 1:
+                mark_part(shard.parameter)
+
+    def whole(self) -> Tensor:
+        """Returns the table's weights as they appear in a state dict; live."""
+        self.flush()
+        return self._view([(s, s.parameter) for s in self.shards], self.dtype, dims=2)
+
+    def flush(self) -> None:
+        """Writes rows that a device cache holds back to the table (``fused_uvm_caching``)."""
+        for shard in self.shards:
+            shard.kernel.flush()
+
+    def states(self) -> dict[str, Tensor]:
+        """Returns the optimizer's state as it appears in a state dict; live."""
+        group = self.table.group
+        assert isinstance(group, GroupSettings)
+        if group.optimizer is None:
+            return {}
+        result: dict[str, Tensor] = {}
+        for name, kind in group.optimizer.rule.state.items():
+            held = [(shard, shard.states[name]) for shard in self.shards]
+            if kind == "row" and group.splits_row_state:
+                # named by its columns, so that a load where they are split otherwise must fail
+                for start, end in sorted({(r.col_start, r.col_end) for r in self.table.rects}):
+                    own = [(s, state) for s, state in held if s.rect.col_start == start]
+                    rects = [rect for rect in self.table.rects if rect.col_start == start]
+                    result[f"{name}_of_columns_{start}_to_{end}"] = self._view(
+                        own, torch.float32, _STATE_DIMS[kind], rects
+                    )
+            else:
+                result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
+        return result
+
+    def _view(
+        self,
+        held: Sequence[tuple[LocalShard, Tensor]],
+        dtype: torch.dtype,
+        dims: int,
+        rects: Sequence[Rect] = (),
+    ) -> Tensor:
+        if not self.table.rects:
+            return held[0][1].detach()
+        size = (self.table.num_rows, self.table.dim)
+        shards = [
+            ((shard.rect.row_start, shard.rect.col_start)[:dims], tensor) for shard, tensor in held
+        ]
+        return ShardedTable(
+            size[:dims],
+            shards,
+            dtype=dtype,
+            device=self.device,
+            group=self.env.process_group,
+            rects=rects or self.table.rects,
+        )
+
+    @torch.no_grad()
+    def fill(self, rows: slice, values: Tensor) -> None:
+        """Copies ``values`` (whole width) of a stretch of rows into the parts that lie there."""
+        for shard in self.shards:
+            first, last = max(rows.start, shard.rect.row_start), min(rows.stop, shard.rect.row_end)
+            if first < last:
+                own = slice(first - shard.rect.row_start, last - shard.rect.row_start)
+                columns = slice(shard.rect.col_start, shard.rect.col_end)
+                given = values[first - rows.start : last - rows.start, columns]
+                shard.parameter.data[own].copy_(given)
+
+    @torch.no_grad()
+    def copy_from(self, other: TableShards) -> None:
+        """Copies weights and optimizer state from the same parts elsewhere."""
+        other.flush()
+        for mine, theirs in zip(self.shards, other.shards, strict=True):
+            mine.parameter.copy_(theirs.parameter)
+            for name, state in mine.states.items():
+                state.copy_(theirs.states[name])
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        destination[prefix + "weight"] = self.whole()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        if key not in state_dict:
+            missing_keys.append(key)
+            return
+        try:
+            with torch.no_grad():
+                _copy(self.whole(), state_dict[key])
+            for shard in self.shards:
+                shard.kernel.drop_cache()
+        except (ValueError, RuntimeError) as error:
+            error_msgs.append(f"{key}: {error}")
+
+
+def _copy(own: Tensor, given: Tensor) -> None:
+    if isinstance(given, ShardedTable) and not isinstance(own, ShardedTable):
+        raise ValueError(
+            f"This table lies whole on every rank; the source is {given}. To load under another "
+            "plan, save and load with torch.distributed.checkpoint."
+        )
+    own.copy_(given if isinstance(given, ShardedTable) else given.detach())
+
+
+def load_tables(
+    tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv, seed: int
+) -> None:
+    """Gives the shards the values of the unsharded module, rank 0's where ranks differ.
+
+    Tables on the ``meta`` device are initialised block by block, so that no rank ever holds a
+    whole table; the values depend on the seed and the row, not on the plan. They come last, after
+    all exchanges, as a user's ``init_fn`` may fail on one rank only.
+
+    Args:
+        tables: the parts of this rank, in the module's order.
+        module: the unsharded collection.
+        env: the ranks.
+        seed: of the initial values, rank 0's.
+    """
+    module.init_seed = seed
+    weights = [weight.detach() for weight in module.table_weights().values()]
+    parts = list(tables.values())
+    for blocks in _batches(
+        (table, weight, rows)
+        for table, weight in zip(parts, weights, strict=True)
+        if not weight.is_meta
+        for rows in _row_blocks(table, weight)
+    ):
+        _load(blocks, env)
+    for index, (table, weight) in enumerate(zip(parts, weights, strict=True)):
+        if weight.is_meta and table.shards:
+            for rows in _row_blocks(table, weight):
+                if any(
+                    s.rect.row_start < rows.stop and rows.start < s.rect.row_end
+                    for s in table.shards
+                ):
+                    table.fill(rows, module.initial_rows(index, rows.start, rows.stop))
+
+
+_Block = tuple[TableShards, Tensor, slice]
+"""The parts of a table, its unsharded weight, and a stretch of its rows."""
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Yields blocks of one dtype that are broadcast together, for the sake of many small tables."""
+    batch: list[_Block] = []
+    num_bytes = 0
+    for block in blocks:
+        _, weight, rows = block
+        size = (rows.stop - rows.start) * weight.shape[1] * weight.element_size()
+        if batch and (num_bytes + size > _BLOCK_BYTES or weight.dtype is not batch[0][1].dtype):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(block)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def _load(blocks: Sequence[_Block], env: ShardingEnv) -> None:
+    values = [weight[rows] for _, weight, rows in blocks]
+    if env.world_size > 1:
+        sizes = [value.numel() for value in values]
+        device = blocks[0][0].device
+        if env.rank == 0:
+            flat = torch.cat([value.reshape(-1) for value in values]).to(device)
+        else:
+            flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=device)
+        comm.broadcast(env, "fill the tables", flat)
+        values = [
+            part.view(value.shape) for part, value in zip(flat.split(sizes), values, strict=True)
+        ]
+    for (table, _, rows), value in zip(blocks, values, strict=True):
+        table.fill(rows, value)
+
+
+def _row_blocks(table: TableShards, weight: Tensor) -> Iterator[slice]:
+    row_bytes = max(table.table.dim * weight.element_size(), 1)
+    step = max(_BLOCK_BYTES // row_bytes, 1)
+    for start in range(0, table.table.num_rows, step):
+        yield slice(start, min(start + step, table.table.num_rows))

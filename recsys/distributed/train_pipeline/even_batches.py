@@ -1,0 +1,245 @@
+"""Ranks whose data end at different times finish an epoch together.
+
+A rank looks one batch ahead, and says in the header of the sharded modules (see ``input_dist``),
+which travels anyway, whether its batch is its last. So after each step every rank knows who goes
+on, and all leave the loop at the same step: no step needs a collective more, and none waits for
+ever. One small exchange opens an epoch: ranks that have no batch at all hear what an empty one
+looks like, and an error of a rank's data is raised on all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, unique
+from typing import Any, Generic, TypeVar, final
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recsys.distributed.ranks.agreement import agree
+from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
+from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.stages.input_dist import LastBatches
+from recsys.sparse import KeyedJaggedTensor
+
+B = TypeVar("B")
+
+
+@unique
+class UnevenPolicy(Enum):
+    """What happens when some ranks have no more batches and others have."""
+
+    DROP = "drop"
+    """The epoch ends for all; what the others still had is not used."""
+    PAD = "pad"
+    """Ranks that have run out repeat their last batch until all have; its samples count again. A
+    rank that had none takes part with empty batches."""
+    JOIN = "join"
+    """Ranks that have run out take part with empty batches until all have; they add nothing to
+    gradients. As ever with different batch sizes, the loss is the mean over ranks of each rank's
+    loss."""
+
+
+@final
+class EvenBatches(Generic[B]):
+    """Iterates over a rank's batches for as many steps as every other rank.
+
+    In each step call the model once or more with what is yielded.
+
+    Args:
+        batches: this rank's batches of an epoch, such as a ``DataLoader``; it may have none where
+            other ranks have some, but not with the policy "drop".
+        model: the model that is called; it contains at least one sharded collection.
+        policy: an :class:`UnevenPolicy` or its value, the same on every rank.
+
+    Attributes:
+        is_filler: whether the batch of this step was made up: repeated, or empty. Leave such steps
+            out of metrics; the mean loss of an empty batch is NaN, and its gradient zero.
+
+    Raises:
+        ValueError: if the policy is unknown, the model has no sharded collection, no rank has a
+            batch, one has none under "drop", or a step passed without a call of the model.
+        Exception: on every rank, what the data of one raised in place of a batch: of the first one
+            from here, of a later one from the model, which is then called with the batch before.
+
+    Example:
+        >>> import torch
+        >>> from recsys.distributed.model_parallel import DistributedModelParallel
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+        ... )
+        >>> model = DistributedModelParallel(
+        ...     EmbeddingBagCollection(tables=[table]), device=torch.device("cpu")
+        ... )
+        >>> batch = KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+        >>> [list(model(ids).values().shape) for ids in EvenBatches([batch] * 2, model, "join")]
+        [[1, 4], [1, 4]]
+    """
+
+    def __init__(
+        self, batches: Iterable[B], model: nn.Module, policy: UnevenPolicy | str = UnevenPolicy.DROP
+    ) -> None:
+        choices = [choice.value for choice in UnevenPolicy]
+        if not isinstance(policy, UnevenPolicy) and policy not in choices:
+            raise ValueError(
+                f"EvenBatches.policy must be one of {', '.join(choices)}; received {policy!r}."
+            )
+        self._batches = batches
+        self._policy = UnevenPolicy(policy)
+        self._stages = [
+            module.input_stage
+            for module in model.modules()
+            if isinstance(module, ShardedCollection)
+        ]
+        if not self._stages:
+            raise ValueError(
+                "EvenBatches needs a model with a sharded collection, in whose exchanges the ranks "
+                f"hear of each other; received a {type(model).__name__} without. Wrap the model in "
+                "DistributedModelParallel first."
+            )
+        self.is_filler = False
+
+    def __iter__(self) -> Iterator[B]:
+        batches = iter(self._batches)
+        missing: Any = object()
+        batch: Any = missing
+        error: Exception | None = None
+        try:
+            batch = next(batches, missing)
+        except Exception as failed:
+            error = failed
+        self.is_filler = batch is missing
+        batch = self._first(batch, has_batch=batch is not missing, error=error)
+        news = LastBatches()
+        try:
+            for stage in self._stages:
+                stage.last_batches = news
+            while True:
+                late: Exception | None = None
+                try:
+                    following = missing if self.is_filler else next(batches, missing)
+                except Exception as raised:
+                    late, following = raised, batch
+                news.is_last = following is missing
+                yield batch
+                said = news.heard()
+                if said is None:
+                    raise ValueError(
+                        "EvenBatches needs the model to be called with each batch, or the ranks "
+                        "do not hear of each other; received a step without a call."
+                    )
+                ended = said.any() if self._policy is UnevenPolicy.DROP else said.all()
+                if ended:
+                    return
+                news.error = late  # the next call of the model raises it on all ranks
+                if following is not missing:
+                    batch = following
+                elif not self.is_filler:
+                    self.is_filler = True
+                    if self._policy is UnevenPolicy.JOIN:
+                        batch = empty_batch(batch)
+        finally:
+            self.is_filler = False
+            for stage in self._stages:
+                stage.last_batches = None
+
+    def _first(self, batch: B, *, has_batch: bool, error: Exception | None) -> B:
+        """Returns this rank's first batch, an empty one if it has none and others have."""
+        group = self._stages[0].env.process_group
+        have = [has_batch]
+        if group is not None:
+            facts = error or {"the policy": self._policy.value}
+            have = agree(group, "start an epoch of EvenBatches", facts, has_batch)
+        elif error is not None:
+            raise error
+        if not any(have):
+            raise ValueError(
+                "EvenBatches needs at least one batch; received none"
+                f"{' on any rank' if len(have) > 1 else ''}. Give it data."
+            )
+        if all(have) or group is None:
+            return batch
+        without = [rank for rank, has in enumerate(have) if not has]
+        if self._policy is UnevenPolicy.DROP:
+            raise ValueError(
+                f"EvenBatches with the policy 'drop' ends with the first rank that runs out; "
+                f"received no batch at all on ranks {without}, so no rank would train. Take "
+                "'join', or give each rank data."
+            )
+        source = have.index(True)
+        sample: Any = None
+        failed: Exception | None = None
+        if group.rank() == source:
+            try:
+                sample = pickle.dumps(empty_batch(batch))
+            except Exception as raised:  # the other ranks wait for it
+                failed = raised
+                sample = failure_of(raised)
+        sample = broadcast_object(group, "start an epoch of EvenBatches", sample, source)
+        if not isinstance(sample, bytes):
+            raise_failure(source, sample, failed)
+        if has_batch:
+            return batch
+        received: B = _map_batch(pickle.loads(sample), self._to_device, self._to_device)
+        return received
+
+    def _to_device(self, part: Any) -> Any:
+        """Moves what lies on the GPU of another rank to that of this one."""
+        device = part.device() if isinstance(part, KeyedJaggedTensor) else part.device
+        return part.to(self._stages[0].device) if device.type == "cuda" else part
+
+
+def empty_batch(batch: B) -> B:
+    """Returns a batch of the same kind without samples.
+
+    Args:
+        batch: tensors with samples first, jagged tensors, and dataclasses, tuples, lists and dicts
+            of them.
+
+    Example:
+        >>> import torch
+        >>> ids = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        >>> dense, empty = empty_batch((torch.ones(2, 3), ids))
+        >>> dense.shape, empty.stride(), empty.keys()
+        (torch.Size([0, 3]), 0, ['f'])
+    """
+    return _map_batch(batch, _empty_features, lambda part: part[:0] if part.dim() else part)
+
+
+def _map_batch(
+    batch: B,
+    of_features: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
+    of_tensor: Callable[[Tensor], Tensor],
+) -> B:
+    def is_leaf(part: Any) -> bool:
+        return isinstance(part, KeyedJaggedTensor) or dataclasses.is_dataclass(part)
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, KeyedJaggedTensor):
+            return of_features(part)
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
+            new = {name: _map_batch(v, of_features, of_tensor) for name, v in fields.items()}
+            return dataclasses.replace(part, **new)
+        return of_tensor(part) if isinstance(part, Tensor) else part
+
+    result: B = pytree.tree_map(changed, batch, is_leaf=is_leaf)
+    return result
+
+
+def _empty_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
+    variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values()[:0],
+        None if weights is None else weights[:0],
+        features.lengths()[:0],
+        stride=None if variable else 0,
+        stride_per_key_per_rank=[[0]] * len(features.keys()) if variable else None,
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1][:, :0]),
+    )
