@@ -249,7 +249,6 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
         safe_lengths(lengths, is_bad, num_ids),
         stride=features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() or None,
-        stride_per_key=features.stride_per_key() if features.variable_stride_per_key() else None,
         inverse_indices=inverse,
     )
     return safe, is_bad

@@ -225,7 +225,6 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTen
         features.offsets_or_none(),
         stride=features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-        stride_per_key=features.stride_per_key() if varies else None,
         length_per_key=features.length_per_key_or_none(),
         inverse_indices=features.inverse_indices_or_none(),
     )

@@ -1,5 +1,7 @@
 """Views of the features of one jagged buffer."""
 
+from __future__ import annotations
+
 from functools import cached_property
 
 from torch import Tensor

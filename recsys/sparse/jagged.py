@@ -3,7 +3,8 @@
 Legend: `M` bags (lists), `N` values of all bags together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from recsys.kernels import ops
 from recsys.sparse import validate
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.text import format_jagged, show_jagged
+
+if TYPE_CHECKING:
+    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 
 class JaggedTensor:
@@ -39,11 +43,7 @@ class JaggedTensor:
     __slots__ = ("__weakref__", "_index", "_lengths", "_offsets", "_values", "_views", "_weights")
 
     _values: Tensor | None
-    _weights: Tensor | None
-    _lengths: Tensor | None
-    _offsets: Tensor | None
     _views: FeatureViews | None
-    _index: int
 
     def __init__(
         self,
@@ -52,9 +52,7 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
-        if lengths is not None and lengths.dtype not in validate.INT_DTYPES:
-            lengths = lengths.long()  # there are none: `torch.tensor([])` is fp32
+        lengths = validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
         if lengths is not None and lengths.dim() != 1:
             raise ValueError(
                 f"JaggedTensor.lengths must be 1-D; received shape {tuple(lengths.shape)}."
@@ -65,8 +63,7 @@ class JaggedTensor:
         self._offsets = offsets
         self._views = None
         self._index = 0
-        told_twice = lengths is not None and offsets is not None
-        if validate.is_debug() or (told_twice and validate.is_readable(values)):
+        if validate.is_checked_in_full(values, lengths, offsets):
             self.validate()
 
     @staticmethod
@@ -272,7 +269,7 @@ class JaggedTensor:
         """
         weights = self.weights_or_none()
         if weights is None:
-            raise ValueError("JaggedTensor has no weights. Ask with weights_or_none().")
+            validate.refuse_missing("JaggedTensor", "weights")
         return weights
 
     def weights_or_none(self) -> Tensor | None:
@@ -292,7 +289,7 @@ class JaggedTensor:
         if lengths is None:
             assert self._offsets is not None
             lengths = self._offsets.diff()
-            validate.check_lengths("JaggedTensor", self.values(), lengths, self._offsets)
+            validate.check_lengths(self, lengths)
             self._lengths = lengths
         return lengths
 
@@ -310,10 +307,8 @@ class JaggedTensor:
                 values.
         """
         if self._offsets is None:
-            lengths = self.lengths()
-            offsets = ops.complete_cumsum(lengths)
-            validate.check_lengths("JaggedTensor", self.values(), lengths)
-            self._offsets = offsets
+            validate.check_lengths(self, self.lengths())
+            self._offsets = ops.complete_cumsum(self.lengths())
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
@@ -400,13 +395,7 @@ class JaggedTensor:
             >>> jt.copy_(JaggedTensor(torch.ones(2), lengths=torch.tensor([2, 0]))).to_dense()
             [tensor([1., 1.]), tensor([])]
         """
-        self.values().copy_(jt.values(), non_blocking)
-        self.lengths().copy_(jt.lengths(), non_blocking)
-        if self._offsets is not None:
-            self._offsets.copy_(jt.offsets(), non_blocking)
-        weights = self.weights_or_none()
-        if weights is not None:
-            weights.copy_(jt.weights(), non_blocking)
+        copy_parts(self, jt, non_blocking)
         return self
 
     def size_in_bytes(self) -> int:
@@ -444,17 +433,12 @@ class JaggedTensor:
         self._views = None
         self._index = 0
 
-    def _tensors(self) -> Iterator[Tensor]:
-        parts = (self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets)
-        return (part for part in parts if part is not None)
+    def _tensors(self) -> list[Tensor]:
+        return [part for part in self.__getstate__() if part is not None]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "JaggedTensor":
-        parts = (self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets)
-        values, weights, lengths, offsets = (
-            None if part is None else function(part) for part in parts
-        )
-        assert values is not None
-        return JaggedTensor.from_parts(values, weights, lengths, offsets)
+        parts = (None if part is None else function(part) for part in self.__getstate__())
+        return JaggedTensor.from_parts(*parts)  # type: ignore[arg-type]
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
         lengths = self.lengths().tolist()
@@ -466,3 +450,18 @@ class JaggedTensor:
         if desired_length is None:
             desired_length = int(lengths.max()) if lengths.numel() else 0
         return ops.jagged_to_padded_dense(tensor, self.offsets(), desired_length, padding_value)
+
+
+def copy_parts(
+    target: "JaggedTensor | KeyedJaggedTensor",
+    source: "JaggedTensor | KeyedJaggedTensor",
+    non_blocking: bool,
+) -> None:
+    """Overwrite values, lengths, and offsets and weights if any, with those of another."""
+    target.values().copy_(source.values(), non_blocking)
+    target.lengths().copy_(source.lengths(), non_blocking)
+    offsets, weights = target.offsets_or_none(), target.weights_or_none()
+    if offsets is not None:
+        offsets.copy_(source.offsets(), non_blocking)
+    if weights is not None:
+        weights.copy_(source.weights(), non_blocking)

@@ -8,24 +8,26 @@ from, and `inverse_indices` may say which of its bags each sample reads. Everyth
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.sparse import validate
-from recsys.sparse.exchange import KeyedExchange
-from recsys.sparse.features import FeatureViews
-from recsys.sparse.jagged import JaggedTensor
-from recsys.sparse.keyed_buffer import InverseIndices
+from recsys.sparse import exchange, rearrange, validate
+from recsys.sparse.jagged import JaggedTensor, copy_parts
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 
-_T = TypeVar("_T")
+InverseIndices = tuple[list[str], Tensor]
+"""Keys, and for each (in that order) the bag that each sample reads: `[keys, samples]`."""
+
+_TENSORS = ("_values", "_weights", "_lengths", "_offsets")
+_SAMPLES = ("_stride", "_stride_per_key", "_stride_per_key_per_rank", "_inverse_indices")
+_PER_KEY = ("_length_per_key", "_offset_per_key", "_index_per_key")
 
 
-class KeyedJaggedTensor(KeyedExchange):
+class KeyedJaggedTensor:
     """Jagged batches of several features, stored end to end in one buffer.
 
     Lengths and offsets derive from each other when first asked for; so do the per-key numbers,
@@ -63,7 +65,107 @@ class KeyedJaggedTensor(KeyedExchange):
                 [[1, 2, 3], []]
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_keys", *_TENSORS, *_SAMPLES, *_PER_KEY)
+
+    def __init__(
+        self,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
+        stride_per_key: list[int] | None = None,
+        length_per_key: list[int] | None = None,
+        *,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> None:
+        lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
+        keys = list(keys)
+        validate.check_unique("KeyedJaggedTensor", keys)
+        if lengths is not None and lengths.dim() != 1:
+            lengths = validate.flatten_lengths(keys, lengths)
+        num_bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+        num_samples = None
+        if inverse_indices is not None:
+            num_samples = validate.check_inverse_indices(keys, values, inverse_indices)
+        self._stride, self._stride_per_key_per_rank = validate.check_strides(
+            keys, num_bags, stride, stride_per_key, stride_per_key_per_rank, num_samples
+        )
+        if offset_per_key is not None and length_per_key is None:
+            length_per_key = [b - a for a, b in itertools.pairwise(offset_per_key)]
+        if length_per_key is not None or index_per_key is not None:
+            validate.check_known_numbers(keys, values, length_per_key, index_per_key)
+        self._keys = keys
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
+        self._offsets = offsets
+        self._stride_per_key: list[int] | None = None
+        self._inverse_indices = inverse_indices
+        self._length_per_key = length_per_key
+        self._offset_per_key = offset_per_key
+        self._index_per_key = index_per_key
+        if validate.is_checked_in_full(values, lengths, offsets, length_per_key):
+            self.validate()
+
+    @classmethod
+    def from_parts(
+        cls,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None = None,
+        *,
+        stride: int,
+        stride_per_key_per_rank: list[list[int]] | None = None,
+        length_per_key: list[int] | None = None,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> Self:
+        """Build from parts known to fit, without checks: for code on the hot path.
+
+        Args:
+            keys: as for the constructor; may repeat where a feature is read by several tables.
+            values: as for the constructor.
+            weights: as for the constructor.
+            lengths: as for the constructor, `[F * B]`.
+            offsets: as for the constructor.
+            stride: `B`; with different batch sizes the largest, or the number of samples that
+                `inverse_indices` covers.
+            stride_per_key_per_rank: where features have different batch sizes, `F` lists.
+            length_per_key: as for the constructor.
+            offset_per_key: as for the constructor.
+            index_per_key: as for the constructor.
+            inverse_indices: as for the constructor.
+
+        Returns:
+            The keyed jagged tensor.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor.from_parts(
+            ...     ["a"], torch.ones(2), None, torch.tensor([2, 0]), stride=2
+            ... )
+        """
+        kjt = cls.__new__(cls)
+        kjt._keys = keys
+        kjt._values = values
+        kjt._weights = weights
+        kjt._lengths = lengths
+        kjt._offsets = offsets
+        kjt._stride = stride
+        kjt._stride_per_key = None
+        kjt._stride_per_key_per_rank = stride_per_key_per_rank
+        kjt._inverse_indices = inverse_indices
+        kjt._length_per_key = length_per_key
+        kjt._offset_per_key = offset_per_key
+        kjt._index_per_key = index_per_key
+        return kjt
 
     @staticmethod
     def from_lengths_sync(
@@ -97,9 +199,10 @@ class KeyedJaggedTensor(KeyedExchange):
             keys,
             values,
             weights,
-            lengths=lengths,
-            stride=stride,
-            stride_per_key_per_rank=stride_per_key_per_rank,
+            lengths,
+            None,
+            stride,
+            stride_per_key_per_rank,
             inverse_indices=inverse_indices,
         ).sync()
 
@@ -135,9 +238,10 @@ class KeyedJaggedTensor(KeyedExchange):
             keys,
             values,
             weights,
-            offsets=offsets,
-            stride=stride,
-            stride_per_key_per_rank=stride_per_key_per_rank,
+            None,
+            offsets,
+            stride,
+            stride_per_key_per_rank,
             inverse_indices=inverse_indices,
         ).sync()
 
@@ -160,19 +264,29 @@ class KeyedJaggedTensor(KeyedExchange):
             >>> KeyedJaggedTensor.from_jt_dict({"a": jt, "b": jt}).lengths()
             tensor([1, 2, 1, 2])
         """
-        parts = list(jt_dict.values())
-        _check_mergeable("KeyedJaggedTensor.from_jt_dict", parts)
-        lengths = [jt.lengths() for jt in parts]
-        strides = [part.numel() for part in lengths]
-        is_uniform = len(set(strides)) == 1
-        return KeyedJaggedTensor(
-            list(jt_dict),
-            torch.cat([jt.values() for jt in parts]),
-            _cat_weights(parts),
-            lengths=torch.cat(lengths),
-            stride=strides[0] if is_uniform else None,
-            stride_per_key=None if is_uniform else strides,
-        )
+        return KeyedJaggedTensor(**rearrange.merged(jt_dict))
+
+    @staticmethod
+    def concat(kjt_list: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
+        """Put the features of several keyed jagged tensors side by side.
+
+        Args:
+            kjt_list: at least one; keys distinct; all weighted or none; alike in dtypes, device
+                and stride (unless their features have different batch sizes).
+
+        Returns:
+            A keyed jagged tensor with all keys, in order.
+
+        Raises:
+            ValueError: if the list is empty, keys repeat, or the parts do not fit together.
+
+        Example:
+            >>> a = KeyedJaggedTensor(["a"], torch.ones(1), lengths=torch.tensor([1, 0]))
+            >>> b = KeyedJaggedTensor(["b"], torch.ones(2), lengths=torch.tensor([0, 2]))
+            >>> KeyedJaggedTensor.concat([a, b]).keys()
+            ['a', 'b']
+        """
+        return rearrange.concat(kjt_list)
 
     @staticmethod
     def empty(
@@ -198,12 +312,8 @@ class KeyedJaggedTensor(KeyedExchange):
             >>> KeyedJaggedTensor.empty().keys()
             []
         """
-        return KeyedJaggedTensor(
-            [],
-            torch.empty(0, dtype=values_dtype, device=device),
-            torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
-            lengths=torch.empty(0, dtype=lengths_dtype, device=device),
-        )
+        jt = JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
+        return KeyedJaggedTensor([], jt.values(), jt.weights_or_none(), jt.lengths())
 
     @staticmethod
     def empty_like(
@@ -223,82 +333,184 @@ class KeyedJaggedTensor(KeyedExchange):
             >>> KeyedJaggedTensor.empty_like(kjt).stride()
             2
         """
-        weights = kjt._weights
-        return KeyedJaggedTensor.from_parts(
-            [],
-            kjt._values.new_empty(0, device=device),
-            None if weights is None else weights.new_empty(0, device=device),
-            kjt.lengths().new_empty(0, device=device),
-            stride=kjt._stride,
-        )
+        jt = JaggedTensor.from_parts(kjt._values, kjt._weights, kjt.lengths())
+        empty = JaggedTensor.empty_like(jt, device)
+        parts = empty.values(), empty.weights_or_none(), empty.lengths()
+        return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride)
 
-    @staticmethod
-    def concat(kjt_list: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
-        """Put the features of several keyed jagged tensors side by side.
+    def keys(self) -> list[str]:
+        """Return the features, in the order of the buffer."""
+        return self._keys
 
-        Args:
-            kjt_list: at least one; keys distinct; all weighted or none; alike in dtypes, device
-                and stride (unless their features have different batch sizes).
+    def values(self) -> Tensor:
+        """Return the values of all features end to end, `[N]`."""
+        return self._values
 
-        Returns:
-            A keyed jagged tensor with all keys, in order.
+    def weights(self) -> Tensor:
+        """Return the weights, `[N]`.
 
         Raises:
-            ValueError: if the list is empty, keys repeat, or the parts do not fit together.
+            ValueError: if there are none.
+        """
+        if self._weights is None:
+            validate.refuse_missing("KeyedJaggedTensor", "weights")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights, `[N]`, or None if there are none."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the number of values in each bag, `[F * B]` (or the sum of the strides).
+
+        Raises:
+            ValueError: on CPU, if the offsets decrease.
+        """
+        if self._lengths is None:
+            assert self._offsets is not None
+            lengths = self._offsets.diff()
+            validate.check_lengths(self, lengths)
+            self._lengths = lengths
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths if they are at hand, without deriving them."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return where each bag starts, and the end of the last, `[F * B + 1]`.
+
+        Raises:
+            ValueError: on CPU, if a length is negative, or they do not add up to the number of
+                values.
+        """
+        if self._offsets is None:
+            validate.check_lengths(self, self.lengths())
+            self._offsets = ops.complete_cumsum(self.lengths())
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets if they are at hand, without deriving them."""
+        return self._offsets
+
+    def stride(self) -> int:
+        """Return the batch size.
+
+        Where features have different ones, that is the largest, or the number of samples that
+        `inverse_indices` covers.
+        """
+        return self._stride
+
+    def stride_per_key(self) -> list[int]:
+        """Return the batch size of each feature, `F` integers."""
+        if self._stride_per_key is None and self._stride_per_key_per_rank is not None:
+            self._stride_per_key = [sum(sizes) for sizes in self._stride_per_key_per_rank]
+        return self._stride_per_key or [self._stride] * len(self._keys)
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Return how many bags of each feature came from each rank.
+
+        Returns:
+            `F` lists of `W` integers where features have different batch sizes, else `[]`.
+        """
+        return self._stride_per_key_per_rank or []
+
+    def variable_stride_per_key(self) -> bool:
+        """Tell whether features may have different batch sizes."""
+        return self._stride_per_key_per_rank is not None
+
+    def inverse_indices(self) -> InverseIndices:
+        """Return keys, and `[len(keys), samples]` the bag that each sample reads.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        if self._inverse_indices is None:
+            validate.refuse_missing("KeyedJaggedTensor", "inverse_indices")
+        return self._inverse_indices
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        """Return `inverse_indices()`, or None if there are none."""
+        return self._inverse_indices
+
+    def index_per_key(self) -> dict[str, int]:
+        """Return the position of each key."""
+        if self._index_per_key is None:
+            self._index_per_key = {key: i for i, key in enumerate(self._keys)}
+        return self._index_per_key
+
+    def length_per_key(self) -> list[int]:
+        """Return how many values each feature has; waits for a GPU the first time.
+
+        Raises:
+            ValueError: if the lengths do not add up to the number of values.
+        """
+        if self._length_per_key is None:
+            length_per_key: list[int] = self.values_per_key().tolist()
+            validate.check_length_per_key(self._keys, length_per_key, self._values)
+            self._length_per_key = length_per_key
+        return self._length_per_key
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """Return `length_per_key()` if it is known already, else None."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Return where the values of each feature start, `F + 1` integers; may wait for a GPU.
+
+        Raises:
+            ValueError: if the lengths do not add up to the number of values.
+        """
+        if self._offset_per_key is None:
+            self._offset_per_key = [0, *itertools.accumulate(self.length_per_key())]
+        return self._offset_per_key
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """Return `offset_per_key()` if it is known already, else None."""
+        return self._offset_per_key
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """Return where the bags of each feature start, `F + 1` integers."""
+        return [0, *itertools.accumulate(self.stride_per_key())]
+
+    def values_per_key(self) -> Tensor:
+        """Return `length_per_key()` as a tensor where the lengths are, `[F]`; waits for nothing."""
+        lengths = self.lengths()
+        if self._stride_per_key_per_rank is None:
+            return lengths.view(len(self._keys), self._stride).sum(1, dtype=lengths.dtype)
+        bounds = torch.tensor(self.lengths_offset_per_key(), device=lengths.device)
+        return ops.segment_sum(lengths, bounds)
+
+    def sync(self) -> Self:
+        """Derive the per-key numbers now, waiting for a GPU.
+
+        Returns:
+            Self.
+
+        Raises:
+            ValueError: if the lengths do not add up to the number of values.
 
         Example:
-            >>> a = KeyedJaggedTensor(["a"], torch.ones(1), lengths=torch.tensor([1, 0]))
-            >>> b = KeyedJaggedTensor(["b"], torch.ones(2), lengths=torch.tensor([0, 2]))
-            >>> KeyedJaggedTensor.concat([a, b]).keys()
-            ['a', 'b']
+            >>> kjt = KeyedJaggedTensor(["a"], torch.ones(1), lengths=torch.tensor([1]))
+            >>> kjt.sync().offset_per_key_or_none()
+            [0, 1]
         """
-        # A part without keys has nothing to add, whatever its stride and dtypes.
-        kjt_list = [kjt for kjt in kjt_list if kjt._keys] or kjt_list[:1]
-        _check_mergeable("KeyedJaggedTensor.concat", kjt_list)
-        keys = _chain(kjt._keys for kjt in kjt_list)
-        validate.check_unique("KeyedJaggedTensor.concat", keys)
-        is_variable = any(kjt.variable_stride_per_key() for kjt in kjt_list)
-        strides = {kjt._stride for kjt in kjt_list}
-        if len(strides) > 1 and not is_variable:
-            raise ValueError(
-                "KeyedJaggedTensor.concat: all parts must have the same stride (batch size); "
-                f"received {[kjt._stride for kjt in kjt_list]}."
-            )
-        lengths_per_key = [kjt._length_per_key for kjt in kjt_list]
-        return KeyedJaggedTensor.from_parts(
-            keys,
-            torch.cat([kjt._values for kjt in kjt_list]),
-            _cat_weights(kjt_list),
-            torch.cat([kjt.lengths() for kjt in kjt_list]),
-            stride=max(strides),
-            stride_per_key_per_rank=_chain(kjt._strides_per_rank() for kjt in kjt_list)
-            if is_variable
-            else None,
-            stride_per_key=_chain(kjt.stride_per_key() for kjt in kjt_list)
-            if is_variable
-            else None,
-            length_per_key=_chain(lengths_per_key) if None not in lengths_per_key else None,  # type: ignore[arg-type]
-            inverse_indices=_concat_inverse_indices(kjt_list),
-        )
+        self.offset_per_key()
+        return self
+
+    def unsync(self) -> Self:
+        """Forget the per-key numbers, e.g. before the lengths are overwritten; returns self."""
+        self._length_per_key = None
+        self._offset_per_key = None
+        return self
+
+    def flatten_lengths(self) -> Self:
+        """Return self: lengths are always one-dimensional here."""
+        return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return one feature as views of the buffer; waits for a GPU the first time."""
-        index = self.index_per_key().get(key)
-        if index is None:
-            raise KeyError(
-                f"KeyedJaggedTensor has no key {key!r}; received keys "
-                f"{validate.preview(self._keys)}."
-            )
-        start, length = self.offset_per_key()[index], self.length_per_key()[index]
-        if self._stride_per_key is None:
-            first_bag, stride = index * self._stride, self._stride
-        else:
-            first_bag, stride = sum(self._stride_per_key[:index]), self._stride_per_key[index]
-        return JaggedTensor.from_parts(
-            self._values.narrow(0, start, length),
-            None if self._weights is None else self._weights.narrow(0, start, length),
-            self.lengths().narrow(0, first_bag, stride),
-        )
+        return rearrange.feature(self, key)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return every feature as views of the buffer; waits for a GPU the first time.
@@ -320,14 +532,7 @@ class KeyedJaggedTensor(KeyedExchange):
             >>> kjt.to_dict()["b"].values()
             tensor([1., 1.])
         """
-        views = FeatureViews(
-            self._values,
-            self._weights,
-            self.lengths(),
-            self.length_per_key(),
-            self.stride_per_key(),
-        )
-        return JaggedTensor.from_views(self._keys, views)
+        return rearrange.features(self)
 
     def split(self, segments: list[int]) -> "list[KeyedJaggedTensor]":
         """Cut into runs of consecutive features; waits for a GPU the first time.
@@ -346,38 +551,7 @@ class KeyedJaggedTensor(KeyedExchange):
             >>> [part.keys() for part in kjt.split([1, 1])]
             [['a'], ['b']]
         """
-        if sum(segments) != len(self._keys) or min(segments, default=0) < 0:
-            raise ValueError(
-                "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
-                f"keys, {len(self._keys)}; received {list(segments)}."
-            )
-        ends = list(itertools.accumulate(segments))
-        runs = [slice(end - size, end) for size, end in zip(segments, ends, strict=True)]
-        length_per_key, strides = self.length_per_key(), self._stride_per_key
-        sizes = [sum(length_per_key[run]) for run in runs]
-        if strides is None:
-            num_bags = [size * self._stride for size in segments]
-        else:
-            num_bags = [sum(strides[run]) for run in runs]
-        values = self._values.split_with_sizes(sizes)
-        lengths = self.lengths().split_with_sizes(num_bags)
-        weights = (
-            [None] * len(runs) if self._weights is None else self._weights.split_with_sizes(sizes)
-        )
-        return [
-            KeyedJaggedTensor.from_parts(
-                self._keys[run],
-                values[i],
-                weights[i],
-                lengths[i],
-                stride=self._stride,
-                stride_per_key_per_rank=self._strides_per_rank()[run] if strides else None,
-                stride_per_key=strides[run] if strides else None,
-                length_per_key=length_per_key[run],
-                inverse_indices=self._inverse_indices,
-            )
-            for i, run in enumerate(runs)
-        ]
+        return rearrange.split(self, segments)
 
     def permute(
         self, indices: list[int], indices_tensor: Tensor | None = None
@@ -404,53 +578,199 @@ class KeyedJaggedTensor(KeyedExchange):
             >>> kjt.permute([1, 0]).values()
             tensor([1, 2, 0])
         """
-        if indices and not 0 <= min(indices) <= max(indices) < len(self._keys):
-            raise IndexError(
-                f"KeyedJaggedTensor.permute: indices must be in 0..{len(self._keys) - 1}; received "
-                f"{validate.preview([i for i in indices if not 0 <= i < len(self._keys)])}."
-            )
-        if indices_tensor is None:
-            indices_tensor = torch.tensor(indices, dtype=torch.int32, device=self._values.device)
-        elif indices_tensor.numel() != len(indices):
-            raise ValueError(
-                "KeyedJaggedTensor.permute: indices_tensor must hold the same as indices; received "
-                f"{indices_tensor.numel()} entries for {len(indices)}."
-            )
-        if validate.is_readable(self._values):
-            # a kernel given lengths that do not add up would read past the end
-            self.length_per_key()
-        length_per_key, total = self._length_per_key, None
-        if length_per_key is not None:
-            length_per_key = [length_per_key[i] for i in indices]
-            total = sum(length_per_key)
-        strides, strides_per_rank = self._stride_per_key, None
-        if strides is None:
-            lengths_FB = self.lengths().view(len(self._keys), self._stride)
-            lengths, values, weights = ops.permute_2d(
-                indices_tensor, lengths_FB, self._values, self._weights, total
-            )
-            lengths = lengths.view(-1)
-        else:
-            _, values, weights = ops.permute_1d(
-                indices_tensor, self.values_per_key(), self._values, self._weights, total
-            )
-            strides_F = torch.tensor(strides, dtype=torch.int32, device=values.device)
-            strides = [strides[i] for i in indices]
-            strides_per_rank = [self._strides_per_rank()[i] for i in indices]
-            _, lengths, _ = ops.permute_1d(
-                indices_tensor, strides_F, self.lengths(), None, sum(strides)
-            )
-        return KeyedJaggedTensor.from_parts(
-            [self._keys[i] for i in indices],
-            values,
-            weights,
-            lengths,
-            stride=self._stride,
-            stride_per_key_per_rank=strides_per_rank,
-            stride_per_key=strides,
-            length_per_key=length_per_key,
-            inverse_indices=self._inverse_indices,
+        return rearrange.permute(self, indices, indices_tensor)
+
+    def with_values(self, values: Tensor) -> Self:
+        """Return the same bags with other values, one for each of these.
+
+        Args:
+            values: ``[N, ...]``, on the same device.
+
+        Returns:
+            A keyed jagged tensor that shares all else with this one.
+
+        Raises:
+            ValueError: ``values`` are more, fewer, or on another device.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor(["a"], torch.tensor([5, 6]), lengths=torch.tensor([2, 0]))
+            >>> kjt.with_values(kjt.values() % 4).to_dict()["a"].to_dense()
+            [tensor([1, 2]), tensor([], dtype=torch.int64)]
+        """
+        mine = self._values
+        validate.check_replacement(values, mine)
+        return self._map(lambda tensor: values if tensor is mine else tensor)
+
+    def device(self) -> torch.device:
+        """Return where the tensors are."""
+        return self._values.device
+
+    def to(
+        self,
+        device: torch.device | str,
+        non_blocking: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Copy to a device; what is known on the host stays known.
+
+        Args:
+            device: where to.
+            non_blocking: whether the copy may overlap (from pinned memory).
+            dtype: a new dtype for the weights.
+
+        Returns:
+            A new keyed jagged tensor; parts already there are shared.
+
+        Example:
+            >>> KeyedJaggedTensor.empty().to("cpu").device()
+            device(type='cpu')
+        """
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if dtype is not None and moved._weights is not None:
+            moved._weights = moved._weights.to(dtype)
+        return moved
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        for tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:
+        """Overwrite the contents in place with those of another of the same sizes.
+
+        Args:
+            kjt: the source, with the same keys and strides.
+            non_blocking: whether the copy may overlap.
+
+        Returns:
+            Self.
+
+        Raises:
+            ValueError: if keys or strides differ.
+
+        Example:
+            >>> a = KeyedJaggedTensor(["a"], torch.zeros(2), lengths=torch.tensor([1, 1]))
+            >>> b = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([2, 0]))
+            >>> a.copy_(b).lengths()
+            tensor([2, 0])
+        """
+        validate.check_same_features(self, kjt)
+        copy_parts(self, kjt, non_blocking)
+        if self._inverse_indices is not None:
+            self._inverse_indices[1].copy_(kjt.inverse_indices()[1], non_blocking)
+        self._length_per_key, self._offset_per_key = kjt._length_per_key, kjt._offset_per_key
+        return self
+
+    def size_in_bytes(self) -> int:
+        """Return the size in bytes of all parts at hand."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def clear_storage(self) -> int:
+        """Free the memory of all parts at once, returning its bytes; not to be read after."""
+        size = self.size_in_bytes()
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+        return size
+
+    def validate(self) -> None:
+        """Check every length, offset and inverse index; waits for a GPU.
+
+        Raises:
+            ValueError: naming the first feature and bag at fault.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([3, -1]))
+            >>> kjt.validate()  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ValueError: KeyedJaggedTensor.lengths must not be negative; received ...
+        """
+        validate.check_keyed(self)
+
+    def check_bags(self) -> None:
+        """Check lengths, offsets and inverse indices, once, where reading them is free: on CPU.
+
+        Lookups do so: nothing wrong in them may reach a kernel.
+
+        Raises:
+            ValueError: naming the first feature and bag at fault.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor(["a"], torch.ones(3), offsets=torch.tensor([0, 3, 1, 3]))
+            >>> kjt.check_bags()  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ValueError: KeyedJaggedTensor.offsets must not decrease; received ...
+        """
+        validate.check_bags(self)
+
+    def dist_labels(self) -> list[str]:
+        """Name the tensors an exchange sends: lengths, values, strides and weights if any."""
+        return list(exchange.named_tensors(self))
+
+    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
+        """Say how many entries of each tensor go to each rank.
+
+        Args:
+            key_splits: how many consecutive features go to each rank.
+
+        Returns:
+            One list of `W` sizes per entry of `dist_labels()`.
+        """
+        return exchange.splits(self, key_splits)
+
+    def dist_tensors(self) -> list[Tensor]:
+        """Return the tensors an exchange sends, one per entry of `dist_labels()`."""
+        return list(exchange.named_tensors(self).values())
+
+    @classmethod
+    def dist_init(
+        cls,
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> Self:
+        """Put together what all ranks sent, each tensor being the ranks' parts end to end.
+
+        Args:
+            keys: the features received, the same from every rank.
+            tensors: as `dist_tensors()`, received.
+            variable_stride_per_key: whether strides are among the tensors.
+            num_workers: `W`.
+            recat: the permutation from `[W][F]` to `[F][W]` order; of single bags where ranks have
+                different batch sizes. None where the order is right already.
+            stride_per_rank: batch size of each rank; required unless strides are sent.
+            stagger: kept for callers: the order of ranks is what `recat` makes it.
+
+        Returns:
+            A synced keyed jagged tensor with the bags of all ranks.
+
+        Raises:
+            ValueError: if `stride_per_rank` or `recat` do not have as many entries as there are
+                ranks or parts.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor.dist_init(
+            ...     keys=["a", "b"],
+            ...     tensors=[torch.tensor([1, 0, 0, 1]), torch.tensor([7, 8])],
+            ...     variable_stride_per_key=False,
+            ...     num_workers=2,
+            ...     recat=torch.tensor([0, 2, 1, 3]),
+            ...     stride_per_rank=[1, 1],
+            ... )
+            >>> kjt.lengths()
+            tensor([1, 0, 0, 1])
+        """
+        parts = exchange.receive(
+            keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank
         )
+        return cls(keys, **parts).sync()
 
     def __repr__(self) -> str:
         return format_keyed_jagged(self)
@@ -458,46 +778,10 @@ class KeyedJaggedTensor(KeyedExchange):
     def __str__(self) -> str:
         return show_keyed_jagged(self)
 
+    def _tensors(self) -> list[Tensor]:
+        inverse = None if self._inverse_indices is None else self._inverse_indices[1]
+        parts = (self._values, self._weights, self._lengths, self._offsets, inverse)
+        return [part for part in parts if part is not None]
 
-def _check_mergeable(
-    caller: str, parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]
-) -> None:
-    if not parts:
-        raise ValueError(f"{caller} needs at least one part; received none.")
-    if len({part.weights_or_none() is None for part in parts}) > 1:
-        weighted = [part.weights_or_none() is not None for part in parts]
-        raise ValueError(
-            f"{caller}: all parts must have weights, or none; received weighted: {weighted}."
-        )
-    dtypes = {part.values().dtype for part in parts}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"{caller}: all parts must have values of the same dtype; received "
-            f"{sorted(map(str, dtypes))}. Convert with values.to(...)."
-        )
-
-
-def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) -> Tensor | None:
-    weights = [part.weights_or_none() for part in parts]
-    return None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
-
-
-def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseIndices | None:
-    inverse = [kjt.inverse_indices_or_none() for kjt in kjt_list]
-    if all(part is None for part in inverse):
-        return None
-    present = [part for part in inverse if part is not None]
-    if len(present) != len(inverse) or len({part[1].shape[1] for part in present}) > 1:
-        raise ValueError(
-            "KeyedJaggedTensor.concat: all parts must have inverse indices for the same number of "
-            "samples, or none; received "
-            f"{[None if part is None else tuple(part[1].shape) for part in inverse]}."
-        )
-    return _chain(part[0] for part in present), torch.cat([part[1] for part in present])
-
-
-def _chain(lists: "Iterable[list[_T]]") -> "list[_T]":
-    chained: list[_T] = []
-    for part in lists:
-        chained += part
-    return chained
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return rearrange.map_tensors(self, function)

@@ -6,13 +6,19 @@ contents on a GPU.
 Legend: `M` bags, `N` values, `F` features, `B` batch size.
 """
 
+from __future__ import annotations
+
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from recsys.sparse.jagged import JaggedTensor
+    from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
 _debug = os.environ.get("RECSYS_DEBUG", "0") not in {"", "0"}
@@ -58,13 +64,34 @@ def is_readable(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
+def is_checked_in_full(
+    values: Tensor,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    length_per_key: list[int] | None = None,
+) -> bool:
+    """Whether a constructor checks all: it is told to, or some things twice and reads for free."""
+    is_told_twice = length_per_key is not None or (lengths is not None and offsets is not None)
+    return _debug or (is_told_twice and is_readable(values))
+
+
+def refuse_missing(owner: str, name: str) -> NoReturn:
+    """Say that a part asked for is not there.
+
+    Raises:
+        ValueError: always.
+    """
+    shown = name.replace("_", " ")
+    raise ValueError(f"{owner} has no {shown}. Ask with {name}_or_none().")
+
+
 def check_parts(
     owner: str,
     values: Tensor,
     weights: Tensor | None,
     lengths: Tensor | None,
     offsets: Tensor | None,
-) -> None:
+) -> Tensor | None:
     """Check the parts of a jagged tensor against each other in O(1).
 
     Args:
@@ -73,6 +100,9 @@ def check_parts(
         weights: `[N, ...]` or None.
         lengths: integers or None.
         offsets: integers or None.
+
+    Returns:
+        The lengths; as integers where there are none and they came as floats.
 
     Raises:
         TypeError: if a part is not a tensor, or lengths or offsets are not int32 or int64.
@@ -89,29 +119,25 @@ def check_parts(
     if values.dim() == 0:
         raise ValueError(f"{owner}.values must have at least 1 dimension; received a scalar.")
     if weights is not None:
-        if not isinstance(weights, Tensor):
-            _refuse_part(owner, "weights", weights)
+        if not isinstance(weights, Tensor) or weights.device != device:
+            _refuse_part(owner, "weights", weights, device)
         if weights.shape[:1] != values.shape[:1]:
             raise ValueError(
                 f"{owner}.weights must have one entry per value; received weights of shape "
                 f"{tuple(weights.shape)} for values of shape {tuple(values.shape)}."
             )
-        if weights.device != device:
-            _refuse_device(owner, "weights", weights, device)
     if lengths is not None:
-        if not isinstance(lengths, Tensor):
-            _refuse_part(owner, "lengths", lengths)
-        if lengths.dtype not in INT_DTYPES and lengths.numel():
-            _refuse_dtype(owner, "lengths", lengths)
-        if lengths.device != device:
-            _refuse_device(owner, "lengths", lengths, device)
+        if not isinstance(lengths, Tensor) or lengths.device != device:
+            _refuse_part(owner, "lengths", lengths, device)
+        if lengths.dtype not in INT_DTYPES:
+            if lengths.numel():
+                _refuse_dtype(owner, "lengths", lengths)
+            lengths = lengths.long()  # there are none: `torch.tensor([])` is fp32
     if offsets is not None:
-        if not isinstance(offsets, Tensor):
-            _refuse_part(owner, "offsets", offsets)
+        if not isinstance(offsets, Tensor) or offsets.device != device:
+            _refuse_part(owner, "offsets", offsets, device)
         if offsets.dtype not in INT_DTYPES:
             _refuse_dtype(owner, "offsets", offsets)
-        if offsets.device != device:
-            _refuse_device(owner, "offsets", offsets, device)
         if offsets.dim() != 1 or offsets.numel() == 0:
             raise ValueError(
                 f"{owner}.offsets must be 1-D with one entry more than there are bags; received "
@@ -123,6 +149,7 @@ def check_parts(
                 f"{offsets.numel()} offsets and {lengths.numel()} lengths."
             )
         check_offsets_span(owner, offsets, values)
+    return lengths
 
 
 def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
@@ -141,34 +168,22 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
             )
 
 
-def check_lengths(
-    owner: str,
-    values: Tensor,
-    lengths: Tensor,
-    offsets: Tensor | None = None,
-    *,
-    keys: Sequence[str] = (),
-    stride_per_key: Sequence[int] = (),
-) -> None:
+def check_lengths(jagged: JaggedTensor | KeyedJaggedTensor, lengths: Tensor) -> None:
     """Check that no length is negative and that every value has a bag, where reading is free.
 
     Args:
-        owner: the class, for messages.
-        values: `[N, ...]`.
-        lengths: `[M]`.
-        offsets: `[M + 1]`, what the lengths were derived from; None: they were given.
-        keys: features, to name the one at fault.
-        stride_per_key: bags of each feature.
+        jagged: what the lengths are of.
+        lengths: `[M]`, at hand or just derived from the offsets.
 
     Raises:
         ValueError: naming the first bag (and feature) at fault.
     """
-    if not is_readable(lengths):
-        return
     # The sum of int32 lengths is int64, so it cannot wrap to the right number.
-    if int(lengths.sum()) != values.shape[0] or (lengths.numel() and int(lengths.min()) < 0):
-        given = lengths if offsets is None else None
-        check_contents(owner, values, given, offsets, keys, stride_per_key)
+    if is_readable(lengths) and (
+        int(lengths.sum()) != jagged.values().shape[0]
+        or (lengths.numel() and int(lengths.min()) < 0)
+    ):
+        jagged.validate()
 
 
 def check_total(owner: str, total: int, values: Tensor) -> None:
@@ -191,17 +206,21 @@ def check_length_per_key(keys: Sequence[str], length_per_key: list[int], values:
     Raises:
         ValueError: if they do not, naming a feature whose lengths are negative.
     """
-    if len(length_per_key) != len(keys):
-        raise ValueError(
-            "KeyedJaggedTensor.length_per_key must have one entry per key; received "
-            f"{len(length_per_key)} for {len(keys)} keys."
-        )
+    _check_one_per_key("length_per_key", keys, length_per_key)
     check_total("KeyedJaggedTensor", sum(length_per_key), values)
     if min(length_per_key, default=0) < 0:
         index = next(i for i, length in enumerate(length_per_key) if length < 0)
         raise ValueError(
             "KeyedJaggedTensor.lengths must not be negative; received lengths of feature "
             f'"{keys[index]}" that add up to {length_per_key[index]}.'
+        )
+
+
+def _check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
+    if len(numbers) != len(keys):
+        raise ValueError(
+            f"KeyedJaggedTensor.{name} must have one entry per key; received {len(numbers)} for "
+            f"{len(keys)} keys."
         )
 
 
@@ -227,45 +246,99 @@ def check_unique(owner: str, keys: list[str]) -> None:
     known[slot] = list(keys)
 
 
-def check_stride(keys: Sequence[str], num_bags: int, stride: int | None) -> int:
-    """Check that every key has as many bags as the others; return how many.
+def flatten_lengths(keys: Sequence[str], lengths: Tensor) -> Tensor:
+    """Make lengths one-dimensional that may be `[keys, samples]`.
 
     Raises:
-        ValueError: if they have not.
+        ValueError: if they have another shape.
     """
-    if stride is None:
-        stride = num_bags // len(keys) if keys else 0
-    if num_bags != len(keys) * stride:
+    if lengths.dim() != 1 and (lengths.dim() != 2 or lengths.shape[0] != len(keys)):
         raise ValueError(
-            "KeyedJaggedTensor needs one length for each key and sample; received "
-            f"{num_bags} lengths for {len(keys)} keys"
-            f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths lie key by "
-            "key; features with different batch sizes need stride_per_key."
+            "KeyedJaggedTensor.lengths must be [keys * samples] or [keys, samples]; received shape "
+            f"{tuple(lengths.shape)} for {len(keys)} keys."
         )
-    return stride
+    return lengths.reshape(-1)
 
 
-def check_stride_per_key(
-    keys: Sequence[str], num_bags: int, stride: int | None, stride_per_key: list[int]
-) -> int:
-    """Check that strides of their own per key account for all bags; return the stride of the whole.
+def check_strides(
+    keys: Sequence[str],
+    num_bags: int,
+    stride: int | None,
+    stride_per_key: list[int] | None,
+    stride_per_key_per_rank: Tensor | list[list[int]] | None,
+    num_samples: int | None,
+) -> tuple[int, list[list[int]] | None]:
+    """Check that the batch sizes told, or found, account for all bags.
+
+    Args:
+        keys: features.
+        num_bags: bags of all features together.
+        stride: the constructor's.
+        stride_per_key: the constructor's.
+        stride_per_key_per_rank: the constructor's.
+        num_samples: of the inverse indices, if any: they count samples, and strides count bags.
+
+    Returns:
+        The batch size of the whole; and, where each feature has its own, those per rank.
 
     Raises:
         ValueError: if they do not.
     """
+    per_rank = stride_per_key_per_rank
+    if isinstance(per_rank, Tensor):
+        per_rank = per_rank.tolist()
+    if per_rank:
+        stride_per_key = [sum(sizes) for sizes in per_rank]
+    elif stride_per_key is not None:
+        per_rank = [[size] for size in stride_per_key]
+    else:
+        if stride is None:
+            stride = num_bags // len(keys) if keys else 0
+        if num_bags != len(keys) * stride:
+            raise ValueError(
+                "KeyedJaggedTensor needs one length for each key and sample; received "
+                f"{num_bags} lengths for {len(keys)} keys"
+                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths lie key by "
+                "key; features with different batch sizes need stride_per_key."
+            )
+        if num_samples is None:
+            return stride, None
+        return num_samples, [[stride] for _ in keys] or None
     if len(stride_per_key) != len(keys) or sum(stride_per_key) != num_bags:
         raise ValueError(
             "KeyedJaggedTensor: strides must have one entry per key and add up to the number of "
             f"lengths; received strides {preview(stride_per_key)} for {len(keys)} keys and "
             f"{num_bags} lengths."
         )
-    return max(stride_per_key, default=0) if stride is None else stride
+    if stride is None:
+        stride = max(stride_per_key, default=0)
+    return stride if num_samples is None else num_samples, per_rank
+
+
+def check_known_numbers(
+    keys: Sequence[str],
+    values: Tensor,
+    length_per_key: list[int] | None,
+    index_per_key: dict[str, int] | None,
+) -> None:
+    """Check the numbers per key that the constructor was told.
+
+    Raises:
+        ValueError: if they are not one for each key, or do not account for all values.
+    """
+    if length_per_key is not None:
+        check_length_per_key(keys, length_per_key, values)
+    if index_per_key is not None:
+        _check_one_per_key("index_per_key", keys, index_per_key)
 
 
 def check_inverse_indices(
-    keys: Sequence[str], values: Tensor, inverse_indices: tuple[list[str], Tensor]
-) -> None:
+    keys: Sequence[str], values: Tensor, inverse_indices: InverseIndices
+) -> int:
     """Check the shape, dtype, device and keys of inverse indices.
+
+    Returns:
+        The number of samples that they have.
 
     Raises:
         ValueError: if they do not fit.
@@ -283,14 +356,12 @@ def check_inverse_indices(
             f"{preview(sorted(missing))}."
         )
     if rows.device != values.device:
-        raise ValueError(
-            "KeyedJaggedTensor.inverse_indices must be on the values' device; received indices on "
-            f"{rows.device} and values on {values.device}."
-        )
+        _refuse_part("KeyedJaggedTensor", "inverse_indices", rows, values.device)
+    return rows.shape[1]
 
 
 def check_inverse_contents(
-    keys: Sequence[str], stride_per_key: Sequence[int], inverse_indices: tuple[list[str], Tensor]
+    keys: Sequence[str], stride_per_key: Sequence[int], inverse_indices: InverseIndices
 ) -> None:
     """Check that every inverse index names a bag of its feature, where reading is free.
 
@@ -362,6 +433,62 @@ def check_contents(
         )
 
 
+def check_same_features(kjt: KeyedJaggedTensor, other: KeyedJaggedTensor) -> None:
+    """Check that two have the same keys and strides, so that one can overwrite the other.
+
+    Raises:
+        ValueError: if not.
+    """
+    if kjt.keys() != other.keys() or kjt.stride_per_key() != other.stride_per_key():
+        raise ValueError(
+            "KeyedJaggedTensor.copy_: keys and strides must be equal; received "
+            f"{preview(other.keys())}, {preview(other.stride_per_key())} for "
+            f"{preview(kjt.keys())}, {preview(kjt.stride_per_key())}."
+        )
+
+
+def check_replacement(values: Tensor, given: Tensor) -> None:
+    """Check that other values can take the place of those given.
+
+    Raises:
+        ValueError: if they are more, fewer, or on another device.
+    """
+    if values.shape[:1] != given.shape[:1] or values.device != given.device:
+        raise ValueError(
+            f"values must be {len(given)} on {given.device}; received "
+            f"{tuple(values.shape)} on {values.device}."
+        )
+
+
+def check_bags(kjt: KeyedJaggedTensor) -> None:
+    """Do what `KeyedJaggedTensor.check_bags` says."""
+    kjt.lengths()
+    kjt.offsets()
+    inverse = kjt.inverse_indices_or_none()
+    if inverse is not None:
+        check_inverse_contents(kjt.keys(), kjt.stride_per_key(), inverse)
+
+
+def check_keyed(kjt: KeyedJaggedTensor) -> None:
+    """Check every length, offset, number per key and inverse index; waits for the device.
+
+    Raises:
+        ValueError: naming the first feature and bag at fault.
+    """
+    keys, strides = kjt.keys(), kjt.stride_per_key()
+    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
+    check_contents("KeyedJaggedTensor", kjt.values(), lengths, offsets, keys, strides)
+    known, actual = kjt.length_per_key_or_none(), kjt.values_per_key().tolist()
+    if known is not None and known != actual:
+        raise ValueError(
+            "KeyedJaggedTensor.length_per_key must agree with lengths; received "
+            f"{preview(known)} for {preview(actual)}."
+        )
+    inverse = kjt.inverse_indices_or_none()
+    if inverse is not None:
+        check_inverse_contents(keys, strides, (inverse[0], inverse[1].cpu()))
+
+
 def preview(items: Sequence[object]) -> str:
     """Write the first items of a list for a message."""
     shown = ", ".join(map(repr, items[:10]))
@@ -377,21 +504,21 @@ def _describe_bag(position: int, keys: Sequence[str], stride_per_key: Sequence[i
     return f"bag {position}"
 
 
-def _refuse_part(owner: str, name: str, part: object) -> NoReturn:
-    raise TypeError(
-        f"{owner}.{name} must be a torch.Tensor; received {type(part).__name__}. "
-        f"Convert with torch.tensor({name})."
+def _refuse_part(
+    owner: str, name: str, part: object, device: torch.device | None = None
+) -> NoReturn:
+    if not isinstance(part, Tensor):
+        raise TypeError(
+            f"{owner}.{name} must be a torch.Tensor; received {type(part).__name__}. "
+            f"Convert with torch.tensor({name})."
+        )
+    raise ValueError(
+        f"{owner}.{name} must be on the values' device; received {name} on {part.device} and "
+        f"values on {device}. Move with {name}.to({str(device)!r})."
     )
 
 
 def _refuse_dtype(owner: str, name: str, part: Tensor) -> NoReturn:
     raise TypeError(
         f"{owner}.{name} must be int32 or int64; received {part.dtype}. Convert with {name}.long()."
-    )
-
-
-def _refuse_device(owner: str, name: str, part: Tensor, device: torch.device) -> NoReturn:
-    raise ValueError(
-        f"{owner}.{name} must be on the values' device; received {name} on {part.device} and "
-        f"values on {device}. Move with {name}.to({str(device)!r})."
     )

@@ -259,7 +259,7 @@ def test_inverse_indices():
         build(["a", "b"], torch.zeros(1, 3).long())
     with pytest.raises(ValueError, match=r"2 keys and torch\.float32"):
         build(["a", "b"], torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="values' device; received indices on meta"):
+    with pytest.raises(ValueError, match="values' device; received inverse_indices on meta"):
         build(["a", "b"], torch.zeros(2, 3, device="meta").long())
     with pytest.raises(ValueError, match=r'of feature "b" must be in 0\.\.0; received 1'):
         build(["a", "b"], torch.tensor([[0, 0], [0, 1]])).validate()

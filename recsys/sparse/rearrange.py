@@ -1,0 +1,248 @@
+"""Features picked, put together, split and reordered: the bodies of KeyedJaggedTensor's methods.
+
+Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+from recsys.sparse import validate
+from recsys.sparse.features import FeatureViews
+from recsys.sparse.jagged import JaggedTensor
+
+if TYPE_CHECKING:
+    from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
+
+_T = TypeVar("_T")
+_Keyed = TypeVar("_Keyed", bound="KeyedJaggedTensor")
+
+
+def _check_mergeable(
+    caller: str, parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]
+) -> None:
+    if not parts:
+        raise ValueError(f"{caller} needs at least one part; received none.")
+    weighted = [part.weights_or_none() is not None for part in parts]
+    if len(set(weighted)) > 1:
+        raise ValueError(
+            f"{caller}: all parts must have weights, or none; received weighted: {weighted}."
+        )
+    dtypes = {part.values().dtype for part in parts}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{caller}: all parts must have values of the same dtype; received "
+            f"{sorted(map(str, dtypes))}. Convert with values.to(...)."
+        )
+
+
+def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) -> Tensor | None:
+    weights = [part.weights_or_none() for part in parts]
+    return None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
+
+
+def merged(jt_dict: Mapping[str, JaggedTensor]) -> dict[str, Any]:
+    """Arguments of KeyedJaggedTensor for `KeyedJaggedTensor.from_jt_dict`."""
+    parts = list(jt_dict.values())
+    _check_mergeable("KeyedJaggedTensor.from_jt_dict", parts)
+    lengths = [jt.lengths() for jt in parts]
+    strides = [part.numel() for part in lengths]
+    return {
+        "keys": list(jt_dict),
+        "values": torch.cat([jt.values() for jt in parts]),
+        "weights": _cat_weights(parts),
+        "lengths": torch.cat(lengths),
+        "stride_per_key": None if len(set(strides)) == 1 else strides,
+    }
+
+
+def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Do what `KeyedJaggedTensor.concat` says."""
+    # A part without keys has nothing to add, whatever its stride and dtypes.
+    kjt_list = [kjt for kjt in kjt_list if kjt.keys()] or kjt_list[:1]
+    _check_mergeable("KeyedJaggedTensor.concat", kjt_list)
+    keys = _chain(kjt._keys for kjt in kjt_list)
+    validate.check_unique("KeyedJaggedTensor.concat", keys)
+    is_variable = any(kjt.variable_stride_per_key() for kjt in kjt_list)
+    strides = [kjt._stride for kjt in kjt_list]
+    if len(set(strides)) > 1 and not is_variable:
+        raise ValueError(
+            "KeyedJaggedTensor.concat: all parts must have the same stride (batch size); "
+            f"received {strides}."
+        )
+    known = [kjt._length_per_key for kjt in kjt_list]
+    return kjt_list[0].from_parts(
+        keys,
+        torch.cat([kjt._values for kjt in kjt_list]),
+        _cat_weights(kjt_list),
+        torch.cat([kjt.lengths() for kjt in kjt_list]),
+        stride=max(strides),
+        stride_per_key_per_rank=_chain(map(_strides_per_rank, kjt_list)) if is_variable else None,
+        length_per_key=None if None in known else _chain(known),  # type: ignore[arg-type]
+        inverse_indices=_concat_inverse_indices(kjt_list),
+    )
+
+
+def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
+    """One feature as views of the buffer.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    index = kjt.index_per_key().get(key)
+    if index is None:
+        raise KeyError(
+            f"KeyedJaggedTensor has no key {key!r}; received keys {validate.preview(kjt.keys())}."
+        )
+    start, length = kjt.offset_per_key()[index], kjt.length_per_key()[index]
+    first_bag, stride = index * kjt._stride, kjt._stride
+    if kjt._stride_per_key_per_rank is not None:
+        strides = kjt.stride_per_key()
+        first_bag, stride = sum(strides[:index]), strides[index]
+    return JaggedTensor.from_parts(
+        kjt._values.narrow(0, start, length),
+        None if kjt._weights is None else kjt._weights.narrow(0, start, length),
+        kjt.lengths().narrow(0, first_bag, stride),
+    )
+
+
+def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    """Every feature as views of the buffer, cut when first looked at."""
+    sizes, strides = kjt.length_per_key(), kjt.stride_per_key()
+    views = FeatureViews(kjt._values, kjt._weights, kjt.lengths(), sizes, strides)
+    return JaggedTensor.from_views(kjt._keys, views)
+
+
+def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
+    """The same bags with each tensor replaced; what is known on the host stays known."""
+    inverse = kjt._inverse_indices
+    return kjt.from_parts(
+        kjt._keys,
+        function(kjt._values),
+        None if kjt._weights is None else function(kjt._weights),
+        None if kjt._lengths is None else function(kjt._lengths),
+        None if kjt._offsets is None else function(kjt._offsets),
+        stride=kjt._stride,
+        stride_per_key_per_rank=kjt._stride_per_key_per_rank,
+        length_per_key=kjt._length_per_key,
+        offset_per_key=kjt._offset_per_key,
+        index_per_key=kjt._index_per_key,
+        inverse_indices=None if inverse is None else (inverse[0], function(inverse[1])),
+    )
+
+
+def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor]:
+    """Do what `KeyedJaggedTensor.split` says."""
+    keys, stride = kjt.keys(), kjt.stride()
+    if sum(segments) != len(keys) or min(segments, default=0) < 0:
+        raise ValueError(
+            "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
+            f"keys, {len(keys)}; received {list(segments)}."
+        )
+    ends = itertools.accumulate(segments)
+    runs = [slice(end - size, end) for size, end in zip(segments, ends, strict=True)]
+    length_per_key = kjt.length_per_key()
+    sizes = [sum(length_per_key[run]) for run in runs]
+    strides = num_bags = None
+    if kjt.variable_stride_per_key():
+        strides, per_key = kjt.stride_per_key_per_rank(), kjt.stride_per_key()
+        num_bags = [sum(per_key[run]) for run in runs]
+    values = kjt.values().split_with_sizes(sizes)
+    lengths = kjt.lengths().split_with_sizes(num_bags or [size * stride for size in segments])
+    weights = kjt.weights_or_none()
+    split_weights = [None] * len(runs) if weights is None else weights.split_with_sizes(sizes)
+    inverse, from_parts = kjt.inverse_indices_or_none(), kjt.from_parts
+    return [
+        from_parts(
+            keys[run],
+            values[i],
+            split_weights[i],
+            lengths[i],
+            stride=stride,
+            stride_per_key_per_rank=strides[run] if strides else None,
+            length_per_key=length_per_key[run],
+            inverse_indices=inverse,
+        )
+        for i, run in enumerate(runs)
+    ]
+
+
+def permute(
+    kjt: KeyedJaggedTensor, indices: list[int], indices_tensor: Tensor | None
+) -> KeyedJaggedTensor:
+    """Do what `KeyedJaggedTensor.permute` says."""
+    keys, given, given_weights = kjt._keys, kjt._values, kjt._weights
+    if indices and not 0 <= min(indices) <= max(indices) < len(keys):
+        raise IndexError(
+            f"KeyedJaggedTensor.permute: indices must be in 0..{len(keys) - 1}; received "
+            f"{validate.preview([i for i in indices if not 0 <= i < len(keys)])}."
+        )
+    if indices_tensor is None:
+        indices_tensor = torch.tensor(indices, dtype=torch.int32, device=given.device)
+    elif indices_tensor.numel() != len(indices):
+        raise ValueError(
+            "KeyedJaggedTensor.permute: indices_tensor must hold the same as indices; received "
+            f"{indices_tensor.numel()} entries for {len(indices)}."
+        )
+    if validate.is_readable(given):
+        # a kernel given lengths that do not add up would read past the end
+        kjt.length_per_key()
+    sizes, total, strides = kjt._length_per_key, None, None
+    if sizes is not None:
+        sizes = [sizes[i] for i in indices]
+        total = sum(sizes)
+    if kjt.variable_stride_per_key():
+        _, values, weights = ops.permute_1d(
+            indices_tensor, kjt.values_per_key(), given, given_weights, total
+        )
+        per_key, per_rank = kjt.stride_per_key(), kjt.stride_per_key_per_rank()
+        strides_F = torch.tensor(per_key, dtype=torch.int32, device=given.device)
+        num_bags = sum([per_key[i] for i in indices])
+        strides = [per_rank[i] for i in indices]
+        _, lengths, _ = ops.permute_1d(indices_tensor, strides_F, kjt.lengths(), None, num_bags)
+    else:
+        lengths_FB = kjt.lengths().view(len(keys), kjt.stride())
+        lengths, values, weights = ops.permute_2d(
+            indices_tensor, lengths_FB, given, given_weights, total
+        )
+    return kjt.from_parts(
+        [keys[i] for i in indices],
+        values,
+        weights,
+        lengths.view(-1),
+        stride=kjt.stride(),
+        stride_per_key_per_rank=strides,
+        length_per_key=sizes,
+        inverse_indices=kjt.inverse_indices_or_none(),
+    )
+
+
+def _strides_per_rank(kjt: KeyedJaggedTensor) -> list[list[int]]:
+    return kjt.stride_per_key_per_rank() or [[size] for size in kjt.stride_per_key()]
+
+
+def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseIndices | None:
+    inverse = [kjt.inverse_indices_or_none() for kjt in kjt_list]
+    present = [part for part in inverse if part is not None]
+    if not present:
+        return None
+    if len(present) != len(inverse) or len({rows.shape[1] for _, rows in present}) > 1:
+        raise ValueError(
+            "KeyedJaggedTensor.concat: all parts must have inverse indices for the same number of "
+            "samples, or none; received "
+            f"{[None if part is None else tuple(part[1].shape) for part in inverse]}."
+        )
+    return _chain(keys for keys, _ in present), torch.cat([rows for _, rows in present])
+
+
+def _chain(lists: Iterable[list[_T]]) -> list[_T]:
+    chained: list[_T] = []
+    for part in lists:
+        chained += part
+    return chained
