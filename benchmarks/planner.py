@@ -36,14 +36,19 @@ from recsys.distributed.planner import (
     ParameterConstraints,
     Topology,
 )
-from recsys.distributed.planner.placement import Option, Pieces, Problem, Ranks, Reach
+from recsys.distributed.planner.costs import Cost
+from recsys.distributed.planner.options import Reach, Shards, TableOption
+from recsys.distributed.planner.placement import Problem, Ranks
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
+from recsys.distributed.planner.tables import Bytes, Storage
 from recsys.distributed.types import (
+    EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
     ShardingPlan,
+    ShardingType,
     ShardMetadata,
 )
 from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -262,26 +267,32 @@ def problem_of(options: Sequence[Sequence[Any]], num_ranks: int) -> Problem:
     ranks = Ranks(memory_caps=[(NODE["hbm_cap"], NODE["ddr_cap"])] * num_ranks, node_size=PER_NODE)
     tables = [[_for_search(option) for option in of_table] for of_table in options]
     # more shards than ranks would need two of them on one
-    tables = [[o for o in of_table if o.num_pieces <= num_ranks] for of_table in tables]
+    tables = [[o for o in of_table if o.num_shards <= num_ranks] for of_table in tables]
     return Problem(ranks=ranks, tables=tables)
 
 
-def _for_search(option: Any) -> Option:
+def _for_search(option: Any) -> TableOption:
     reaches = {
         "device": Reach.ANYWHERE,
         "host": Reach.ONE_NODE,
         "multi_host": Reach.NODES,
         "uniform": Reach.FIXED,
     }
-    reach = reaches[option.partition_by]
     shards = [(s.perf.total, (s.storage.hbm, s.storage.ddr)) for s in option.shards]
-    return Option(
-        reach=reach,
-        pieces=tuple(
-            Pieces(count=len(list(alike)), cost_ms=(cost,), memory=memory)
+    return TableOption(
+        sharding_type=ShardingType(option.sharding_type),
+        compute_kernel=EmbeddingComputeKernel(option.compute_kernel),
+        reach=reaches[option.partition_by],
+        shards=tuple(
+            Shards(
+                count=len(list(alike)),
+                rows=0,  # which the search does not read
+                cols=0,
+                costs=(Cost(forward=cost),),
+                storage=Storage(weights=Bytes(*memory)),
+            )
             for (cost, memory), alike in itertools.groupby(shards)
         ),
-        ranks=range(len(shards)) if reach is Reach.FIXED else (),
     )
 
 

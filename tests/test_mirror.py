@@ -49,7 +49,6 @@ TESTED_THROUGH = {
     "distributed/stages/output_dist.py": "distributed/test_sharding.py",
     "distributed/planner/agreement.py": "distributed/planner/test_planners.py",
     "distributed/planner/explanation.py": "distributed/planner/test_report.py",
-    "distributed/planner/memory_check.py": "distributed/planner/test_search.py",
     "distributed/planner/options.py": "distributed/planner/test_option_lister.py",
     "distributed/planner/what_if.py": "distributed/planner/test_report.py",
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",

@@ -95,7 +95,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
             table = _frozen(table) if self._is_inference else table
             sizes = [shard.size for shard in option.shards]
             kind, kernel = _kind_of(option)
-            costs = _each(table, kind, kernel, sizes, model.of_part, model.of_replica, Cost())
+            costs = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, Cost())
             perfs = [self._perf(table, cost) for cost in costs]
             perfs = self._config.post_process_perfs(perfs, sizes, option.sharding_type)
             for shard, perf in zip(option.shards, perfs, strict=True):
@@ -322,7 +322,7 @@ def _storages(
     model: StorageModel,
     device: str,
 ) -> list[Storage]:
-    found = _each(table, kind, kernel, sizes, model.of_part, model.of_replica, tables.Storage())
+    found = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, tables.Storage())
     return [
         Storage(hbm=size.device, ddr=size.host)
         if device == "cuda"
@@ -336,7 +336,7 @@ def _each(
     kind: ShardingType,
     kernel: EmbeddingComputeKernel,
     sizes: Sequence[Sequence[int]],
-    of_part: Callable[..., _T],
+    of_shard: Callable[..., _T],
     of_replica: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
     nothing: _T,
 ) -> list[_T]:
@@ -345,7 +345,7 @@ def _each(
         return [of_replica(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
     known = {
-        (rows, cols): of_part(table, rows, cols, kernel, in_node=in_node)
+        (rows, cols): of_shard(table, rows, cols, kernel, in_node=in_node)
         if rows and cols
         else nothing
         for rows, cols in {tuple(size) for size in sizes}

@@ -9,9 +9,9 @@ To be read in this order:
 - what a placement costs: ``costs`` (time), ``storage`` (memory), ``options`` and ``option_lister``
   (all ways to place a table); ``shard_estimators`` and ``enumerators`` are for costs and options of
   a user's own;
-- the search, which knows nothing of tables: ``placement`` (what it is asked and answers),
-  ``piece_arrays``, ``memory_check``, ``bounds``, ``packing``, ``local_search``, ``exact`` and
-  ``search``; ``partitioners`` is for one of a user's own;
+- the search, which of an option reads where its shards may go, their milliseconds and bytes:
+  ``placement`` (what it is asked and answers), ``shard_arrays``, ``bounds``, ``assignment``,
+  ``local_search``, ``exact`` and ``search``; ``partitioners`` is for one of a user's own;
 - the planner: ``agreement`` (of ranks), ``rating`` (what it knows of a plan), ``planners``;
 - explanations: ``what_if`` and ``alternatives`` (plans that are not), ``misfit`` (when nothing
   fits), ``explanation``, ``report`` and ``report_html``.

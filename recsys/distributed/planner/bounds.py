@@ -1,17 +1,17 @@
 """A lower bound on the slowest rank, and the mix of options that comes with it.
 
 Ranks of a kind are alike, so a relaxation adds them up: the loads of a kind share its ranks evenly,
-its memory is one pool, a piece may go to any kind, a table may mix its options. That is a linear
+its memory is one pool, a shard may go to any kind, a table may mix its options. That is a linear
 program with a row per table and a handful of rows that tie the tables together. Prices for the
 latter (load of a kind, bytes of a kind) make every table choose its cheapest option by itself, and
 whatever the prices, the sum of these choices is a lower bound. Kelley's cutting planes find the
 best prices: a tiny linear program proposes prices, the choices at these prices are its next row.
 
-What the pool does not see, that a piece is never split, comes in through a ceiling: an option with
-a piece that takes longer than the slowest rank does not count. The bound is the least ceiling that
+What the pool does not see, that a shard is never split, comes in through a ceiling: an option with
+a shard that takes longer than the slowest rank does not count. The bound is the least ceiling that
 the relaxation under that ceiling does not exceed.
 
-Shape suffixes as in ``piece_arrays``; also B bundles (pieces of an option that are priced together)
+Shape suffixes as in ``shard_arrays``; also B bundles (shards of an option that are priced together)
 and C cuts.
 """
 
@@ -23,10 +23,12 @@ from typing import final
 
 import numpy as np
 
-from recsys.distributed.planner.piece_arrays import Flags, Floats, Ints, PieceArrays
+from recsys.distributed.planner.placement import InfeasibleError
+from recsys.distributed.planner.shard_arrays import Flags, Floats, Ints, ShardArrays
 
 _MAX_CUTS = 200
 _TOLERANCE = 1e-6
+_ROUNDING = 1e-9
 _HIGHEST_PRICE = 1e3  # of all memory of a kind, in units of the bound without such prices
 
 
@@ -68,44 +70,43 @@ class Relaxation:
         arrays: what to place; at least one table.
     """
 
-    def __init__(self, arrays: PieceArrays) -> None:
+    def __init__(self, arrays: ShardArrays) -> None:
         self._arrays = arrays
-        ranks = arrays.ranks
         self._most_ms = arrays.most_ms()
-        self._of_kind_KR = ranks.kind_R == np.arange(arrays.num_kinds)[:, None]
+        self._of_kind_KR = arrays.kind_R == np.arange(arrays.num_kinds)[:, None]
         self._size_K = np.maximum(self._of_kind_KR.sum(axis=1), 1)
-        self._base_K = self._of_kind_KR @ ranks.base_R
-        self._room_KM = self._of_kind_KR @ ranks.free_RM
-        self._unit_KM = np.maximum(self._room_KM, 0.5)  # no room at all: any byte is too many
+        self._base_K = self._of_kind_KR @ arrays.base_R
+        self._free_KM = self._of_kind_KR @ arrays.free_RM
+        self._unit_KM = np.maximum(self._free_KM, 0.5)  # nothing free: any byte is too many
         self._bundles = _Bundles(arrays, self._of_kind_KR)
         options = np.arange(arrays.width_T.max())
         self._option_TO = np.where(
             options < arrays.width_T[:, None], arrays.first_T[:-1, None] + options, -1
         )
-        # a sort of memory that cannot run out needs no price
+        # memory that cannot run out needs no price
         most_OM = np.add.reduceat(self._bundles.memory_BKM.sum(axis=1), self._bundles.first_O)
         most_TM = np.maximum.reduceat(most_OM, arrays.first_T[:-1])
-        self._scarce_KM = most_TM.sum(axis=0) > self._room_KM
+        self._scarce_KM = most_TM.sum(axis=0) > self._free_KM
 
     def least_memory(self) -> tuple[float, Floats]:
         """Returns the least fullness, and the bytes [M] then taken.
 
-        Fullness is the bytes of all tables over those of all ranks, of the sort of memory where
+        Fullness is the bytes of all tables over those of all ranks, of the pool of memory where
         that is more. Above 1 no placement fits.
         """
         memory_OM = self._bundles.memory_OM
         sorts = memory_OM.shape[1]
         if not sorts:
             return 0.0, np.zeros(0)
-        room_M = np.maximum(self._room_KM.sum(axis=0), 0.5)
+        free_M = np.maximum(self._free_KM.sum(axis=0), 0.5)
         values: list[Floats] = []
         best, taken_M = -1.0, np.zeros(sorts)
         share_M = np.full(sorts, 1 / sorts)
         for _ in range(_MAX_CUTS):
-            price_O = (memory_OM / room_M) @ share_M
+            price_O = (memory_OM / free_M) @ share_M
             price_O[~self._bundles.fits_O] = np.inf
             totals_M = memory_OM[self._cheapest(price_O)].sum(axis=0)
-            values.append(totals_M / room_M)
+            values.append(totals_M / free_M)
             if values[-1] @ share_M > best:
                 best, taken_M = float(values[-1] @ share_M), totals_M
             upper, share_M, _ = _master(np.array(values), sorts, np.zeros(0), 1.0)
@@ -113,24 +114,56 @@ class Relaxation:
                 break
         return best, taken_M
 
+    def check_memory(self) -> float:
+        """Raises if all memory together is too little.
+
+        Returns:
+            The share of all memory that has to be taken.
+
+        Raises:
+            InfeasibleError: with the bytes and the number of ranks that would do.
+        """
+        fullness, taken_M = self.least_memory()
+        if fullness > 1 + _ROUNDING:
+            raise self.infeasible(fullness, taken_M - self._arrays.free_RM.sum(axis=0))
+        return fullness
+
+    def infeasible(
+        self, fullness: float, over_M: Floats, *, proven: bool = True
+    ) -> InfeasibleError:
+        """Returns the error that some bytes are missing.
+
+        Args:
+            fullness: the share of all memory that has to be taken.
+            over_M: bytes that are too many.
+            proven: whether nothing fits, or nothing that does was found.
+        """
+        arrays, ranks_needed = self._arrays, None
+        if np.isfinite(fullness) and arrays.free_RM.sum(axis=0).all():
+            nodes = np.ceil(arrays.num_ranks * fullness / arrays.node_size - _ROUNDING)
+            ranks_needed = int(nodes) * arrays.node_size
+        bytes_over = arrays.both_pools(np.maximum(over_M, 0))
+        return InfeasibleError(bytes_over=bytes_over, ranks_needed=ranks_needed, proven=proven)
+
     def solve(
-        self, ceiling: float = np.inf, *, room: float = 1.0, above: float = np.inf
+        self, ceiling: float = np.inf, *, budget: float = 1.0, above: float = np.inf
     ) -> Relaxed | None:
-        """Returns the solution with no piece above a ceiling, or None if there is none.
+        """Returns the solution with no shard above a ceiling, or None if there is none.
 
         Args:
             ceiling: milliseconds that a rank may take.
-            room: share of the memory that may be taken: less than 1 leaves air for packing.
+            budget: share of the memory that may be taken: less than 1 leaves some for what does
+                not come out even.
             above: milliseconds; a bound above this need not be the best one.
         """
         kinds = self._arrays.num_kinds
         allowed_BK = self._bundles.peak_BK <= ceiling
-        prices = np.concatenate([self._size_K / self._size_K.sum(), np.zeros(self._room_KM.size)])
+        prices = np.concatenate([self._size_K / self._size_K.sum(), np.zeros(self._free_KM.size)])
         cuts: list[_Cut] = []
         best, best_bound = None, -np.inf
         weights = np.ones(1)
         for _ in range(_MAX_CUTS):
-            cut = self._cut(prices, allowed_BK, room)
+            cut = self._cut(prices, allowed_BK, budget)
             if cut is None:
                 return None
             cuts.append(cut)
@@ -164,7 +197,7 @@ class Relaxation:
         """
         start = self.solve()
         assert start is not None, "tables without an option that fits are refused before"
-        floor = max(start.bound_ms, float(self._arrays.ranks.base_R.max()))
+        floor = max(start.bound_ms, float(self._arrays.base_R.max()))
         # Ceilings from one peak to before the next admit the same options.
         peaks = self._bundles.peak_BK
         peaks = np.unique(peaks[(peaks > floor) & np.isfinite(peaks)])
@@ -187,11 +220,11 @@ class Relaxation:
             bound = max(bound, found.bound_ms)
         return Relaxed(bound_ms=bound, price_O=found.price_O, option_T=found.option_T)
 
-    def _cut(self, prices: Floats, allowed_BK: Flags, room: float) -> _Cut | None:
+    def _cut(self, prices: Floats, allowed_BK: Flags, budget: float) -> _Cut | None:
         """Returns what the tables choose at some prices; None if one has no choice."""
         bundles, kinds = self._bundles, self._arrays.num_kinds
         price_BK = bundles.cost_BK * (prices[:kinds] / self._size_K)
-        memory_price_KM = prices[kinds:].reshape(self._room_KM.shape) / self._unit_KM
+        memory_price_KM = prices[kinds:].reshape(self._free_KM.shape) / self._unit_KM
         for m in np.flatnonzero(memory_price_KM.sum(axis=0)):
             price_BK += bundles.memory_BKM[:, :, m] * memory_price_KM[:, m]
         # a FIXED bundle has its share on every kind, any other one goes to the cheapest kind
@@ -212,7 +245,7 @@ class Relaxation:
         here = bundles.fixed_B[chosen, None] | (kind_B[chosen, None] == np.arange(kinds))
         load_K = (bundles.cost_BK[chosen] * here).sum(axis=0) + self._base_K
         taken_KM = (bundles.memory_BKM[chosen] * here[:, :, None]).sum(axis=0)
-        missing_KM = (taken_KM - room * self._room_KM) / self._unit_KM
+        missing_KM = (taken_KM - budget * self._free_KM) / self._unit_KM
         value = np.concatenate([load_K / self._size_K, missing_KM.ravel()])
         return _Cut(value=value, option_T=option_T, price_O=price_O)
 
@@ -223,73 +256,51 @@ class Relaxation:
 
 @final
 class _Bundles:
-    """Pieces that are priced together, in the order of their options.
+    """Shards that are priced together, in the order of their options.
 
-    The pieces of a FIXED option are one bundle. The others choose their kind of rank, like pieces
+    The shards of a FIXED option are one bundle. The others choose their kind of rank, like shards
     alike: a bundle each; where there is one kind only, one bundle for all.
 
     Attributes:
         owner_B: option.
         fixed_B: whether FIXED.
-        cost_BK: milliseconds on each kind: of all pieces, or of those that are fixed there.
+        cost_BK: milliseconds on each kind: of all shards, or of those that are fixed there.
         memory_BKM: bytes, likewise.
-        peak_BK: load of a rank that had only the longest piece; inf where one does not fit.
+        peak_BK: load of a rank that had only the longest shard; inf where one does not fit.
         first_O: each option's first bundle.
         memory_OM: bytes of each option.
-        fits_O: whether all pieces fit somewhere.
+        fits_O: whether all shards fit somewhere.
     """
 
-    def __init__(self, arrays: PieceArrays, of_kind_KR: Flags) -> None:
-        ranks, kinds = arrays.ranks, arrays.num_kinds
-        floating_O = np.diff(arrays.first_O) > 0
-        starts = arrays.first_O[:-1][floating_O]
+    def __init__(self, arrays: ShardArrays, of_kind_KR: Flags) -> None:
+        kinds, num_options = arrays.num_kinds, len(arrays.options)
+        begins_P = np.zeros(len(arrays.cost_PK), dtype=bool)
         if kinds > 1:
-            begins = np.ones(len(arrays.cost_PK), dtype=bool)
-            for numbers in (arrays.cost_PK, arrays.memory_PM):
-                begins[1:] &= (numbers[1:] == numbers[:-1]).all(axis=1)
-            begins[1:] = ~begins[1:]
-            begins[starts] = True
-            starts = np.flatnonzero(begins)
-        option_P = np.repeat(np.arange(len(arrays.options)), np.diff(arrays.first_O))
-        peak_PK = arrays.cost_PK + [ranks.base_R[mine].min(initial=np.inf) for mine in of_kind_KR]
-        for kind, mine in enumerate(of_kind_KR):
-            rooms = np.unique(ranks.free_RM[mine], axis=0)
-            fits_P = np.any(np.all(arrays.memory_PM[:, None] <= rooms, axis=2), axis=1)
-            peak_PK[~fits_P, kind] = np.inf
+            numbers = np.hstack([arrays.cost_PK, arrays.memory_PM])
+            begins_P[1:] = (numbers[1:] != numbers[:-1]).any(axis=1)
+        begins_P[arrays.first_O[:-1][~arrays.is_fixed_O]] = True
+        starts = np.flatnonzero(begins_P)
+        option_P = np.repeat(np.arange(num_options), np.diff(arrays.first_O))
+        self.owner_B = np.sort(
+            np.concatenate([option_P[starts], np.flatnonzero(arrays.is_fixed_O)]), kind="stable"
+        )
+        self.fixed_B = arrays.is_fixed_O[self.owner_B]
+        self.cost_BK = np.zeros((len(self.owner_B), kinds))
+        self.memory_BKM = np.zeros((*self.cost_BK.shape, len(arrays.pools)))
+        self.peak_BK = np.zeros(self.cost_BK.shape)
+        if len(starts):  # which reduceat needs
+            self.cost_BK[~self.fixed_B] = np.add.reduceat(arrays.cost_PK, starts)
+            self.memory_BKM[~self.fixed_B] = np.add.reduceat(arrays.memory_PM, starts)[:, None]
+            peak_PK = _peaks(arrays, of_kind_KR)
+            self.peak_BK[~self.fixed_B] = np.maximum.reduceat(peak_PK, starts)
         known: dict[int, tuple[Floats, Floats, float]] = {}  # by the option, which tables may share
-        fixed = []
-        for option in np.flatnonzero(~floating_O).tolist():
+        for bundle in np.flatnonzero(self.fixed_B).tolist():
+            option = int(self.owner_B[bundle])
             key = id(arrays.options[option])
             if key not in known:
                 known[key] = _fixed_bundle(arrays, option, of_kind_KR)
-            fixed.append(known[key])
-        sorts = arrays.memory_PM.shape[1]
-        no_cost, no_memory = np.zeros((0, kinds)), np.zeros((0, kinds, sorts))
-        empty = not len(starts)  # which reduceat does not take
-        memory_BM = np.zeros((0, sorts)) if empty else np.add.reduceat(arrays.memory_PM, starts)
-        self.owner_B = np.concatenate([option_P[starts], np.flatnonzero(~floating_O)])
-        order = np.argsort(self.owner_B, kind="stable")
-        self.owner_B = self.owner_B[order]
-        self.fixed_B = ~floating_O[self.owner_B]
-        self.cost_BK = np.concatenate(
-            [
-                no_cost if empty else np.add.reduceat(arrays.cost_PK, starts),
-                *(cost_K[None] for cost_K, _, _ in fixed),
-            ]
-        )[order]
-        self.memory_BKM = np.concatenate(
-            [
-                no_memory if empty else np.repeat(memory_BM[:, None], kinds, axis=1),
-                *(memory_KM[None] for _, memory_KM, _ in fixed),
-            ]
-        )[order]
-        self.peak_BK = np.concatenate(
-            [
-                no_cost if empty else np.maximum.reduceat(peak_PK, starts),
-                *(np.full((1, kinds), peak) for _, _, peak in fixed),
-            ]
-        )[order]
-        self.first_O = np.searchsorted(self.owner_B, np.arange(len(arrays.options)))
+            self.cost_BK[bundle], self.memory_BKM[bundle], self.peak_BK[bundle] = known[key]
+        self.first_O = np.searchsorted(self.owner_B, np.arange(num_options))
         of_all_BM = np.where(
             self.fixed_B[:, None], self.memory_BKM.sum(axis=1), self.memory_BKM.max(axis=1)
         )
@@ -297,13 +308,25 @@ class _Bundles:
         self.fits_O = np.logical_and.reduceat(np.isfinite(self.peak_BK).any(axis=1), self.first_O)
 
 
+def _peaks(arrays: ShardArrays, of_kind_KR: Flags) -> Floats:
+    """Returns the load of a rank that has each shard alone, inf on kinds where it does not fit."""
+    peak_PK: Floats = arrays.cost_PK + [
+        arrays.base_R[mine].min(initial=np.inf) for mine in of_kind_KR
+    ]
+    for kind, mine in enumerate(of_kind_KR):
+        free_XM = np.unique(arrays.free_RM[mine], axis=0)
+        fits_P = np.any(np.all(arrays.memory_PM[:, None] <= free_XM, axis=2), axis=1)
+        peak_PK[~fits_P, kind] = np.inf
+    return peak_PK
+
+
 def _fixed_bundle(
-    arrays: PieceArrays, option: int, of_kind_KR: Flags
+    arrays: ShardArrays, option: int, of_kind_KR: Flags
 ) -> tuple[Floats, Floats, float]:
-    at, cost_N, memory_NM = arrays.fixed_at(option)
-    of_kind_KN = of_kind_KR[:, at]
-    fits = bool((memory_NM <= arrays.ranks.free_RM[at]).all())
-    peak = float((cost_N + arrays.ranks.base_R[at]).max()) if fits else np.inf
+    cost_N, memory_NM = arrays.fixed(option)
+    of_kind_KN = of_kind_KR[:, : len(cost_N)]
+    fits = bool((memory_NM <= arrays.free_RM[: len(cost_N)]).all())
+    peak = float((cost_N + arrays.base_R[: len(cost_N)]).max()) if fits else np.inf
     return of_kind_KN @ cost_N, of_kind_KN @ memory_NM, peak
 
 
@@ -319,7 +342,7 @@ def _master(
         unit: of cuts and of the other prices; numbers near 1 suit the solver.
 
     Returns:
-        The height of the least cut, the prices, and the weights of the cuts in the mix that
+        The value of the least cut, the prices, and the weights of the cuts in the mix that
         certifies it.
     """
     num_cuts, num_prices = values_CX.shape

@@ -64,6 +64,11 @@ class Cost:
     update: float = 0.0
 
     @property
+    def parts(self) -> tuple[float, ...]:
+        """All of them, in order."""
+        return self.prefetch, self.forward, self.backward, self.input, self.output, self.update
+
+    @property
     def total(self) -> float:
         """All of it."""
         looked_up = self.prefetch + self.forward + self.backward
@@ -105,7 +110,7 @@ class CostModel:
         self._all_reduce = ms_per_byte("all_reduce", self._world_size, nodes)
         self._copy = 2 / self._hardware.memory_bw  # bytes are read and written
 
-    def of_part(
+    def of_shard(
         self,
         table: PlannedTable,
         num_rows: int,

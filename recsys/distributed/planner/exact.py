@@ -1,26 +1,28 @@
 """The problem as a mixed-integer program (HiGHS), for problems that are small.
 
 Loads and bytes are in units of what is known to be possible, so that the solver, to which anything
-below a millionth is zero, sees numbers near 1. Like pieces share their variables, as it does not
+below a millionth is zero, sees numbers near 1. Like shards share their variables, as it does not
 matter which of them is where.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 
-from recsys.distributed.planner.packing import OVERFULL, Packing
-from recsys.distributed.planner.piece_arrays import Floats, Ints, PieceArrays
-from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.assignment import OVERFULL, Assignment
+from recsys.distributed.planner.options import Reach
+from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 
 if TYPE_CHECKING:
-    from scipy.sparse import csr_array
+    from scipy.optimize import LinearConstraint
 
 _ZERO = 1e-6  # to the solver
+_Terms: TypeAlias = list[tuple[int, float]]  # variables with their coefficients
 
 
 @final
@@ -29,18 +31,18 @@ class Solved:
     """What the exact search found.
 
     Attributes:
-        packing: the best placement; None if none is better than what was known.
+        assignment: the best placement; None if none is better than what was known.
         bound_ms: no placement has a slowest rank that takes less.
         finished: whether no limit ended the search.
     """
 
-    packing: Packing | None
+    assignment: Assignment | None
     bound_ms: float
     finished: bool
 
 
 def solve_exactly(
-    arrays: PieceArrays,
+    arrays: ShardArrays,
     options: Ints,
     *,
     bound_ms: float,
@@ -58,7 +60,7 @@ def solve_exactly(
         seconds: time limit.
         max_nodes: limit of the tree, which unlike a time limit ends it in the same place always.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, milp
 
     program = _Program(arrays, options, unit_ms=known_ms)
     integral = np.ones(program.num_columns)
@@ -71,78 +73,47 @@ def solve_exactly(
         objective,
         integrality=integral,
         bounds=Bounds(low, high),
-        constraints=LinearConstraint(program.rows.matrix(program.num_columns), *program.rows.sides),
+        constraints=program.constraints(),
         options={"mip_rel_gap": 1e-7, **limits, **({"node_limit": max_nodes} if max_nodes else {})},
     )
     finished = result.status in (0, 2)
-    packing = None
+    assignment = None
     if result.x is not None:
-        packing = program.packing(result.x)
-        if packing.peak >= OVERFULL:  # fits only to the solver's eyes
-            packing, finished = None, False
+        assignment = program.assignment(result.x)
+        if assignment.peak >= OVERFULL:  # fits only to the solver's eyes
+            assignment, finished = None, False
     if result.status == 2:  # nothing below the limit
         bound = 1.0
     else:
         bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
     return Solved(
-        packing=packing,
+        assignment=assignment,
         bound_ms=max(bound_ms, min(bound, 1.0) * (1 - _ZERO) * known_ms),
         finished=finished,
     )
 
 
-def count_variables(arrays: PieceArrays, options: Ints) -> int:
+def count_variables(arrays: ShardArrays, options: Ints) -> int:
     """Returns about how many variables the program has."""
-    runs_O = np.array(
-        [
-            1 if reach is Reach.FIXED else len(option.pieces) * arrays.num_ranks
-            for reach, option in zip(arrays.reach_O, arrays.options, strict=True)
-        ]
-    )
-    return int(runs_O[options].sum()) + len(options)
-
-
-@final
-@dataclass(kw_only=True, slots=True)
-class _Rows:
-    """Linear constraints ``low <= coefficients @ x <= high`` in the making."""
-
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    at: list[tuple[int, int]] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
-        row = len(self.low)
-        self.low.append(low)
-        self.high.append(high)
-        self.at += [(row, column) for column, _ in terms]
-        self.values += [value for _, value in terms]
-
-    @property
-    def sides(self) -> tuple[list[float], list[float]]:
-        return self.low, self.high
-
-    def matrix(self, num_columns: int) -> csr_array:
-        from scipy.sparse import coo_array
-
-        rows, columns = np.array(self.at).T
-        shape = (len(self.low), num_columns)
-        return coo_array((self.values, (rows, columns)), shape=shape).tocsr()
+    runs = [
+        1 if arrays.is_fixed_O[option] else len(arrays.options[option].shards) * arrays.num_ranks
+        for option in options.tolist()
+    ]
+    return sum(runs) + len(options)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Like pieces of one option.
+    """Like shards of one option.
 
     Attributes:
-        pieces: their numbers.
+        shards: their numbers.
         column_of_rank: the variable that says whether one of them is on a rank. Ranks of a node
-            share it where all of them get a piece or none.
+            share it where all of them get a shard or none.
     """
 
-    pieces: Ints
+    shards: Ints
     column_of_rank: list[int]
 
 
@@ -156,65 +127,88 @@ class _Program:
         unit_ms: load that variable 0 counts as 1.
     """
 
-    def __init__(self, arrays: PieceArrays, options: Ints, *, unit_ms: float) -> None:
+    def __init__(self, arrays: ShardArrays, options: Ints, *, unit_ms: float) -> None:
         self._arrays = arrays
         self._unit_ms = unit_ms
-        self.rows = _Rows()
+        self._rows: list[tuple[_Terms, float, float]] = []
         self.num_columns = 1
         self._column_of = {int(option): self._columns(1)[0] for option in options}
-        self._runs = {option: self._add_pieces(option) for option in self._column_of}
+        self._runs = {option: self._add_shards(option) for option in self._column_of}
         self._add_tables()
         self._add_ranks()
+
+    def _add(self, terms: _Terms, low: float, high: float) -> None:
+        """Adds ``low <= terms <= high``."""
+        self._rows.append((terms, low, high))
+
+    def constraints(self) -> LinearConstraint:
+        """Returns all rows."""
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import coo_array
+
+        terms = [(row, *term) for row, (of_row, _, _) in enumerate(self._rows) for term in of_row]
+        rows, columns, values = zip(*terms, strict=True)
+        shape = (len(self._rows), self.num_columns)
+        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
+        _, low, high = zip(*self._rows, strict=True)
+        return LinearConstraint(matrix, low, high)
 
     def _columns(self, count: int) -> list[int]:
         self.num_columns += count
         return list(range(self.num_columns - count, self.num_columns))
 
-    def _add_pieces(self, option: int) -> list[_Run]:
-        """Adds what says where the pieces of an option may go."""
-        arrays, reach, rows = self._arrays, self._arrays.reach_O[option], self.rows
-        chosen, pieces = self._column_of[option], self._arrays.pieces_of(option)
+    def _add_shards(self, option: int) -> list[_Run]:
+        """Adds what says where the shards of an option may go."""
+        arrays, shards = self._arrays, self._arrays.shards_of(option)
+        reach, chosen = arrays.options[option].reach, self._column_of[option]
         if reach is Reach.FIXED:
             return []
         if reach is Reach.ANYWHERE:
-            runs: list[_Run] = []
-            for alike in _runs_of(arrays, pieces):
-                runs.append(_Run(pieces=alike, column_of_rank=self._columns(arrays.num_ranks)))
-                terms = [(column, 1.0) for column in runs[-1].column_of_rank]
-                rows.add([*terms, (chosen, -len(alike))], 0, 0)
-            for rank in range(arrays.num_ranks):
-                columns = [run.column_of_rank[rank] for run in runs]
-                rows.add([*((column, 1.0) for column in columns), (chosen, -1)], -np.inf, 0)
+            runs = self._add_runs(shards)
+            for run in runs:
+                self._add_sum(run.column_of_rank, chosen, len(run.shards))
+            for columns in zip(*(run.column_of_rank for run in runs), strict=True):
+                self._add_sum(columns, chosen, 1, at_most=True)
             return runs
-        size = arrays.ranks.node_size
+        size = arrays.node_size
         num_nodes = arrays.num_ranks // size
-        groups = [pieces] if reach is Reach.ONE_NODE else list(pieces.reshape(-1, size))
-        if len(groups[0]) == size and (arrays.run_P[pieces] == arrays.run_P[pieces[0]]).all():
+        groups = [shards] if reach is Reach.ONE_NODE else list(shards.reshape(-1, size))
+        if len(groups[0]) == size and (arrays.run_P[shards] == arrays.run_P[shards[0]]).all():
             nodes = self._columns(num_nodes)
-            rows.add([*((node, 1.0) for node in nodes), (chosen, -len(groups))], 0, 0)
-            columns_of_rank = [column for column in nodes for _ in range(size)]
-            return [_Run(pieces=pieces, column_of_rank=columns_of_rank)]
+            self._add_sum(nodes, chosen, len(groups))
+            return [_Run(shards=shards, column_of_rank=[n for n in nodes for _ in range(size)])]
         runs = []
         nodes_of_groups: list[list[int]] = []
         for group in groups:
             nodes = self._columns(num_nodes)
             nodes_of_groups.append(nodes)
-            rows.add([*((node, 1.0) for node in nodes), (chosen, -1)], 0, 0)
-            of_group = [
-                _Run(pieces=alike, column_of_rank=self._columns(arrays.num_ranks))
-                for alike in _runs_of(arrays, group)
-            ]
+            self._add_sum(nodes, chosen, 1)
+            of_group = self._add_runs(group)
             for run in of_group:
                 for node, column in enumerate(nodes):
                     here = run.column_of_rank[node * size : (node + 1) * size]
-                    rows.add([*((c, 1.0) for c in here), (column, -len(run.pieces))], 0, 0)
-            for rank in range(arrays.num_ranks):
-                rows.add([(run.column_of_rank[rank], 1.0) for run in of_group], -np.inf, 1)
+                    self._add_sum(here, column, len(run.shards))
+            for columns in zip(*(run.column_of_rank for run in of_group), strict=True):
+                self._add([(column, 1.0) for column in columns], -np.inf, 1)
             runs += of_group
-        for node in range(num_nodes):
-            terms = [(nodes[node], 1.0) for nodes in nodes_of_groups]
-            rows.add([*terms, (chosen, -1)], -np.inf, 0)
+        for columns in zip(*nodes_of_groups, strict=True):
+            self._add_sum(columns, chosen, 1, at_most=True)
         return runs
+
+    def _add_runs(self, shards: Ints) -> list[_Run]:
+        """Adds a variable for each rank and each run of like shards."""
+        ends = np.flatnonzero(np.diff(self._arrays.run_P[shards])) + 1
+        return [
+            _Run(shards=shards[a:b], column_of_rank=self._columns(self._arrays.num_ranks))
+            for a, b in pairwise([0, *ends.tolist(), len(shards)])
+        ]
+
+    def _add_sum(
+        self, columns: Sequence[int], whole: int, times: int, *, at_most: bool = False
+    ) -> None:
+        """Adds that some variables add up to a multiple of another, or to no more than that."""
+        terms = [*((column, 1.0) for column in columns), (whole, -times)]
+        self._add(terms, -np.inf if at_most else 0, 0)
 
     def _add_tables(self) -> None:
         """Adds that each table has one option, which takes no longer than the slowest rank."""
@@ -223,63 +217,56 @@ class _Program:
         for option in self._column_of:
             of_table.setdefault(int(arrays.table_O[option]), []).append(option)
         for options in of_table.values():
-            self.rows.add([(self._column_of[option], 1.0) for option in options], 1, 1)
+            self._add([(self._column_of[option], 1.0) for option in options], 1, 1)
             peaks = [
                 (self._column_of[option], self._peak_ms(option) / self._unit_ms)
                 for option in options
             ]
-            self.rows.add([*peaks, (0, -1.0)], -np.inf, 0)
+            self._add([*peaks, (0, -1.0)], -np.inf, 0)
 
     def _peak_ms(self, option: int) -> float:
-        if self._arrays.reach_O[option] is Reach.FIXED:
-            ranks, cost_N, _ = self._arrays.fixed_at(option)
-            return float((cost_N + self._arrays.ranks.base_R[ranks]).max())
-        pieces = self._arrays.pieces_of(option)
-        of_kind_K = np.isin(np.arange(self._arrays.num_kinds), self._arrays.ranks.kind_R)
-        return float(self._arrays.cost_PK[pieces][:, of_kind_K].min(axis=1).max())
+        arrays = self._arrays
+        if arrays.is_fixed_O[option]:
+            cost_N, _ = arrays.fixed(option)
+            return float((cost_N + arrays.base_R[: len(cost_N)]).max())
+        of_kind_K = np.unique(arrays.kind_R)
+        return float(arrays.cost_PK[arrays.shards_of(option)][:, of_kind_K].min(axis=1).max())
 
     def _add_ranks(self) -> None:
         """Adds the load and the memory of each rank."""
-        arrays, ranks = self._arrays, self._arrays.ranks
-        sorts = len(ranks.sorts)
-        loads: list[list[tuple[int, float]]] = [[(0, -1.0)] for _ in ranks.kind_R]
-        unit_M = np.maximum(ranks.free_RM.max(axis=0, initial=0), 1)
-        sizes: list[list[list[tuple[int, float]]]] = [
-            [[] for _ in range(sorts)] for _ in ranks.kind_R
-        ]
-        for option, column in self._column_of.items():
-            if arrays.reach_O[option] is Reach.FIXED:
-                for rank, cost, memory_M in zip(*arrays.fixed_at(option), strict=True):
-                    loads[rank].append((column, cost / self._unit_ms))
-                    for m in range(sorts):
-                        sizes[rank][m].append((column, memory_M[m] / unit_M[m]))
-            for run in self._runs[option]:
-                piece = run.pieces[0]
-                for rank, where in enumerate(run.column_of_rank):
-                    cost = arrays.cost_PK[piece, ranks.kind_R[rank]]
-                    loads[rank].append((where, cost / self._unit_ms))
-                    for m in range(sorts):
-                        sizes[rank][m].append((where, arrays.memory_PM[piece, m] / unit_M[m]))
-        for rank, terms in enumerate(loads):
-            self.rows.add(terms, -np.inf, -ranks.base_R[rank] / self._unit_ms)
-            for m in range(sorts):
-                self.rows.add(sizes[rank][m], -np.inf, ranks.free_RM[rank, m] / unit_M[m])
+        arrays = self._arrays
+        unit_M = np.maximum(arrays.free_RM.max(axis=0, initial=0), 1)
+        loads: list[_Terms] = [[(0, -1.0)] for _ in arrays.kind_R]
+        sizes: list[list[_Terms]] = [[[] for _ in unit_M] for _ in arrays.kind_R]
 
-    def packing(self, values: Floats) -> Packing:
+        def add(rank: int, column: int, cost: float, memory_M: Floats) -> None:
+            loads[rank].append((column, cost / self._unit_ms))
+            for of_pool, size in zip(sizes[rank], memory_M / unit_M, strict=True):
+                of_pool.append((column, size))
+
+        for option, column in self._column_of.items():
+            if arrays.is_fixed_O[option]:
+                for rank, (cost, memory_M) in enumerate(zip(*arrays.fixed(option), strict=True)):
+                    add(rank, column, cost, memory_M)
+            for run in self._runs[option]:
+                shard = run.shards[0]
+                for rank, where in enumerate(run.column_of_rank):
+                    cost = arrays.cost_PK[shard, arrays.kind_R[rank]]
+                    add(rank, where, cost, arrays.memory_PM[shard])
+        for rank, terms in enumerate(loads):
+            self._add(terms, -np.inf, -arrays.base_R[rank] / self._unit_ms)
+            for of_pool, free in zip(sizes[rank], arrays.free_RM[rank] / unit_M, strict=True):
+                self._add(of_pool, -np.inf, free)
+
+    def assignment(self, values: Floats) -> Assignment:
         """Returns the placement that a solution describes."""
-        packing = Packing(self._arrays, self._unit_ms)
+        assignment = Assignment(self._arrays, self._unit_ms)
         for option, column in self._column_of.items():
             if values[column] < 0.5:
                 continue
-            ranks = np.zeros(len(self._arrays.pieces_of(option)), dtype=np.int64)
+            ranks = np.zeros(len(self._arrays.shards_of(option)), dtype=np.int64)
             for run in self._runs[option]:
                 there = np.flatnonzero(values[run.column_of_rank] > 0.5)
-                ranks[run.pieces - self._arrays.first_O[option]] = there
-            packing.add(option, ranks)
-        return packing
-
-
-def _runs_of(arrays: PieceArrays, pieces: Ints) -> list[Ints]:
-    """Splits pieces where like ones end."""
-    ends = np.flatnonzero(np.diff(arrays.run_P[pieces])) + 1
-    return [pieces[a:b] for a, b in pairwise([0, *ends.tolist(), len(pieces)])]
+                ranks[run.shards - self._arrays.first_O[option]] = there
+            assignment.add(option, ranks)
+        return assignment

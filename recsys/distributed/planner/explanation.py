@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
-from recsys.distributed.planner.alternatives import Alternative, OtherPlaces
+from recsys.distributed.planner.alternatives import Alternative, alternatives
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.rating import RatedTable, Rating
@@ -59,7 +59,6 @@ class Explanation:
     def __init__(self, rating: Rating, seconds: float) -> None:
         self.rating = rating
         self.seconds = seconds
-        self._other_places = OtherPlaces(rating)
         self._undemanded = {(table.path, table.name): table for table in rating.undemanded}
         deadline = time.monotonic() + seconds
         self.gains: list[Gain] = sorted(
@@ -71,10 +70,10 @@ class Explanation:
 
     def _facts_of(self, rated: RatedTable) -> TableFacts:
         kinds = self.rating.topology.kinds
-        times = [part.costs[kinds[rank]].total for rank, part in rated.parts()]
+        times = [part.costs[kinds[rank]].total for rank, part in rated.shards()]
         stored = Storage().total
-        for part in rated.option.parts:
-            stored = stored.plus(Bytes(*(part.count * size for size in part.size)))
+        for part in rated.option.shards:
+            stored = stored.plus(Bytes(*(part.count * size for size in part.memory)))
         return TableFacts(rated=rated, busiest_ms=max(times), work_ms=sum(times), memory=stored)
 
     def others(self, table: TableFacts, most: int = 2) -> list[Alternative]:
@@ -90,7 +89,7 @@ class Explanation:
         return found[:most]
 
     def _nearest(self, rated: RatedTable, options: Sequence[TableOption]) -> list[Alternative]:
-        return self._other_places.nearest(rated, options)
+        return alternatives(self.rating, rated, options)
 
     def _listed(self, table: PlannedTable) -> Sequence[TableOption]:
         return self.rating.lister.options_of(table)
@@ -106,7 +105,7 @@ class Explanation:
         found = rating.placement
         if found is None:
             return f"{text} The plan was given, not searched for."
-        cut = ", cut by the time limit" if found.cut else ""
+        cut = ", ended by the time limit" if found.timed_out else ""
         how = found.method if found.method == "partitioner" else f"{found.method} search"
         how = f"({how}, {found.seconds:.1f} s{cut})"
         if found.optimal:
@@ -144,7 +143,7 @@ class Explanation:
         times = [
             (part.costs[kind].total, table.rated)
             for table in self.tables
-            for rank, part in table.rated.parts()
+            for rank, part in table.rated.shards()
             if rank == slowest
         ]
         if not times:
@@ -231,7 +230,7 @@ def verdict(alternative: Alternative, slowest_ms: float, work_ms: float) -> str:
     if abs(change) >= 5e-4:
         return f"slowest rank {ms(alternative.slowest_ms)} ({change:+.1%})"
     more = alternative.work_ms - work_ms
-    sign = "+" if more >= 0 else "-"
+    sign = "-" if more <= -1e-4 else "+"  # less is shown as 0
     return f"slowest rank the same, {sign}{ms(abs(more))} on all ranks together"
 
 

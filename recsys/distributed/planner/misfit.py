@@ -9,8 +9,8 @@ from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, format_table
 from recsys.distributed.planner.option_lister import OptionLister
-from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Reach
+from recsys.distributed.planner.options import Reach, TableOption
+from recsys.distributed.planner.placement import InfeasibleError
 from recsys.distributed.planner.rating import Rating
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -98,7 +98,7 @@ class Misfit:
             # what is fixed goes to every rank, the smallest too
             room = (min if option.reach is Reach.FIXED else max)(self.rooms, key=sum)
             for pool, memory in enumerate(caps):
-                needed = max(part.size[pool] for part in option.parts)
+                needed = max(part.memory[pool] for part in option.shards)
                 if needed > room[pool]:
                     kind, ranks = option.sharding_type.value, str(option.num_ranks)
                     over = mib(needed - room[pool])
@@ -222,9 +222,9 @@ def check_fits(rating: Rating) -> None:
         return
     there = sorted(
         (
-            (part.size[pool], rated.table)
+            (part.memory[pool], rated.table)
             for rated in rating.tables
-            for owner, part in rated.parts()
+            for owner, part in rated.shards()
             if owner == rank
         ),
         key=lambda entry: -entry[0],

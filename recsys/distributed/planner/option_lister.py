@@ -14,8 +14,7 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rects_of
 from recsys.distributed.planner.costs import CostModel
-from recsys.distributed.planner.options import Part, TableOption
-from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.shard_estimators import ShardEstimator, estimated
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
@@ -32,7 +31,7 @@ class OptionLister:
         topology: the machine.
         batch_size: samples per rank and step.
         batches_in_flight: batches whose ids are held at a time.
-        estimator: what changes costs and storage of parts.
+        estimator: what changes costs and storage of shards.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class OptionLister:
     def option_of(
         self, table: PlannedTable, sharding: ParameterSharding
     ) -> tuple[TableOption, tuple[int, ...]]:
-        """Returns a plan's entry as an option, and the rank of each of its parts.
+        """Returns a plan's entry as an option, and the rank of each of its shards.
 
         Raises:
             ValueError: if a rank does not exist, the plan has neither shards nor ranks, or the
@@ -131,22 +130,22 @@ class OptionLister:
         *,
         in_node: bool = False,
     ) -> TableOption:
-        """Returns the option whose parts are, each so many of rows x cols."""
-        parts = tuple(
-            Part(
+        """Returns the option whose shards are, each so many of rows x cols."""
+        shards = tuple(
+            Shards(
                 count=count,
                 rows=rows,
                 cols=cols,
                 costs=tuple(
-                    of_kind.of_part(table, rows, cols, kernel, in_node=in_node)
+                    of_kind.of_shard(table, rows, cols, kernel, in_node=in_node)
                     for of_kind in self._costs
                 ),
-                storage=self.storage.of_part(table, rows, cols, kernel, in_node=in_node),
+                storage=self.storage.of_shard(table, rows, cols, kernel, in_node=in_node),
             )
             for count, rows, cols in blocks
         )
         return TableOption(
-            sharding_type=sharding_type, compute_kernel=kernel, reach=reach, parts=parts
+            sharding_type=sharding_type, compute_kernel=kernel, reach=reach, shards=shards
         )
 
     def _table_wise(
@@ -198,7 +197,7 @@ class OptionLister:
         topology = self._topology
         rows = _cut(table.rows, topology.local_size)
         if sum(count for count, _ in rows) < topology.local_size:
-            return  # a node would have ranks without a part
+            return  # a node would have ranks without a shard
         for cuts in self._column_cuts(table, topology.world_size // topology.local_size):
             blocks = [
                 (count, num_rows, cols)
@@ -218,7 +217,7 @@ class OptionLister:
         yield self._replicas(table, kernel)
 
     def _replicas(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> TableOption:
-        part = Part(
+        replicas = Shards(
             count=self._topology.world_size,
             rows=table.rows,
             cols=table.dim,
@@ -229,7 +228,7 @@ class OptionLister:
             sharding_type=ShardingType.DATA_PARALLEL,
             compute_kernel=kernel,
             reach=Reach.FIXED,
-            parts=(part,),
+            shards=(replicas,),
         )
 
     def _column_cuts(self, table: PlannedTable, most: int) -> Iterator[list[tuple[int, int]]]:

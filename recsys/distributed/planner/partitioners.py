@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
+from recsys.distributed.planner.assignment import Assignment
 from recsys.distributed.planner.bounds import Relaxation
-from recsys.distributed.planner.memory_check import check_all_fit, check_each_fits
-from recsys.distributed.planner.piece_arrays import Ints, PieceArrays
-from recsys.distributed.planner.placement import Choice, Option, Placement, Problem, Reach
+from recsys.distributed.planner.options import Reach, TableOption
+from recsys.distributed.planner.placement import Choice, Placement, Problem
+from recsys.distributed.planner.search import placement_of
+from recsys.distributed.planner.shard_arrays import Ints, ShardArrays
 
 
 class Partitioner(Protocol):
@@ -32,12 +35,12 @@ def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
         ValueError: if its choices break a rule.
     """
     started = time.monotonic()
-    arrays = PieceArrays(problem)
-    check_each_fits(arrays)
-    bound_ms = max(problem.ranks.base_ms, default=0.0)
+    arrays = ShardArrays(problem)
+    arrays.check_each_fits()
+    bound_ms = arrays.most_ms()
     if arrays.num_tables:
         relaxation = Relaxation(arrays)
-        check_all_fit(arrays, relaxation)
+        relaxation.check_memory()
         bound_ms = relaxation.lower_bound().bound_ms
     choices = tuple(partitioner.partition(problem))
     name = f"{type(partitioner).__name__}.partition"
@@ -46,12 +49,7 @@ def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
             f"{name} must return a Choice for each of {len(problem.tables)} tables, in order; "
             f"received {len(choices)}."
         )
-    ranks = problem.ranks
-    load_R = np.array(ranks.base_ms or [0.0] * len(ranks), dtype=np.float64)
-    left_R2 = np.array(ranks.memory_caps, dtype=np.float64)
-    if ranks.base_memory:
-        left_R2 -= np.array(ranks.base_memory, dtype=np.float64)
-    kind_R = np.array(ranks.kinds or [0] * len(ranks))
+    num_ranks, chosen = len(problem.ranks), []
     for table, (options, choice) in enumerate(zip(problem.tables, choices, strict=True)):
         if not 0 <= choice.option < len(options):
             raise ValueError(
@@ -59,43 +57,36 @@ def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
                 f"number {choice.option}."
             )
         option, rank_N = options[choice.option], np.array(choice.ranks, dtype=np.int64)
-        if not _may_be_there(option, rank_N, len(ranks), ranks.node_size or len(ranks)):
+        if not _may_be_there(option, rank_N, num_ranks, arrays.node_size):
             raise ValueError(
-                f"{name} must place the {option.num_pieces} pieces of option {choice.option} of "
-                f"table {table} {option.reach.value}, no two on one of the {len(ranks)} ranks; "
+                f"{name} must place the {option.num_ranks} shards of option {choice.option} of "
+                f"table {table} {option.reach.value}, no two on one of the {num_ranks} ranks; "
                 f"received ranks {list(choice.ranks)}."
             )
-        counts = [run.count for run in option.pieces]
-        cost_NK = np.repeat([run.cost_ms for run in option.pieces], counts, axis=0)
-        load_R[rank_N] += cost_NK[np.arange(len(rank_N)), kind_R[rank_N]]
-        left_R2[rank_N] -= np.repeat([run.memory for run in option.pieces], counts, axis=0)
-    worst = int(left_R2.min(axis=1).argmin())
-    if left_R2[worst].min() < 0:
+        chosen.append([option])
+    assignment = Assignment(ShardArrays(replace(problem, tables=chosen)), 1.0)
+    for table, choice in enumerate(choices):
+        assignment.add(table, np.array(choice.ranks, dtype=np.int64))
+    least_free_R = assignment.exact_loads()[1].min(axis=1, initial=0)
+    worst = int(least_free_R.argmin())
+    if least_free_R[worst] < 0:
         raise ValueError(
             f"{name} must leave no rank with more bytes than it has; received choices that exceed "
-            f"rank {worst} by {int(-left_R2[worst].min())} bytes."
+            f"rank {worst} by {int(-least_free_R[worst])} bytes."
         )
-    return Placement(
-        choices=choices,
-        load_ms=tuple(load_R.tolist()),
-        bound_ms=min(bound_ms, float(load_R.max())),
-        method="partitioner",
-        seconds=time.monotonic() - started,
-        cut=False,
-    )
+    placement = placement_of(assignment, bound_ms, started, "partitioner")
+    return replace(placement, choices=choices)
 
 
-def _may_be_there(option: Option, rank_N: Ints, num_ranks: int, node_size: int) -> bool:
-    """Returns whether the pieces of an option may be on these ranks."""
-    distinct = len(np.unique(rank_N)) == len(rank_N) == option.num_pieces
+def _may_be_there(option: TableOption, rank_N: Ints, num_ranks: int, node_size: int) -> bool:
+    """Returns whether the shards of an option may be on these ranks."""
+    distinct = len(np.unique(rank_N)) == len(rank_N) == option.num_ranks
     if not distinct or rank_N.min() < 0 or rank_N.max() >= num_ranks:
         return False
     if option.reach is Reach.FIXED:
-        return bool((np.array(option.ranks) == rank_N).all())
-    node_N = rank_N // node_size
-    if option.reach is Reach.ONE_NODE:
-        return bool((node_N == node_N[0]).all())
-    if option.reach is Reach.NODES:
-        node_JS = node_N.reshape(-1, node_size)
-        return bool((node_JS == node_JS[:, :1]).all())
-    return True
+        return bool((rank_N == np.arange(len(rank_N))).all())
+    if option.reach is Reach.ANYWHERE:
+        return True
+    size = node_size if option.reach is Reach.NODES else len(rank_N)
+    node_JS = (rank_N // node_size).reshape(-1, size)
+    return bool((node_JS == node_JS[:, :1]).all())

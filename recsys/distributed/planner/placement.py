@@ -1,7 +1,7 @@
-"""What the search is asked and what it answers: pieces with costs and bytes, ranks to put them on.
+"""What the search is asked and what it answers: options of tables, and ranks to put them on.
 
-Nothing here knows tables, kernels or cost formulas: a table is a list of options, an option a list
-of pieces, a piece a cost in milliseconds for every kind of rank and its bytes on device and host.
+Of an option it reads where its shards may go, what each costs in milliseconds on every kind of rank
+(``cost_ms``), and its bytes on device and host (``memory``).
 """
 
 from __future__ import annotations
@@ -9,95 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from typing import Literal, final
 
-
-class Reach(Enum):
-    """Where the pieces of an option may go."""
-
-    ANYWHERE = "anywhere"
-    """On any ranks, no two on one."""
-    ONE_NODE = "one_node"
-    """On ranks of one node, no two on one."""
-    NODES = "nodes"
-    """In groups of ``node_size`` pieces, each group on all ranks of a node, no two on one node."""
-    FIXED = "fixed"
-    """Piece ``i`` on ``Option.ranks[i]``."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
-    """Consecutive pieces of an option that are alike.
-
-    Alike pieces are told once, since a row-wise table on a thousand ranks has a thousand.
-
-    Args:
-        count: how many.
-        cost_ms: of one piece, on a rank of each kind.
-        memory: bytes of one piece on the device and on the host.
-
-    Raises:
-        ValueError: if a number is negative or not finite, or ``count`` is not positive.
-    """
-
-    count: int = 1
-    cost_ms: tuple[float, ...]
-    memory: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"Pieces.count must be at least 1; received {self.count}.")
-        if not all(cost >= 0 and math.isfinite(cost) for cost in self.cost_ms):
-            raise ValueError(
-                f"Pieces.cost_ms must be finite and not negative; received {self.cost_ms}."
-            )
-        if min(self.memory) < 0:
-            raise ValueError(f"Pieces.memory must not be negative; received {self.memory}.")
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """One way to place a table.
-
-    Args:
-        reach: where the pieces may go.
-        pieces: in order.
-        ranks: of each piece if ``reach`` is FIXED, else nothing.
-
-    Raises:
-        ValueError: if there are no pieces, or ``ranks`` does not go with ``reach``.
-    """
-
-    reach: Reach
-    pieces: tuple[Pieces, ...]
-    ranks: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if not self.pieces:
-            raise ValueError("Option.pieces must hold at least one piece; received none.")
-        wanted = self.num_pieces if self.reach is Reach.FIXED else 0
-        if len(self.ranks) != wanted:
-            raise ValueError(
-                f"Option.ranks must hold {wanted} ranks for {self.num_pieces} pieces that are "
-                f"placed {self.reach.value}; received {len(self.ranks)}."
-            )
-        if len(set(self.ranks)) < wanted:
-            raise ValueError(f"Option.ranks must be distinct; received {self.ranks}.")
-
-    @property
-    def num_pieces(self) -> int:
-        """Number of pieces."""
-        return sum(alike.count for alike in self.pieces)
+from recsys.distributed.planner.options import Reach, TableOption
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The ranks that pieces go to.
+    """The ranks that shards go to.
 
     Args:
         memory_caps: bytes on device and host, per rank.
@@ -157,43 +78,32 @@ class Problem:
     """
 
     ranks: Ranks
-    tables: Sequence[Sequence[Option]]
+    tables: Sequence[Sequence[TableOption]]
 
     def __post_init__(self) -> None:
-        num_ranks, node_size = len(self.ranks), self.ranks.node_size or len(self.ranks)
-        limits = {
-            Reach.ANYWHERE: num_ranks,
-            Reach.ONE_NODE: node_size,
-            Reach.NODES: num_ranks,
-            Reach.FIXED: num_ranks,
-        }
         for table, options in enumerate(self.tables):
             if not options:
                 raise ValueError(f"Table {table} must have at least one option; received none.")
             for index, option in enumerate(options):
-                name = f"Option {index} of table {table}"
-                if option.num_pieces > limits[option.reach]:
+                rule, received = self._broken_rule(option)
+                if rule:
                     raise ValueError(
-                        f"{name} must have at most {limits[option.reach]} pieces, placed "
-                        f"{option.reach.value}; received {option.num_pieces}."
+                        f"Option {index} of table {table} must have {rule}; received {received}."
                     )
-                if option.reach is Reach.NODES and option.num_pieces % node_size:
-                    raise ValueError(
-                        f"{name} must have a multiple of {node_size} pieces, one for each rank of "
-                        f"its nodes; received {option.num_pieces}."
-                    )
-                if option.reach is Reach.FIXED and not (
-                    min(option.ranks) >= 0 and max(option.ranks) < num_ranks
-                ):
-                    raise ValueError(
-                        f"{name} must name ranks of 0 to {num_ranks - 1}; received {option.ranks}."
-                    )
-                for alike in option.pieces:
-                    if len(alike.cost_ms) != self.ranks.num_kinds:
-                        raise ValueError(
-                            f"{name} must have a cost for each of {self.ranks.num_kinds} kinds of "
-                            f"rank; received {alike.cost_ms}."
-                        )
+
+    def _broken_rule(self, option: TableOption) -> tuple[str, object]:
+        """Returns a rule that an option breaks, and what breaks it; none if it can be placed."""
+        reach, count = option.reach, option.num_ranks
+        node_size, num_kinds = self.ranks.node_size or len(self.ranks), self.ranks.num_kinds
+        most = node_size if reach is Reach.ONE_NODE else len(self.ranks)
+        if not 1 <= count <= most:
+            return f"1 to {most} shards, placed {reach.value}", count
+        if reach is Reach.NODES and count % node_size:
+            return f"a multiple of {node_size} shards, one for each rank of its nodes", count
+        for alike in option.shards:
+            if len(alike.costs) != num_kinds:
+                return f"a cost for each of {num_kinds} kinds of rank", alike.costs
+        return "", None
 
 
 @final
@@ -203,7 +113,7 @@ class Choice:
 
     Attributes:
         option: index among the table's options.
-        ranks: of its pieces, in order.
+        ranks: of its shards, in order.
     """
 
     option: int
@@ -222,7 +132,7 @@ class Placement:
         method: "exact" if an exact search chose or confirmed the placement, "partitioner" if the
             user's did, else "heuristic".
         seconds: that the search took.
-        cut: whether the time limit ended it.
+        timed_out: whether the time limit ended the search.
     """
 
     choices: tuple[Choice, ...]
@@ -230,7 +140,7 @@ class Placement:
     bound_ms: float
     method: Literal["exact", "heuristic", "partitioner"]
     seconds: float
-    cut: bool
+    timed_out: bool
 
     @property
     def slowest_ms(self) -> float:
@@ -273,7 +183,7 @@ class InfeasibleError(ValueError):
         bytes_over: bytes, on device and host, by which the memory of all ranks together is
             exceeded; by which the ranks of the best try are, where all together would do.
         ranks_needed: the least number of ranks like these, in whole nodes, whose memory together
-            could hold all tables; None where more ranks do not help. Pieces that every rank
+            could hold all tables; None where more ranks do not help. Shards that every rank
             holds a copy of are counted as often as on these ranks.
         proven: whether it is certain that nothing fits, or none was found.
     """

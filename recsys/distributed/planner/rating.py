@@ -13,7 +13,7 @@ from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.option_lister import OptionLister
-from recsys.distributed.planner.options import Part, TableOption
+from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.placement import Placement
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
@@ -39,9 +39,9 @@ class RatedTable:
     ranks: tuple[int, ...]
     options: tuple[TableOption, ...] = ()
 
-    def parts(self) -> Iterator[tuple[int, Part]]:
+    def shards(self) -> Iterator[tuple[int, Shards]]:
         """Yields the rank of each part, and the part."""
-        alike = (part for part in self.option.parts for _ in range(part.count))
+        alike = (part for part in self.option.shards for _ in range(part.count))
         yield from zip(self.ranks, alike, strict=True)
 
     def is_placed_by(self, sharding: ParameterSharding) -> bool:
@@ -55,7 +55,7 @@ class RatedTable:
         for shard in sharding.sharding_spec.shards:
             sizes[shard.rank] = sizes.get(shard.rank, 0) + math.prod(shard.shard_sizes)
         own: dict[int, int] = {}
-        for rank, part in self.parts():
+        for rank, part in self.shards():
             own[rank] = own.get(rank, 0) + part.rows * part.cols
         return {rank: size for rank, size in sizes.items() if size} == own
 
@@ -95,7 +95,7 @@ class Rating:
         costs = [Cost()] * self.topology.world_size
         kinds = self.topology.kinds
         for table in self.tables:
-            for rank, part in table.parts():
+            for rank, part in table.shards():
                 costs[rank] = costs[rank].plus(part.costs[kinds[rank]])
         return tuple(costs)
 
@@ -104,7 +104,7 @@ class Rating:
         """Memory, per rank."""
         storage = [Storage()] * self.topology.world_size
         for table in self.tables:
-            for rank, part in table.parts():
+            for rank, part in table.shards():
                 storage[rank] = storage[rank].plus(part.storage)
         return tuple(storage)
 

@@ -1,35 +1,35 @@
 """Finds the placement whose slowest rank is done soonest, and says how far from the best it may be.
 
-First the bound (``bounds``). It comes with a mix of options, which is packed greedily
-(``packing``) in a few variants: with long pieces forbidden, which packs better and costs more; with
-some memory kept as air. The most promising are improved by local search (``local_search``). What is
-small is searched exhaustively in the end (``exact``).
+First the bound (``bounds``). It comes with a mix of options, which is assigned to ranks greedily
+(``assignment``) in a few variants: with long shards forbidden, which comes out more even and costs
+more; with some memory left over. The most promising are improved by local search
+(``local_search``). What is small is searched exhaustively in the end (``exact``).
 """
 
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import numpy as np
 
+from recsys.distributed.planner.assignment import OVERFULL, Assignment
 from recsys.distributed.planner.bounds import Relaxation
 from recsys.distributed.planner.exact import count_variables, solve_exactly
 from recsys.distributed.planner.local_search import LocalSearch
-from recsys.distributed.planner.memory_check import check_all_fit, check_each_fits, not_found
-from recsys.distributed.planner.packing import OVERFULL, Packing
-from recsys.distributed.planner.piece_arrays import Floats, PieceArrays
 from recsys.distributed.planner.placement import Placement, Problem
+from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 
-_CEILINGS = (0.7, 0.5, 0.35)  # of pieces, in units of the bound
-_AIR = (0.95, 0.8, 0.4, 0.0)  # share of the memory that need not be taken, to be kept free
+_CEILINGS = (0.7, 0.5, 0.35)  # of shards, in units of the bound
+_SPARED = (0.95, 0.8, 0.4, 0.0)  # share that stays free of the memory that may
 _SCARCE = 0.3  # share of all memory that has to be taken; below, memory hardly matters
 _DESCENTS = 3  # of the variants, the most promising ones
 _STEPS_PER_RANK = 5
 _UNEVENNESS_LEFT = 0.2
-_PATIENCE = 12  # kicks in a row that bring nothing, where no time limit asks for more
+_PATIENCE = 12  # perturbations in a row that bring nothing, where no time limit asks for more
 _PATIENCE_OF_ALL_RANKS = 320  # and the ranks are not so few that more are cheap
 _ENDLESS = 1_000_000  # where there is a time limit
-_SHARE_OF_KICKS = 0.4  # of a time limit where there is an exact search, too
+_SHARE_OF_PERTURBATIONS = 0.4  # of a time limit where there is an exact search, too
 _ROUNDING = 1e-9
 _SMALL = 200  # variables up to which a problem is searched exhaustively
 _MEDIUM = 5000  # and up to which it is if a time limit says for how long
@@ -45,7 +45,7 @@ def search(
 ) -> Placement:
     """Places all tables.
 
-    The same arguments give the same placement, unless a time limit cuts the search.
+    The same arguments give the same placement, unless a time limit ends the search.
 
     Args:
         problem: tables and ranks.
@@ -64,15 +64,22 @@ def search(
         ValueError: if ``time_limit`` or ``tolerance`` is negative.
 
     Example:
-        >>> from recsys.distributed.planner.placement import Option, Pieces, Ranks, Reach
-        >>> whole = Option(
-        ...     reach=Reach.ANYWHERE, pieces=(Pieces(cost_ms=(1.0,), memory=(10, 0)),)
-        ... )
-        >>> halves = Option(
-        ...     reach=Reach.ANYWHERE, pieces=(Pieces(count=2, cost_ms=(0.6,), memory=(5, 0)),)
-        ... )
+        >>> from recsys.distributed.planner.costs import Cost
+        >>> from recsys.distributed.planner.options import Reach, Shards, TableOption
+        >>> from recsys.distributed.planner.placement import Ranks
+        >>> from recsys.distributed.planner.tables import Bytes, Storage
+        >>> from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
+        >>> def split(count, ms, size):
+        ...     alike = Shards(
+        ...         count=count, rows=1, cols=64 // count, costs=(Cost(forward=ms),),
+        ...         storage=Storage(weights=Bytes(size)),
+        ...     )
+        ...     return TableOption(
+        ...         sharding_type=ShardingType.COLUMN_WISE, reach=Reach.ANYWHERE,
+        ...         compute_kernel=EmbeddingComputeKernel.FUSED, shards=(alike,),
+        ...     )
         >>> ranks = Ranks(memory_caps=[(20, 0)] * 2)
-        >>> found = search(Problem(ranks=ranks, tables=[[whole, halves]] * 3))
+        >>> found = search(Problem(ranks=ranks, tables=[[split(1, 1.0, 10), split(2, 0.6, 5)]] * 3))
         >>> found.slowest_ms, found.optimal
         (1.6, True)
     """
@@ -80,22 +87,42 @@ def search(
         if value is not None and not value >= 0:
             raise ValueError(f"search: {name} must not be negative; received {value}.")
     started = time.monotonic()
-    arrays = PieceArrays(problem)
-    check_each_fits(arrays)
+    arrays = ShardArrays(problem)
+    arrays.check_each_fits()
     if not arrays.num_tables:
-        base_ms = float(arrays.ranks.base_R.max())
-        return _placement(Packing(arrays, 1.0), base_ms, started, exact=True, cut=False)
-    hunt = _Hunt(arrays, seed, tolerance, np.inf if time_limit is None else started + time_limit)
-    hunt.pack()
-    hunt.descend()
-    hunt.solve_exactly(_SMALL)
-    hunt.kick()
+        return placement_of(Assignment(arrays, 1.0), arrays.most_ms(), started, "exact")
+    deadline = np.inf if time_limit is None else started + time_limit
+    steps = _Search(arrays, seed, tolerance, deadline)
+    steps.assign()
+    steps.descend()
+    steps.solve_exactly(_SMALL)
+    steps.perturb()
     if time_limit is not None:
-        hunt.solve_exactly(_MEDIUM)
-    return hunt.placement(started)
+        steps.solve_exactly(_MEDIUM)
+    return steps.placement(started)
 
 
-class _Hunt:
+def placement_of(
+    assignment: Assignment,
+    bound_ms: float,
+    started: float,
+    method: Literal["exact", "heuristic", "partitioner"],
+    *,
+    timed_out: bool = False,
+) -> Placement:
+    """Returns an assignment of all tables as the answer of a search that started at a time."""
+    ms_R, _ = assignment.exact_loads()
+    return Placement(
+        choices=assignment.choices(),
+        load_ms=tuple(ms_R.tolist()),
+        bound_ms=min(bound_ms, float(ms_R.max())),
+        method=method,
+        seconds=time.monotonic() - started,
+        timed_out=timed_out,
+    )
+
+
+class _Search:
     """What is known so far, and the steps that add to it.
 
     Args:
@@ -105,19 +132,19 @@ class _Hunt:
         deadline: of ``time.monotonic``; without one, counts limit the effort.
     """
 
-    def __init__(self, arrays: PieceArrays, seed: int, tolerance: float, deadline: float) -> None:
+    def __init__(self, arrays: ShardArrays, seed: int, tolerance: float, deadline: float) -> None:
         self._arrays = arrays
         self._seed = seed
         self._tolerance = tolerance
         self._deadline = deadline
         self._relaxation = Relaxation(arrays)
-        self._fullness = check_all_fit(arrays, self._relaxation)
+        self._fullness = self._relaxation.check_memory()
         self._relaxed = self._relaxation.lower_bound(deadline)
         self._bound_ms = self._relaxed.bound_ms
         # no rank's load comes near OVERFULL in this unit
         self._most_ms = arrays.most_ms()
         self._unit_ms = max(self._bound_ms, 10 * self._most_ms / OVERFULL, 1e-300)
-        self._packings: list[Packing] = []
+        self._assignments: list[Assignment] = []
         self._seen: set[tuple[bool, bytes]] = set()
         self._exact = False
 
@@ -126,71 +153,76 @@ class _Hunt:
         return self._bound_ms / self._unit_ms * (1 + self._tolerance)
 
     @property
-    def _best(self) -> Packing:
-        return min(self._packings, key=lambda packing: packing.peak)
+    def _best(self) -> Assignment:
+        return min(self._assignments, key=lambda assignment: assignment.peak)
 
     @property
     def _known_ms(self) -> float:
-        """Load of the slowest rank of the best packing; if none fits, what none exceeds."""
+        """Load of the slowest rank of the best assignment; if none fits, what none exceeds."""
         peak = self._best.peak
         return peak * self._unit_ms if peak < OVERFULL else self._most_ms or 1.0
 
-    def pack(self) -> None:
-        """Packs the relaxation's mix of options greedily, in some variants."""
-        best_peak, best = self._pack(1.0, 1.0, even_memory=False), (1.0, False)
-        if self._fullness > _SCARCE or best_peak >= OVERFULL:
-            for air in _AIR:
-                room = 1 - air * (1 - self._fullness)
-                peaks = [self._pack(1.0, room, even_memory=even) for even in (False, True)]
-                if min(peaks) < best_peak:
-                    best_peak, best = min(peaks), (room, peaks[0] > min(peaks))
-                if min(peaks) >= OVERFULL > best_peak:
-                    break  # less air will not do either
-        for ceiling in _CEILINGS:
-            self._pack(ceiling, *best)
+    @property
+    def _is_good(self) -> bool:
+        """Whether the best assignment is good enough, or the best there is."""
+        return self._exact or self._best.peak <= self._target
 
-    def _pack(self, ceiling: float, room: float, even_memory: bool) -> float:
+    @property
+    def _is_done(self) -> bool:
+        return self._is_good or time.monotonic() > self._deadline
+
+    def assign(self) -> None:
+        """Assigns the relaxation's mix of options greedily, in some variants."""
+        best_peak, best = self._assign(1.0, 1.0, even_memory=False), (1.0, False)
+        if self._fullness > _SCARCE or best_peak >= OVERFULL:
+            for spared in _SPARED:
+                budget = 1 - spared * (1 - self._fullness)
+                peaks = [self._assign(1.0, budget, even_memory=even) for even in (False, True)]
+                if min(peaks) < best_peak:
+                    best_peak, best = min(peaks), (budget, peaks[0] > min(peaks))
+                if min(peaks) >= OVERFULL > best_peak:
+                    break  # with less memory free it will not do either
+        for ceiling in _CEILINGS:
+            self._assign(ceiling, *best)
+
+    def _assign(self, ceiling: float, budget: float, even_memory: bool) -> float:
         """Returns the peak of one variant; inf if it is none or a known one."""
-        if self._packings and self._is_done():
+        if self._assignments and self._is_done:
             return np.inf
-        mix = self._relaxation.solve(ceiling * self._bound_ms, room=room)
-        if mix is None and not self._packings:
+        mix = self._relaxation.solve(ceiling * self._bound_ms, budget=budget)
+        if mix is None and not self._assignments:
             mix = self._relaxed
         if mix is None or (even_memory, mix.option_T.tobytes()) in self._seen:
             return np.inf
         self._seen.add((even_memory, mix.option_T.tobytes()))
-        packing = Packing(self._arrays, self._unit_ms)
-        packing.fill(mix.option_T, mix.price_O, even_memory=even_memory)
-        self._packings.append(packing)
-        return packing.peak
+        assignment = Assignment(self._arrays, self._unit_ms)
+        assignment.fill(mix.option_T, mix.price_O, even_memory=even_memory)
+        self._assignments.append(assignment)
+        return assignment.peak
 
     def descend(self) -> None:
-        """Improves the most promising packings."""
-        promising = sorted(self._packings, key=_promise)[:_DESCENTS]
+        """Improves the most promising assignments."""
+        promising = sorted(self._assignments, key=_promise)[:_DESCENTS]
         local = self._local_search(self._deadline)
         steps = _STEPS_PER_RANK * self._arrays.num_ranks + 100
-        for packing in promising:
-            local.descend(packing, steps)
-            local.cheapen(packing)
-            local.descend(packing, steps)
+        for assignment in promising:
+            local.descend(assignment, steps)
+            local.cheapen(assignment)
+            local.descend(assignment, steps)
 
-    def kick(self) -> None:
-        """Improves the best packing as long as is worth it."""
-        if self._is_done():
+    def perturb(self) -> None:
+        """Improves the best assignment as long as is worth it."""
+        if self._is_done:
             return
         deadline = self._deadline
         patience = max(_PATIENCE, _PATIENCE_OF_ALL_RANKS // self._arrays.num_ranks)
         if np.isfinite(deadline):
             patience = _ENDLESS
-            if self._num_variables() <= _MEDIUM:  # leave time for the exact search
+            if count_variables(self._arrays, self._open_options()) <= _MEDIUM:
+                # leave time for the exact search
                 now = time.monotonic()
-                deadline = now + _SHARE_OF_KICKS * (deadline - now)
-        self._packings.append(self._local_search(deadline).kick(self._best, patience))
-
-    def _is_done(self) -> bool:
-        """Returns whether the best packing is good enough, the best there is, or all in time."""
-        good = self._exact or self._best.peak <= self._target
-        return good or time.monotonic() > self._deadline
+                deadline = now + _SHARE_OF_PERTURBATIONS * (deadline - now)
+        self._assignments.append(self._local_search(deadline).perturb(self._best, patience))
 
     def _local_search(self, deadline: float) -> LocalSearch:
         return LocalSearch(
@@ -201,12 +233,12 @@ class _Hunt:
             deadline=deadline,
         )
 
-    def _num_variables(self) -> int:
-        options = np.flatnonzero(np.isfinite(self._prices()))
-        return count_variables(self._arrays, options)
+    def _open_options(self) -> Ints:
+        """Returns the options that a better assignment may have."""
+        return np.flatnonzero(np.isfinite(self._prices()))
 
     def _prices(self) -> Floats:
-        """Returns the prices of options; inf if none better than the best packing has them."""
+        """Returns the prices of options; inf if none better than the best assignment has them."""
         known_ms = self._known_ms * (1 + _ROUNDING)
         relaxed = self._relaxation.solve(known_ms)
         if relaxed is None:  # for rounding
@@ -220,33 +252,26 @@ class _Hunt:
 
     def solve_exactly(self, max_variables: int) -> None:
         """Searches exhaustively, if the problem is small enough."""
-        while not self._is_done() and self._num_variables() <= max_variables:
-            known_ms = self._known_ms
+        while not self._is_done:
+            options = self._open_options()
+            if count_variables(self._arrays, options) > max_variables:
+                return
             solved = solve_exactly(
                 self._arrays,
-                np.flatnonzero(np.isfinite(self._prices())),
+                options,
                 bound_ms=self._bound_ms,
-                known_ms=known_ms,
+                known_ms=self._known_ms,
                 seconds=max(self._deadline - time.monotonic(), 0.0),
                 max_nodes=_MAX_NODES if np.isinf(self._deadline) else None,
             )
             self._bound_ms = max(self._bound_ms, solved.bound_ms)
-            if solved.packing is None:
-                self._exact = solved.finished
-                return
-            first = self._best.peak >= OVERFULL
-            self._packings.append(self._in_unit(solved.packing))
-            if not first:
-                self._exact = solved.finished
-                return
             # the first that fits at all: with a true upper bound the solver is more precise
-
-    def _in_unit(self, packing: Packing) -> Packing:
-        """Returns the same placement with heights in the unit of this search."""
-        twin = Packing(self._arrays, self._unit_ms)
-        for table, option in enumerate(packing.option_T.tolist()):
-            twin.add(option, packing.ranks_of(table))
-        return twin
+            is_first = self._best.peak >= OVERFULL and solved.assignment is not None
+            if solved.assignment is not None:
+                self._assignments.append(solved.assignment.in_unit(self._unit_ms))
+            if not is_first:
+                self._exact = solved.finished
+                return
 
     def placement(self, started: float) -> Placement:
         """Returns the best placement.
@@ -256,27 +281,14 @@ class _Hunt:
         """
         best = self._best
         if best.peak >= OVERFULL:
-            raise not_found(self._arrays, best, self._fullness, proven=self._exact)
-        good = self._exact or best.peak <= self._target
-        cut = not good and bool(np.isfinite(self._deadline))
-        return _placement(best, self._bound_ms, started, exact=self._exact, cut=cut)
+            over_M = np.maximum(-best.exact_loads()[1], 0).sum(axis=0)
+            raise self._relaxation.infeasible(self._fullness, over_M, proven=self._exact)
+        timed_out = not self._is_good and bool(np.isfinite(self._deadline))
+        method: Literal["exact", "heuristic"] = "exact" if self._exact else "heuristic"
+        return placement_of(best, self._bound_ms, started, method, timed_out=timed_out)
 
 
-def _promise(packing: Packing) -> float:
+def _promise(assignment: Assignment) -> float:
     """Returns a guess of the peak after local search, which takes most of the unevenness away."""
-    mean = float(packing.height_R.mean())
-    return mean + _UNEVENNESS_LEFT * (packing.peak - mean)
-
-
-def _placement(
-    packing: Packing, bound_ms: float, started: float, *, exact: bool, cut: bool
-) -> Placement:
-    load_R, _ = packing.exact_loads()
-    return Placement(
-        choices=packing.choices(),
-        load_ms=tuple(load_R.tolist()),
-        bound_ms=min(bound_ms, float(load_R.max())),
-        method="exact" if exact else "heuristic",
-        seconds=time.monotonic() - started,
-        cut=cut,
-    )
+    mean = float(assignment.load_R.mean())
+    return mean + _UNEVENNESS_LEFT * (assignment.peak - mean)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Protocol
 
-from recsys.distributed.planner.options import Part, TableOption
+from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.tables import PlannedTable
 
 
 class ShardEstimator(Protocol):
-    """Says what parts of tables cost."""
+    """Says what shards of tables cost."""
 
-    def estimate(self, table: PlannedTable, option: TableOption, part: Part) -> Part:
-        """Returns a part with other costs or storage.
+    def estimate(self, table: PlannedTable, option: TableOption, shards: Shards, /) -> Shards:
+        """Returns shards with other costs or storage.
 
         Args:
-            table: what it is a part of.
+            table: what they are shards of.
             option: how the table is placed.
-            part: rows, columns, and the planner's own figures: ``costs`` on a rank of each kind,
-                ``storage``. Change them with ``dataclasses.replace``.
+            shards: rows, columns, and the planner's own figures, each of one shard: ``costs`` on a
+                rank of each kind, ``storage``. Change them with ``dataclasses.replace``.
         """
 
 
@@ -35,28 +34,30 @@ def estimated(
             number of milliseconds for each kind of rank.
     """
     return [
-        replace(option, parts=tuple(_estimated(estimator, table, option, p) for p in option.parts))
+        replace(
+            option, shards=tuple(_estimated(estimator, table, option, s) for s in option.shards)
+        )
         for option in options
     ]
 
 
 def _estimated(
-    estimator: ShardEstimator, table: PlannedTable, option: TableOption, part: Part
-) -> Part:
-    found = estimator.estimate(table, option, part)
-    if replace(found, costs=part.costs, storage=part.storage) != part or len(found.costs) != len(
-        part.costs
+    estimator: ShardEstimator, table: PlannedTable, option: TableOption, given: Shards
+) -> Shards:
+    name = f"{type(estimator).__name__}.estimate"
+    try:
+        found = estimator.estimate(table, option, given)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} of table {table.name!r}, {option.sharding_type.value}: {error}"
+        ) from error
+    kinds = len(given.costs)
+    if replace(found, costs=given.costs, storage=given.storage) != given or (
+        len(found.costs) != kinds
     ):
         raise ValueError(
-            f"{type(estimator).__name__}.estimate must return the part that it is given with "
-            f"costs for {len(part.costs)} kinds of rank and storage; received {found} for {part} "
-            f"of table {table.name!r}. Use dataclasses.replace(part, costs=..., storage=...)."
-        )
-    milliseconds = [getattr(cost, field.name) for cost in found.costs for field in fields(cost)]
-    if not all(math.isfinite(ms) and ms >= 0 for ms in milliseconds):
-        raise ValueError(
-            f"{type(estimator).__name__}.estimate must return costs that are finite and not "
-            f"negative; received {found.costs} for table {table.name!r}, "
-            f"{option.sharding_type.value}."
+            f"{name} must return the shards that it is given with costs for {kinds} kinds of rank "
+            f"and storage; received {found} for {given} of table {table.name!r}. Use "
+            "dataclasses.replace(shards, costs=..., storage=...)."
         )
     return found

@@ -38,7 +38,7 @@ class StorageModel:
         self._batch_size = batch_size
         self._batches_in_flight = batches_in_flight
 
-    def of_part(
+    def of_shard(
         self,
         table: PlannedTable,
         num_rows: int,

@@ -33,9 +33,7 @@ def problem_of(
         kinds=topology.kinds,
         node_size=topology.local_size,
     )
-    lists = {id(of_table): of_table for of_table in options}  # tables that are alike share one
-    asked = {key: [option.for_search() for option in of_table] for key, of_table in lists.items()}
-    return Problem(ranks=ranks, tables=[asked[id(of_table)] for of_table in options])
+    return Problem(ranks=ranks, tables=options)
 
 
 def plan_again(
@@ -150,7 +148,7 @@ def _freed(rating: Rating, tables: tuple[PlannedTable, ...]) -> Iterator[Change]
     there = {
         (rated.table.path, rated.table.name): part.costs[kind].total
         for rated in rating.tables
-        for rank, part in rated.parts()
+        for rank, part in rated.shards()
         if rank == slowest
     }
     costly = sorted(freed.keys() & there.keys(), key=lambda key: -there[key])[:2]

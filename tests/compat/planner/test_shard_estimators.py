@@ -50,8 +50,8 @@ def test_numbers_are_those_of_the_planner() -> None:
         ("row_wise", 25, 256, False),
         ("grid_shard", 50, 128, True),
     ):
-        cost = costs.of_part(table, rows, cols, FUSED, in_node=in_node)
-        size = storage.of_part(table, rows, cols, FUSED, in_node=in_node).total
+        cost = costs.of_shard(table, rows, cols, FUSED, in_node=in_node)
+        size = storage.of_shard(table, rows, cols, FUSED, in_node=in_node).total
         for shard in found[kind].shards:
             assert shard.perf is not None
             assert shard.perf.total == pytest.approx(cost.total)

@@ -9,43 +9,56 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
+from recsys.distributed.planner.costs import Cost
+from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.placement import (
     Choice,
     InfeasibleError,
-    Option,
-    Pieces,
     Placement,
     Problem,
     Ranks,
-    Reach,
 )
 from recsys.distributed.planner.search import search
+from recsys.distributed.planner.tables import Bytes, Storage
+from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 
 
-def option(
-    *costs: float,
-    reach: Reach = Reach.ANYWHERE,
-    memory: int = 0,
-    ranks: Sequence[int] = (),
-) -> Option:
-    """An option with a piece for each cost, on ranks of one kind."""
-    return Option(
-        reach=reach,
-        pieces=tuple(Pieces(cost_ms=(cost,), memory=(memory, 0)) for cost in costs),
-        ranks=ranks,
+def shards(*, count: int = 1, cost_ms: Sequence[float], memory: tuple[int, int] = (0, 0)) -> Shards:
+    """Like shards with a cost for each kind of rank and bytes on device and host."""
+    return Shards(
+        count=count,
+        rows=1,
+        cols=1,
+        costs=tuple(Cost(forward=cost) for cost in cost_ms),
+        storage=Storage(weights=Bytes(*memory)),
     )
 
 
-def pieces_of(option: Option) -> list[Pieces]:
-    return [alike for alike in option.pieces for _ in range(alike.count)]
+def way(*alike: Shards, reach: Reach = Reach.ANYWHERE) -> TableOption:
+    """An option with these shards."""
+    return TableOption(
+        sharding_type=ShardingType.COLUMN_WISE,
+        compute_kernel=EmbeddingComputeKernel.FUSED,
+        reach=reach,
+        shards=alike,
+    )
 
 
-def ways(option: Option, num_ranks: int, node_size: int) -> Iterator[tuple[int, ...]]:
-    """All ranks that the pieces may have."""
+def option(*costs: float, reach: Reach = Reach.ANYWHERE, memory: int = 0) -> TableOption:
+    """An option with a shard for each cost, on ranks of one kind."""
+    return way(*(shards(cost_ms=(cost,), memory=(memory, 0)) for cost in costs), reach=reach)
+
+
+def shards_of(option: TableOption) -> list[Shards]:
+    return [alike for alike in option.shards for _ in range(alike.count)]
+
+
+def ways(option: TableOption, num_ranks: int, node_size: int) -> Iterator[tuple[int, ...]]:
+    """All ranks that the shards may have."""
     if option.reach is Reach.FIXED:
-        yield tuple(option.ranks)
+        yield tuple(range(option.num_ranks))
         return
-    for ranks in itertools.permutations(range(num_ranks), option.num_pieces):
+    for ranks in itertools.permutations(range(num_ranks), option.num_ranks):
         nodes = [rank // node_size for rank in ranks]
         if option.reach is Reach.ONE_NODE and len(set(nodes)) > 1:
             continue
@@ -59,16 +72,15 @@ def ways(option: Option, num_ranks: int, node_size: int) -> Iterator[tuple[int, 
 def totals(
     problem: Problem, choices: Sequence[Choice]
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Loads and bytes of every rank, added up piece by piece."""
+    """Loads and bytes of every rank, added up shard by shard."""
     ranks = problem.ranks
     load = list(ranks.base_ms or [0.0] * len(ranks))
     used = [list(both) for both in ranks.base_memory or [(0, 0)] * len(ranks)]
     for options, choice in zip(problem.tables, choices, strict=True):
-        pieces = pieces_of(options[choice.option])
-        for piece, rank in zip(pieces, choice.ranks, strict=True):
-            load[rank] += piece.cost_ms[ranks.kinds[rank] if ranks.kinds else 0]
-            used[rank][0] += piece.memory[0]
-            used[rank][1] += piece.memory[1]
+        for shard, rank in zip(shards_of(options[choice.option]), choice.ranks, strict=True):
+            load[rank] += shard.cost_ms[ranks.kinds[rank] if ranks.kinds else 0]
+            used[rank][0] += shard.memory[0]
+            used[rank][1] += shard.memory[1]
     return load, [(device, host) for device, host in used]
 
 
@@ -82,14 +94,14 @@ def brute_force(problem: Problem) -> float:
     for options in problem.tables:
         after = set()
         for one in options:
-            pieces = pieces_of(one)
+            of_option = shards_of(one)
             for ranks in ways(one, num_ranks, node_size):
                 for load, used in states:
                     new_load, new_used = list(load), list(used)
-                    for piece, rank in zip(pieces, ranks, strict=True):
-                        new_load[rank] += piece.cost_ms[kinds[rank]]
+                    for shard, rank in zip(of_option, ranks, strict=True):
+                        new_load[rank] += shard.cost_ms[kinds[rank]]
                         device, host = new_used[rank]
-                        new_used[rank] = (device + piece.memory[0], host + piece.memory[1])
+                        new_used[rank] = (device + shard.memory[0], host + shard.memory[1])
                     if all(
                         u <= c
                         for both in zip(new_used, caps, strict=True)
@@ -110,12 +122,12 @@ def check(problem: Problem, found: Placement) -> None:
     assert len(found.choices) == len(problem.tables)
     for options, choice in zip(problem.tables, found.choices, strict=True):
         chosen, ranks = options[choice.option], list(choice.ranks)
-        assert len(ranks) == chosen.num_pieces
+        assert len(ranks) == chosen.num_ranks
         assert len(set(ranks)) == len(ranks)
         assert all(0 <= rank < num_ranks for rank in ranks)
         nodes = [rank // node_size for rank in ranks]
         if chosen.reach is Reach.FIXED:
-            assert ranks == list(chosen.ranks)
+            assert ranks == list(range(chosen.num_ranks))
         if chosen.reach is Reach.ONE_NODE:
             assert len(set(nodes)) == 1
         if chosen.reach is Reach.NODES:
@@ -149,10 +161,10 @@ def realistic(
     memory_bw, node_bw = 2e9, 3e8
     net_bw = node_bw if num_nodes == 1 else 2.5e7
 
-    def alike(count: int, ids: float, sums: float, cols: float, rows: float, ms: float) -> Pieces:
+    def alike(count: int, ids: float, sums: float, cols: float, rows: float, ms: float) -> Shards:
         traffic = ids * 8 / net_bw + 8 * sums * cols / net_bw
         cost = 12 * ids * cols / memory_bw + traffic + ms + 0.002
-        return Pieces(count=count, cost_ms=(cost,), memory=(int(rows * cols * 4.4), 0))
+        return shards(count=count, cost_ms=(cost,), memory=(int(rows * cols * 4.4), 0))
 
     tables = []
     for _ in range(num_tables):
@@ -160,17 +172,17 @@ def realistic(
         dim = rng.choice([16, 32, 64, 96, 128])
         ids = samples * math.exp(rng.uniform(0, math.log(30)))
         options = [
-            Option(reach=Reach.ANYWHERE, pieces=(alike(parts, ids, samples, dim / parts, rows, 0),))
+            way(alike(parts, ids, samples, dim / parts, rows, 0))
             for parts in range(1, min(num_ranks, dim // 16) + 1)
         ]
         block = rows // num_ranks
         row_wise = alike(num_ranks, ids / num_ranks, samples, dim, block + 1, 0)
         replica = alike(num_ranks, ids / num_ranks, 0, dim, rows, 8 * rows * dim / net_bw)
         for fixed in (row_wise, replica):
-            options.append(Option(reach=Reach.FIXED, pieces=(fixed,), ranks=range(num_ranks)))
+            options.append(way(fixed, reach=Reach.FIXED))
         for parts in (1, 2, 4) if num_nodes > 1 else ():
             if parts <= num_nodes and dim // parts >= 32:
-                piece = alike(
+                shard = alike(
                     node_size * parts,
                     ids / node_size,
                     samples / node_size,
@@ -179,10 +191,10 @@ def realistic(
                     8 * samples * dim / parts / node_bw,
                 )
                 reach = Reach.NODES if parts > 1 else Reach.ONE_NODE
-                options.append(Option(reach=reach, pieces=(piece,)))
+                options.append(way(shard, reach=reach))
         tables.append(options)
     least = sum(
-        min(sum(p.count * p.memory[0] for p in one.pieces) for one in options) for options in tables
+        min(sum(p.count * p.memory[0] for p in one.shards) for one in options) for options in tables
     )
     cap = int(least / num_ranks / fullness) + 1
     if fullness < 0.5:
@@ -202,10 +214,10 @@ def problems(draw: st.DrawFn) -> Problem:
     costs = st.integers(0, 12).map(lambda tenths: tenths / 4)
     memories = st.tuples(st.integers(0, 6), st.sampled_from([0, 0, 0, 1]))
 
-    def pieces(count: int) -> tuple[Pieces, ...]:
+    def some(count: int) -> tuple[Shards, ...]:
         counts = [count] if draw(st.booleans()) else [1] * count
         return tuple(
-            Pieces(
+            shards(
                 count=alike,
                 cost_ms=tuple(draw(costs) for _ in range(num_kinds)),
                 memory=draw(memories),
@@ -213,15 +225,12 @@ def problems(draw: st.DrawFn) -> Problem:
             for alike in counts
         )
 
-    def one_option() -> Option:
+    def one_option() -> TableOption:
         reach = draw(st.sampled_from(Reach))
         if reach is Reach.NODES:
-            return Option(reach=reach, pieces=pieces(node_size * draw(st.integers(1, num_nodes))))
+            return way(*some(node_size * draw(st.integers(1, num_nodes))), reach=reach)
         count = draw(st.integers(1, node_size if reach is Reach.ONE_NODE else num_ranks))
-        if reach is Reach.FIXED:
-            ranks = tuple(draw(st.permutations(range(num_ranks)))[:count])
-            return Option(reach=reach, pieces=pieces(count), ranks=ranks)
-        return Option(reach=reach, pieces=pieces(count))
+        return way(*some(count), reach=reach)
 
     num_tables = draw(st.integers(1, 5 if num_ranks < 4 else 3))
     tables = [[one_option() for _ in range(draw(st.integers(1, 4)))] for _ in range(num_tables)]

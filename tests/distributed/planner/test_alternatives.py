@@ -9,9 +9,8 @@ import pytest
 
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from recsys.distributed.planner.alternatives import OtherPlaces
-from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.alternatives import alternatives
+from recsys.distributed.planner.options import Reach, TableOption
 from tests.distributed.planner.search_cases import ways
 from tests.distributed.planner.test_planners import SHARDERS, collection
 
@@ -38,7 +37,7 @@ def rated_best(planner: EmbeddingShardingPlanner, name: str, option: TableOption
     model = collection(SIZES)
     base = planner.plan(model, SHARDERS)
     best = float("inf")
-    for ranks in set(itertools.islice(ways(option.for_search(), WORLD, LOCAL), 200)):
+    for ranks in set(itertools.islice(ways(option, WORLD, LOCAL), 200)):
         plan = copy.deepcopy(base)
         plan.plan[""][name] = parameter_sharding(
             option.sharding_type,
@@ -61,7 +60,7 @@ def test_the_best_place_of_each_type_is_found(name: str, monkeypatch: pytest.Mon
     rating = planner.plan(collection(SIZES), SHARDERS).rating
     assert rating is not None
     (table,) = [rated for rated in rating.tables if rated.table.name == name]
-    others = OtherPlaces(rating).nearest(table, table.options)
+    others = alternatives(rating, table, table.options)
     assert {o.option.sharding_type.value for o in others} >= {
         "row_wise",
         "data_parallel",
@@ -81,15 +80,15 @@ def test_what_has_no_room_comes_last_and_says_by_how_much() -> None:
     assert rating is not None
     (table,) = [rated for rated in rating.tables if rated.table.name == "d"]  # 2.3 MB whole
     assert table.option.num_ranks > 1
-    others = OtherPlaces(rating).nearest(table, table.options)
+    others = alternatives(rating, table, table.options)
     assert others[-1].bytes_over > 0
     whole = next(o for o in others if o.option.sharding_type.value == "table_wise")
     free = [
         room.device - used.total.device
         for room, used in zip(rating.rooms, rating.storage, strict=True)
     ]
-    for rank, part in table.parts():
-        free[rank] += part.size.device
-    assert whole.bytes_over == whole.option.parts[0].size.device - max(free)
+    for rank, part in table.shards():
+        free[rank] += part.memory.device
+    assert whole.bytes_over == whole.option.shards[0].memory.device - max(free)
     fits = [o.bytes_over == 0 for o in others]
     assert fits == sorted(fits, reverse=True)

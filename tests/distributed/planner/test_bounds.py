@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given, settings
 
 from recsys.distributed.planner.bounds import Relaxation
-from recsys.distributed.planner.piece_arrays import PieceArrays
-from recsys.distributed.planner.placement import Option, Pieces, Problem, Ranks, Reach
-from tests.distributed.planner.search_cases import brute_force, option, problems, realistic
+from recsys.distributed.planner.placement import Problem, Ranks
+from recsys.distributed.planner.shard_arrays import ShardArrays
+from tests.distributed.planner.search_cases import (
+    brute_force,
+    option,
+    problems,
+    realistic,
+    shards,
+    way,
+)
 
 
 def relaxation(problem: Problem) -> Relaxation:
-    return Relaxation(PieceArrays(problem))
+    return Relaxation(ShardArrays(problem))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -37,7 +44,7 @@ def test_is_the_mean_where_work_can_be_spread() -> None:
     assert relaxation(problem).lower_bound().bound_ms == pytest.approx(3.0)
 
 
-def test_is_the_longest_piece_where_that_cannot_be_split() -> None:
+def test_is_the_longest_shard_where_that_cannot_be_split() -> None:
     ranks = Ranks(memory_caps=[(9, 9)] * 4)
     problem = Problem(ranks=ranks, tables=[[option(8.0), option(7.0, 7.0)], [option(1.0)]])
     assert relaxation(problem).lower_bound().bound_ms == pytest.approx(7.0)
@@ -55,7 +62,7 @@ def test_memory_has_its_price() -> None:
 
 def test_kinds_share_by_speed() -> None:
     slow_and_fast = Ranks(memory_caps=[(9, 9)] * 2, kinds=(0, 1))
-    one = Option(reach=Reach.ANYWHERE, pieces=(Pieces(cost_ms=(3.0, 1.0), memory=(0, 0)),))
+    one = way(shards(cost_ms=(3.0, 1.0)))
     tables = [[one]] * 8
     bound = relaxation(Problem(ranks=slow_and_fast, tables=tables)).lower_bound().bound_ms
     assert bound == pytest.approx(6.0)

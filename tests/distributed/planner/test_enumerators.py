@@ -59,7 +59,7 @@ def test_lists_every_table_with_its_options() -> None:
 def test_costs_are_those_of_the_batch_size() -> None:
     def cost(batch_size: int | None) -> float:
         ((_, options), _) = EmbeddingEnumerator(TOPOLOGY, batch_size).enumerate(MODEL, SHARDERS)
-        return options[0].parts[0].costs[0].total
+        return options[0].shards[0].costs[0].total
 
     assert cost(None) == cost(512) > cost(256)
 

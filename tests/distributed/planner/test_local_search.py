@@ -5,34 +5,35 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from recsys.distributed.planner.assignment import OVERFULL, Assignment
 from recsys.distributed.planner.local_search import LocalSearch
-from recsys.distributed.planner.packing import OVERFULL, Packing
-from recsys.distributed.planner.piece_arrays import PieceArrays
-from recsys.distributed.planner.placement import Option, Problem, Ranks, Reach
+from recsys.distributed.planner.options import Reach, TableOption
+from recsys.distributed.planner.placement import Problem, Ranks
+from recsys.distributed.planner.shard_arrays import ShardArrays
 from tests.distributed.planner.search_cases import option, realistic
 
 TWO = Ranks(memory_caps=[(10, 0)] * 2)
 
 
 def improved(
-    tables: list[list[Option]], placed: list[tuple[int, list[int]]], ranks: Ranks = TWO
-) -> Packing:
+    tables: list[list[TableOption]], placed: list[tuple[int, list[int]]], ranks: Ranks = TWO
+) -> Assignment:
     """Descends from options and ranks, each given per table."""
-    arrays = PieceArrays(Problem(ranks=ranks, tables=tables))
-    packing = Packing(arrays, 1.0)
+    arrays = ShardArrays(Problem(ranks=ranks, tables=tables))
+    assignment = Assignment(arrays, 1.0)
     for one, where in placed:
-        packing.add(one, np.array(where))
+        assignment.add(one, np.array(where))
     local = LocalSearch(arrays, np.zeros(len(arrays.options)), target=0.0, seed=0, deadline=np.inf)
-    local.descend(packing, 100)
-    return packing
+    local.descend(assignment, 100)
+    return assignment
 
 
-def test_moves_a_piece() -> None:
+def test_moves_a_shard() -> None:
     tables = [[option(2.0)], [option(3.0)]]
     assert improved(tables, [(0, [0]), (1, [0])]).peak == 3.0
 
 
-def test_swaps_pieces() -> None:
+def test_swaps_shards() -> None:
     tables = [[option(cost)] for cost in (5.0, 4.0, 2.0, 1.0)]
     assert improved(tables, [(0, [0]), (1, [0]), (2, [1]), (3, [1])]).peak == 6.0
 
@@ -48,52 +49,52 @@ def test_changes_an_option() -> None:
 
 
 def test_leaves_options_that_are_fixed() -> None:
-    fixed = option(2.0, 2.0, reach=Reach.FIXED, ranks=(0, 1))
+    fixed = option(2.0, 2.0, reach=Reach.FIXED)
     assert improved([[fixed, option(1.0)]], [(0, [0, 1])]).peak == 1.0
 
 
 def test_makes_it_fit() -> None:
     tables = [[option(1.0, memory=6)], [option(1.0, memory=6)], [option(9.0, memory=4)]]
-    packing = improved(tables, [(0, [0]), (1, [0]), (2, [1])])
-    assert packing.peak < OVERFULL
-    assert packing.peak == 10.0
+    assignment = improved(tables, [(0, [0]), (1, [0]), (2, [1])])
+    assert assignment.peak < OVERFULL
+    assert assignment.peak == 10.0
 
 
-def test_pieces_of_a_table_never_meet() -> None:
+def test_shards_of_a_table_never_meet() -> None:
     tables = [[option(3.0, 3.0)], [option(2.0)]]
-    packing = improved(tables, [(0, [0, 1]), (1, [0])])
-    assert packing.peak == 5.0
-    assert sorted(packing.ranks_of(0).tolist()) == [0, 1]
+    assignment = improved(tables, [(0, [0, 1]), (1, [0])])
+    assert assignment.peak == 5.0
+    assert sorted(assignment.ranks_of(0).tolist()) == [0, 1]
 
 
-def test_kicks_never_make_it_worse() -> None:
-    arrays = PieceArrays(realistic(40, 8, fullness=0.85))
-    packing = Packing(arrays, 1.0)
-    packing.fill(arrays.first_T[:-1], np.ones(len(arrays.options)), even_memory=True)
+def test_perturbations_never_make_it_worse() -> None:
+    arrays = ShardArrays(realistic(40, 8, fullness=0.85))
+    assignment = Assignment(arrays, 1.0)
+    assignment.fill(arrays.first_T[:-1], np.ones(len(arrays.options)), even_memory=True)
     local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=np.inf)
-    local.descend(packing, 200)
-    local.cheapen(packing)
-    before = packing.peak
-    assert local.kick(packing, 10).peak <= before
+    local.descend(assignment, 200)
+    local.cheapen(assignment)
+    before = assignment.peak
+    assert local.perturb(assignment, 10).peak <= before
 
 
-def test_kicks_find_what_steps_do_not() -> None:
+def test_perturbations_find_what_steps_do_not() -> None:
     # too much on rank 0, and both tables in the dear option; the cheap ones fit just so
     tables = [[option(1.0, memory=6), option(2.0, memory=4)] for _ in range(2)]
     tables += [[option(0.1, memory=4)] for _ in range(2)]
-    arrays = PieceArrays(Problem(ranks=TWO, tables=tables))
-    packing = Packing(arrays, 1.0)
+    arrays = ShardArrays(Problem(ranks=TWO, tables=tables))
+    assignment = Assignment(arrays, 1.0)
     for one, rank in ((1, 0), (3, 1), (4, 0), (5, 0)):
-        packing.add(one, np.array([rank]))
-    price_O = np.array([option.pieces[0].cost_ms[0] for option in arrays.options])
+        assignment.add(one, np.array([rank]))
+    price_O = np.array([option.shards[0].cost_ms[0] for option in arrays.options])
     local = LocalSearch(arrays, price_O, target=0.0, seed=0, deadline=np.inf)
-    assert local.kick(packing, 20).peak == pytest.approx(1.1)
+    assert local.perturb(assignment, 20).peak == pytest.approx(1.1)
 
 
 def test_a_deadline_ends_it() -> None:
-    arrays = PieceArrays(realistic(40, 8))
-    packing = Packing(arrays, 1.0)
-    packing.fill(arrays.first_T[:-1], np.ones(len(arrays.options)))
+    arrays = ShardArrays(realistic(40, 8))
+    assignment = Assignment(arrays, 1.0)
+    assignment.fill(arrays.first_T[:-1], np.ones(len(arrays.options)))
     local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=0.0)
-    assert local.descend(packing, 100) == 0
-    assert local.kick(packing, 100) is packing
+    assert local.descend(assignment, 100) == 0
+    assert local.perturb(assignment, 100) is assignment

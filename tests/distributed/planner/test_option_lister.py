@@ -9,8 +9,7 @@ import torch
 
 from recsys.distributed.placement.strategies import STRATEGIES
 from recsys.distributed.planner.option_lister import OptionLister
-from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.placement import Reach
+from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -101,9 +100,10 @@ def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
         in_node = option.sharding_type in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
         sizes = [
-            storage.of_part(of, r.num_rows, r.num_cols, FUSED, in_node=in_node).total for r in rects
+            storage.of_shard(of, r.num_rows, r.num_cols, FUSED, in_node=in_node).total
+            for r in rects
         ]
-        assert sizes == [part.size for part in option.parts for _ in range(part.count)]
+        assert sizes == [part.memory for part in option.shards for _ in range(part.count)]
         tried += 1
     assert tried
 
@@ -122,4 +122,4 @@ def test_a_grid_has_a_part_for_each_rank_of_its_nodes() -> None:
     few = [o for o in options(table(rows=3)) if o.sharding_type is ShardingType.GRID_SHARD]
     assert few == []
     (grid,) = (o for o in options(table()) if o.sharding_type is ShardingType.GRID_SHARD)
-    assert [part.count for part in grid.parts] == [4, 4]
+    assert [part.count for part in grid.shards] == [4, 4]

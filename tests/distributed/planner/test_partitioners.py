@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given, settings
 
 from recsys.distributed.planner import EmbeddingShardingPlanner, PlannerError, Topology
+from recsys.distributed.planner.options import Reach
 from recsys.distributed.planner.partitioners import partitioned
 from recsys.distributed.planner.placement import (
     Choice,
     InfeasibleError,
-    Option,
-    Pieces,
     Problem,
     Ranks,
-    Reach,
 )
 from recsys.distributed.planner.search import search
-from tests.distributed.planner.search_cases import check, option, problems
+from tests.distributed.planner.search_cases import check, option, problems, shards, way
 from tests.distributed.planner.test_planners import SHARDERS, collection
 
 ROOM = (1000, 0)
@@ -72,9 +70,9 @@ def test_the_planners_own_search_passes(problem: Problem) -> None:
     assert same.slowest_ms == pytest.approx(found.slowest_ms, rel=1e-9, abs=1e-12)
 
 
-NODE = Option(reach=Reach.ONE_NODE, pieces=(Pieces(count=2, cost_ms=(1.0,), memory=(300, 0)),))
-NODES = Option(reach=Reach.NODES, pieces=(Pieces(count=4, cost_ms=(1.0,), memory=(1, 0)),))
-ALL = option(1.0, 1.0, reach=Reach.FIXED, ranks=(2, 3))
+NODE = way(shards(count=2, cost_ms=(1.0,), memory=(300, 0)), reach=Reach.ONE_NODE)
+NODES = way(shards(count=4, cost_ms=(1.0,), memory=(1, 0)), reach=Reach.NODES)
+ALL = option(1.0, 1.0, reach=Reach.FIXED)
 TABLE = [option(1.0, 1.0, memory=600), NODE, NODES, ALL]
 
 
@@ -83,7 +81,7 @@ TABLE = [option(1.0, 1.0, memory=600), NODE, NODES, ALL]
     [
         (Choice(option=4, ranks=[0]), "one of the 4 options of table 0; received number 4"),
         (Choice(option=-1, ranks=[0]), "received number -1"),
-        (Choice(option=0, ranks=[0]), r"2 pieces of option 0 of table 0 anywhere.* ranks \[0\]"),
+        (Choice(option=0, ranks=[0]), r"2 shards of option 0 of table 0 anywhere.* ranks \[0\]"),
         (Choice(option=0, ranks=[1, 1]), "no two on one of the 4 ranks"),
         (Choice(option=0, ranks=[3, 4]), r"received ranks \[3, 4\]"),
         (Choice(option=0, ranks=[-1, 0]), r"received ranks \[-1, 0\]"),

@@ -6,13 +6,19 @@ import math
 
 import pytest
 
-from recsys.distributed.planner.placement import Option, Pieces, Placement, Problem, Ranks, Reach
-from tests.distributed.planner.search_cases import option
+from recsys.distributed.planner.options import Reach, TableOption
+from recsys.distributed.planner.placement import Placement, Problem, Ranks
+from tests.distributed.planner.search_cases import option, shards, way
 
 
 def placement(load: float, bound: float) -> Placement:
     return Placement(
-        choices=(), load_ms=(load,), bound_ms=bound, method="heuristic", seconds=0.0, cut=False
+        choices=(),
+        load_ms=(load,),
+        bound_ms=bound,
+        method="heuristic",
+        seconds=0.0,
+        timed_out=False,
     )
 
 
@@ -24,22 +30,13 @@ def test_gap() -> None:
     assert not placement(2.1, 2.0).optimal
 
 
-def test_refuses_bad_pieces() -> None:
-    with pytest.raises(ValueError, match="count must be at least 1; received 0"):
-        Pieces(count=0, cost_ms=(1.0,), memory=(0, 0))
+def test_refuses_bad_shards() -> None:
+    with pytest.raises(ValueError, match=r"count must be at least 1, .*received 0"):
+        shards(count=0, cost_ms=(1.0,))
     with pytest.raises(ValueError, match="finite and not negative; received"):
-        Pieces(cost_ms=(math.nan,), memory=(0, 0))
-    with pytest.raises(ValueError, match=r"memory must not be negative; received \(0, -1\)"):
-        Pieces(cost_ms=(1.0,), memory=(0, -1))
-
-
-def test_refuses_bad_options() -> None:
-    with pytest.raises(ValueError, match="at least one piece"):
-        option()
-    with pytest.raises(ValueError, match="2 ranks for 2 pieces that are placed fixed; received 1"):
-        option(1.0, 1.0, reach=Reach.FIXED, ranks=(0,))
-    with pytest.raises(ValueError, match="distinct"):
-        option(1.0, 1.0, reach=Reach.FIXED, ranks=(0, 0))
+        shards(cost_ms=(math.nan,))
+    with pytest.raises(ValueError, match=r"storage not negative; received .*host=-1"):
+        shards(cost_ms=(1.0,), memory=(0, -1))
 
 
 def test_refuses_bad_ranks() -> None:
@@ -57,17 +54,15 @@ def test_refuses_bad_ranks() -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (option(*[1.0] * 5), "at most 4 pieces, placed anywhere; received 5"),
-        (option(*[1.0] * 3, reach=Reach.ONE_NODE), "at most 2 pieces, placed one_node"),
-        (option(*[1.0] * 3, reach=Reach.NODES), "a multiple of 2 pieces"),
-        (option(1.0, reach=Reach.FIXED, ranks=(4,)), "ranks of 0 to 3"),
-        (
-            Option(reach=Reach.ANYWHERE, pieces=(Pieces(cost_ms=(1.0, 2.0), memory=(0, 0)),)),
-            "a cost for each of 1 kinds",
-        ),
+        (option(*[1.0] * 5), "1 to 4 shards, placed anywhere; received 5"),
+        (option(*[1.0] * 3, reach=Reach.ONE_NODE), "1 to 2 shards, placed one_node"),
+        (option(*[1.0] * 3, reach=Reach.NODES), "a multiple of 2 shards"),
+        (option(), "1 to 4 shards, placed anywhere; received 0"),
+        (option(*[1.0] * 5, reach=Reach.FIXED), "1 to 4 shards, placed fixed; received 5"),
+        (way(shards(cost_ms=(1.0, 2.0))), "a cost for each of 1 kinds"),
     ],
 )
-def test_refuses_options_that_no_ranks_can_hold(wrong: Option, match: str) -> None:
+def test_refuses_options_that_no_ranks_can_hold(wrong: TableOption, match: str) -> None:
     ranks = Ranks(memory_caps=[(1, 1)] * 4, node_size=2)
     with pytest.raises(ValueError, match=f"Option 1 of table 0 .*{match}"):
         Problem(ranks=ranks, tables=[[option(1.0), wrong]])

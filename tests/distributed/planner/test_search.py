@@ -9,14 +9,12 @@ import time
 import pytest
 from hypothesis import given, settings
 
+from recsys.distributed.planner.options import Reach
 from recsys.distributed.planner.placement import (
     InfeasibleError,
-    Option,
-    Pieces,
     Placement,
     Problem,
     Ranks,
-    Reach,
 )
 from recsys.distributed.planner.search import search
 from tests.distributed.planner.search_cases import (
@@ -26,6 +24,8 @@ from tests.distributed.planner.search_cases import (
     problems,
     realistic,
     search_or_none,
+    shards,
+    way,
 )
 
 ROOM = (1000, 0)
@@ -67,12 +67,12 @@ def test_two_kinds_of_rank() -> None:
     one_kind = realistic(60, 16)
     twice = [
         [
-            dataclasses.replace(
-                one,
-                pieces=tuple(
-                    dataclasses.replace(p, cost_ms=(p.cost_ms[0], 2 * p.cost_ms[0]))
-                    for p in one.pieces
+            way(
+                *(
+                    shards(count=s.count, cost_ms=(s.cost_ms[0], 2 * s.cost_ms[0]), memory=s.memory)
+                    for s in one.shards
                 ),
+                reach=one.reach,
             )
             for one in options
         ]
@@ -97,10 +97,10 @@ def test_time_limit_returns_the_best_so_far() -> None:
     found = search(problem, time_limit=0.3, tolerance=0.0)
     assert time.monotonic() - start < 3  # a busy machine
     check(problem, found)
-    assert found.cut
+    assert found.timed_out
     hasty = search(problem, time_limit=0.0)
     check(problem, hasty)
-    assert hasty.cut
+    assert hasty.timed_out
 
 
 def test_time_is_not_used_up_once_the_best_is_known() -> None:
@@ -108,7 +108,7 @@ def test_time_is_not_used_up_once_the_best_is_known() -> None:
     found = search(problem, time_limit=60.0)
     assert found.seconds < 10
     assert found.optimal
-    assert not found.cut
+    assert not found.timed_out
     assert found.method == "exact"
     assert found.slowest_ms == 2.0
 
@@ -129,27 +129,25 @@ def test_one_rank() -> None:
     assert found.optimal
 
 
-def test_pieces_that_cost_nothing() -> None:
+def test_shards_that_cost_nothing() -> None:
     tables = [[option(0.0, 0.0, memory=400)]] * 2
     found = search(Problem(ranks=Ranks(memory_caps=[ROOM] * 2), tables=tables))
     assert found.load_ms == (0.0, 0.0)
     assert found.gap == 0.0
 
 
-def test_base_load_keeps_pieces_away() -> None:
+def test_base_load_keeps_shards_away() -> None:
     ranks = Ranks(memory_caps=[ROOM] * 2, base_ms=(5.0, 0.0))
     found = search(Problem(ranks=ranks, tables=[[option(2.0)]] * 2))
     assert found.load_ms == (5.0, 4.0)
     assert found.bound_ms == 5.0
 
 
-def test_nodes_and_order_of_pieces() -> None:
-    grid = Option(
+def test_nodes_and_order_of_shards() -> None:
+    grid = way(
+        shards(count=2, cost_ms=(3.0,), memory=(10, 0)),
+        shards(count=2, cost_ms=(1.0,), memory=(20, 0)),
         reach=Reach.NODES,
-        pieces=(
-            Pieces(count=2, cost_ms=(3.0,), memory=(10, 0)),
-            Pieces(count=2, cost_ms=(1.0,), memory=(20, 0)),
-        ),
     )
     ranks = Ranks(memory_caps=[(20, 0), (20, 0), (10, 0), (10, 0)], node_size=2)
     found = search(Problem(ranks=ranks, tables=[[grid]]))
@@ -161,7 +159,7 @@ def test_names_the_tables_that_fit_nowhere() -> None:
     tables = [
         [option(1.0, memory=1300), option(1.0, 1.0, memory=1100)],
         [option(1.0)],
-        [option(1.0, reach=Reach.FIXED, memory=1001, ranks=(1,))],
+        [option(1.0, reach=Reach.FIXED, memory=1001)],
     ]
     with pytest.raises(InfeasibleError, match="2 tables that fit nowhere") as caught:
         search(Problem(ranks=Ranks(memory_caps=[ROOM] * 2), tables=tables))

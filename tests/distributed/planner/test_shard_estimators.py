@@ -9,7 +9,7 @@ import pytest
 
 from recsys.distributed.planner import EmbeddingShardingPlanner, PlannerError, Topology
 from recsys.distributed.planner.costs import Cost
-from recsys.distributed.planner.options import Part, TableOption
+from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.types import ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection
@@ -22,20 +22,20 @@ MODEL = collection({"a": (1000, 64), "b": (2000, 64)})
 class Own:
     """Changes parts by a function."""
 
-    change: Callable[[TableOption, Part], Part]
+    change: Callable[[TableOption, Shards], Shards]
 
-    def estimate(self, table: PlannedTable, option: TableOption, part: Part) -> Part:
-        assert part in option.parts
+    def estimate(self, table: PlannedTable, option: TableOption, part: Shards) -> Shards:
+        assert part in option.shards
         return self.change(option, part)
 
 
-def planner(change: Callable[[TableOption, Part], Part]) -> EmbeddingShardingPlanner:
+def planner(change: Callable[[TableOption, Shards], Shards]) -> EmbeddingShardingPlanner:
     return EmbeddingShardingPlanner(TOPOLOGY, estimator=Own(change))
 
 
 @pytest.mark.parametrize("cheap", [ShardingType.TABLE_WISE, ShardingType.ROW_WISE])
 def test_the_cheapest_by_its_costs_is_chosen(cheap: ShardingType) -> None:
-    def change(option: TableOption, part: Part) -> Part:
+    def change(option: TableOption, part: Shards) -> Shards:
         return replace(part, costs=(Cost(forward=1.0 if option.sharding_type is cheap else 9.0),))
 
     plan = planner(change).plan(MODEL, SHARDERS)
@@ -49,7 +49,7 @@ def test_the_cheapest_by_its_costs_is_chosen(cheap: ShardingType) -> None:
 
 
 def test_its_storage_decides_what_fits() -> None:
-    def change(option: TableOption, part: Part) -> Part:
+    def change(option: TableOption, part: Shards) -> Shards:
         return replace(part, storage=Storage(weights=Bytes(2 << 30)))
 
     with pytest.raises(PlannerError, match=r"does not fit .*(?s:.*)2,048\.0 MiB"):
@@ -57,7 +57,7 @@ def test_its_storage_decides_what_fits() -> None:
 
 
 def test_parts_must_stay_what_they_are() -> None:
-    with pytest.raises(ValueError, match=r"Own\.estimate must return the part that it is given"):
+    with pytest.raises(ValueError, match=r"Own\.estimate must return the shards that it is given"):
         planner(lambda option, part: replace(part, rows=1)).plan(MODEL, SHARDERS)
     with pytest.raises(ValueError, match="costs for 1 kinds of rank"):
         planner(lambda option, part: replace(part, costs=part.costs * 2)).plan(MODEL, SHARDERS)
@@ -65,8 +65,8 @@ def test_parts_must_stay_what_they_are() -> None:
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_costs_must_be_possible(wrong: float) -> None:
-    def change(option: TableOption, part: Part) -> Part:
+    def change(option: TableOption, part: Shards) -> Shards:
         return replace(part, costs=(Cost(forward=wrong, backward=2.0),))
 
-    with pytest.raises(ValueError, match=r"finite and not negative; received .* for table 'a'"):
+    with pytest.raises(ValueError, match=r"table 'a', .*finite and not negative; received "):
         planner(change).plan(MODEL, SHARDERS)

@@ -1,35 +1,36 @@
-"""Packings keep their books, and greedy choices take the lowest ranks that fit."""
+"""Assignments keep their books, and greedy choices take the lowest ranks that fit."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from recsys.distributed.planner.packing import OVERFULL, Packing
-from recsys.distributed.planner.piece_arrays import Floats, PieceArrays
-from recsys.distributed.planner.placement import Option, Problem, Ranks, Reach
+from recsys.distributed.planner.assignment import OVERFULL, Assignment
+from recsys.distributed.planner.options import Reach, TableOption
+from recsys.distributed.planner.placement import Problem, Ranks
+from recsys.distributed.planner.shard_arrays import Floats, ShardArrays
 from tests.distributed.planner.search_cases import option, realistic
 
 
-def packing(*tables: Option, ranks: Ranks) -> Packing:
-    return Packing(PieceArrays(Problem(ranks=ranks, tables=[[one] for one in tables])), 1.0)
+def assignment(*tables: TableOption, ranks: Ranks) -> Assignment:
+    return Assignment(ShardArrays(Problem(ranks=ranks, tables=[[one] for one in tables])), 1.0)
 
 
-def free(arrays: PieceArrays) -> Floats:
+def free(arrays: ShardArrays) -> Floats:
     """Prices that make no option cheaper than another."""
     return np.zeros(len(arrays.options))
 
 
 def test_books_are_true_after_many_changes() -> None:
-    arrays = PieceArrays(realistic(30, 16, fullness=0.5))
-    packed = Packing(arrays, 1.0)
+    arrays = ShardArrays(realistic(30, 16, fullness=0.5))
+    packed = Assignment(arrays, 1.0)
     rng = np.random.default_rng(0)
     packed.fill(arrays.first_T[:-1], free(arrays))
     for table in rng.integers(0, 30, 200).tolist():
         packed.remove(table)
         option = int(arrays.first_T[table] + rng.integers(arrays.width_T[table]))
         packed.add(option, packed.best_ranks(option)[0])
-    load_R, room_RM = packed.exact_loads()
-    np.testing.assert_allclose(packed.height_R, packed.heights(load_R, room_RM), rtol=1e-9)
+    load_R, free_RM = packed.exact_loads()
+    np.testing.assert_allclose(packed.load_R, packed.loads(load_R, free_RM), rtol=1e-9)
     for rank in range(16):
         there = np.flatnonzero(packed.rank_P == rank)
         slots = packed.slots_RS[rank, : packed.count_R[rank]]
@@ -38,7 +39,7 @@ def test_books_are_true_after_many_changes() -> None:
 
 
 def test_a_copy_is_independent() -> None:
-    packed = packing(option(1.0), ranks=Ranks(memory_caps=[(9, 9)] * 2))
+    packed = assignment(option(1.0), ranks=Ranks(memory_caps=[(9, 9)] * 2))
     packed.fill(np.array([0]), free(packed.arrays))
     twin = packed.copy()
     twin.remove(0)
@@ -47,9 +48,9 @@ def test_a_copy_is_independent() -> None:
     assert packed.option_T.tolist() == [0]
 
 
-def test_the_longest_piece_takes_the_lowest_rank() -> None:
+def test_the_longest_shard_takes_the_lowest_rank() -> None:
     ranks = Ranks(memory_caps=[(9, 9)] * 3, base_ms=(2.0, 1.0, 0.0))
-    packed = packing(option(1.0, 3.0), ranks=ranks)
+    packed = assignment(option(1.0, 3.0), ranks=ranks)
     chosen, peak = packed.best_ranks(0)
     assert chosen.tolist() == [1, 2]
     assert peak == 3.0
@@ -57,7 +58,7 @@ def test_the_longest_piece_takes_the_lowest_rank() -> None:
 
 def test_a_full_rank_is_higher_than_any_load() -> None:
     ranks = Ranks(memory_caps=[(1, 0), (5, 0)], base_ms=(0.0, 50.0))
-    packed = packing(option(1.0, memory=4), option(1.0, memory=4), ranks=ranks)
+    packed = assignment(option(1.0, memory=4), option(1.0, memory=4), ranks=ranks)
     assert packed.best_ranks(0)[0].tolist() == [1]
     packed.fill(np.array([0, 1]), free(packed.arrays))
     assert packed.peak >= OVERFULL
@@ -65,7 +66,7 @@ def test_a_full_rank_is_higher_than_any_load() -> None:
 
 def test_one_node_takes_the_lowest_node() -> None:
     ranks = Ranks(memory_caps=[(9, 9)] * 4, node_size=2, base_ms=(0.0, 5.0, 2.0, 2.0))
-    packed = packing(option(1.0, 2.0, reach=Reach.ONE_NODE), ranks=ranks)
+    packed = assignment(option(1.0, 2.0, reach=Reach.ONE_NODE), ranks=ranks)
     chosen, peak = packed.best_ranks(0)
     assert sorted(chosen.tolist()) == [2, 3]
     assert peak == 4.0
@@ -74,7 +75,7 @@ def test_one_node_takes_the_lowest_node() -> None:
 def test_memory_is_evened_where_asked_for() -> None:
     ranks = Ranks(memory_caps=[(10, 0)] * 2)
     tables = [option(5.0, memory=0), option(0.1, memory=6), option(0.1, memory=6)]
-    packed = packing(*tables, ranks=ranks)
+    packed = assignment(*tables, ranks=ranks)
     packed.fill(np.array([0, 1, 2]), free(packed.arrays), even_memory=True)
     assert packed.peak < OVERFULL
 
@@ -86,7 +87,7 @@ def test_what_does_not_fit_takes_the_cheapest_option_that_does() -> None:
         option(3.0, memory=9),  # lower, but dearer
         option(4.0, 4.0, memory=9),
     ]
-    arrays = PieceArrays(Problem(ranks=ranks, tables=[of_table]))
-    packed = Packing(arrays, 1.0)
+    arrays = ShardArrays(Problem(ranks=ranks, tables=[of_table]))
+    packed = Assignment(arrays, 1.0)
     packed.fill(np.array([0]), np.array([1.0, 9.0, 5.0]))
     assert packed.option_T.tolist() == [2]

@@ -1,0 +1,307 @@
+"""Where all shards are at one moment, and the greedy way to put them there.
+
+How bad a rank is, is one number, its load: its time in a given unit, and, as soon as it holds more
+bytes than it may, a penalty above any time. So assignments that do not fit (yet) compare like slow
+ones, and what takes load off the slowest rank also makes it fit.
+
+Shape suffixes as in ``shard_arrays``; also S slots of a rank, N shards of one option, and J nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import final
+
+import numpy as np
+
+from recsys.distributed.planner.options import Reach
+from recsys.distributed.planner.placement import Choice
+from recsys.distributed.planner.shard_arrays import Flags, Floats, Ints, ShardArrays
+
+OVERFULL = 1e6  # load from which on a rank holds too many bytes
+_MAX_RESCUES = 200  # tables that get another option than asked for
+
+
+@final
+class Assignment:
+    """A placement in the making.
+
+    Args:
+        arrays: what to place.
+        unit_ms: the time that is a load of 1.
+
+    Attributes:
+        option_T: option of each table, -1 while it is not placed.
+        rank_P: rank of each shard, -1 if it is of another option.
+        load_R: load of each rank.
+        slots_RS: shards on each rank, without those of FIXED options; -1 in free slots.
+    """
+
+    def __init__(self, arrays: ShardArrays, unit_ms: float) -> None:
+        self.arrays = arrays
+        self._unit_ms = max(unit_ms, 1e-300)
+        self._ms_R = arrays.base_R.copy()
+        self._free_RM = arrays.free_RM.copy()
+        self._full_M = np.maximum(arrays.free_RM.max(axis=0, initial=1.0), 1.0)
+        self.option_T = np.full(arrays.num_tables, -1)
+        self.rank_P = np.full(len(arrays.table_P), -1)
+        self._slot_P = np.full(len(arrays.table_P), -1)
+        self.slots_RS = np.full((arrays.num_ranks, 8), -1)
+        self.count_R = np.zeros(arrays.num_ranks, dtype=np.int64)
+        self._even_memory = False
+        self.load_R = self.loads(self._ms_R, self._free_RM)
+
+    def copy(self) -> Assignment:
+        """Returns an independent copy."""
+        twin = copy.copy(self)
+        for name in (
+            *("_ms_R", "_free_RM", "option_T", "rank_P"),
+            *("_slot_P", "slots_RS", "count_R", "load_R"),
+        ):
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
+    def in_unit(self, unit_ms: float) -> Assignment:
+        """Returns the same placement with loads in another unit."""
+        twin = Assignment(self.arrays, unit_ms)
+        for table, option in enumerate(self.option_T.tolist()):
+            twin.add(option, self.ranks_of(table))
+        return twin
+
+    @property
+    def peak(self) -> float:
+        """The makespan: load of the slowest rank."""
+        return float(self.load_R.max())
+
+    def loads(self, ms_X: Floats, free_XM: Floats) -> Floats:
+        """Returns loads for times in milliseconds and bytes left, any shape X."""
+        load_X = ms_X / self._unit_ms
+        for m in range(free_XM.shape[-1]):
+            free_X = free_XM[..., m]
+            if (free_X < 0).any():
+                penalty_X = OVERFULL * (1 - free_X / self._full_M[m])
+                load_X = load_X + np.where(free_X < 0, penalty_X, 0.0)
+        return load_X
+
+    def loads_after(self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats) -> Floats:
+        """Returns the loads of ranks, any shape X, with something more on them."""
+        return self.loads(self._ms_R[ranks_X] + added_ms_X, self._free_RM[ranks_X] - added_bytes_XM)
+
+    def add(self, option: int, ranks_N: Ints) -> None:
+        """Places a table that is not placed."""
+        self.option_T[self.arrays.table_O[option]] = option
+        if self.arrays.is_fixed_O[option]:
+            self._shift_fixed(option, 1.0)
+        else:
+            self.put(self.arrays.shards_of(option), ranks_N)
+
+    def remove(self, table: int) -> None:
+        """Takes a placed table away."""
+        option = int(self.option_T[table])
+        self.option_T[table] = -1
+        if self.arrays.is_fixed_O[option]:
+            self._shift_fixed(option, -1.0)
+        else:
+            self.lift(self.arrays.shards_of(option))
+
+    def ranks_of(self, table: int) -> Ints:
+        """Returns the ranks of the shards of a placed table, in order."""
+        option = int(self.option_T[table])
+        if self.arrays.is_fixed_O[option]:
+            return np.arange(self.arrays.options[option].num_ranks)
+        return self.rank_P[self.arrays.first_O[option] : self.arrays.first_O[option + 1]]
+
+    def put(self, shards_N: Ints, ranks_N: Ints) -> None:
+        """Puts shards that are nowhere on ranks, no two on one."""
+        slots_N = self.count_R[ranks_N]
+        if slots_N.max(initial=0) >= self.slots_RS.shape[1]:
+            self.slots_RS = np.hstack([self.slots_RS, np.full_like(self.slots_RS, -1)])
+        self.slots_RS[ranks_N, slots_N] = shards_N
+        self._slot_P[shards_N] = slots_N
+        self.rank_P[shards_N] = ranks_N
+        self.count_R[ranks_N] += 1
+        self._shift_shards(shards_N, ranks_N, 1.0)
+
+    def lift(self, shards_N: Ints) -> None:
+        """Takes shards off their ranks, no two off one."""
+        ranks_N, slots_N = self.rank_P[shards_N], self._slot_P[shards_N]
+        last_N = self.count_R[ranks_N] - 1
+        moved_N = self.slots_RS[ranks_N, last_N]
+        self.slots_RS[ranks_N, slots_N] = moved_N
+        self._slot_P[moved_N] = slots_N
+        self.slots_RS[ranks_N, last_N] = -1
+        self.count_R[ranks_N] = last_N
+        self.rank_P[shards_N] = -1
+        self._shift_shards(shards_N, ranks_N, -1.0)
+
+    def _shift_fixed(self, option: int, sign: float) -> None:
+        cost_N, memory_NM = self.arrays.fixed(option)
+        self._shift(slice(len(cost_N)), cost_N, memory_NM, sign)
+
+    def _shift_shards(self, shards_N: Ints, ranks_N: Ints, sign: float) -> None:
+        cost_N = self.arrays.cost_PK[shards_N, self.arrays.kind_R[ranks_N]]
+        self._shift(ranks_N, cost_N, self.arrays.memory_PM[shards_N], sign)
+
+    def _shift(self, ranks: Ints | slice, cost_N: Floats, memory_NM: Floats, sign: float) -> None:
+        self._ms_R[ranks] += sign * cost_N
+        self._free_RM[ranks] -= sign * memory_NM
+        self.load_R[ranks] = self.loads(self._ms_R[ranks], self._free_RM[ranks])
+
+    def best_ranks(self, option: int) -> tuple[Ints, float]:
+        """Returns ranks for the shards of a table that is not placed, and the slowest's load."""
+        arrays, reach = self.arrays, self.arrays.options[option].reach
+        if reach is Reach.FIXED:
+            cost_N, memory_NM = arrays.fixed(option)
+            ranks = np.arange(len(cost_N))
+            return ranks, float(self.loads_after(ranks, cost_N, memory_NM).max())
+        shards = arrays.shards_of(option)
+        if reach is Reach.ANYWHERE:
+            return self._best_anywhere(shards)
+        free_J = np.ones(arrays.num_ranks // arrays.node_size, dtype=bool)
+        if reach is Reach.ONE_NODE:
+            return self._best_node(shards, free_J)
+        groups = shards.reshape(-1, arrays.node_size)
+        ranks, peak = np.empty_like(groups), 0.0
+        # the group with the longest shard chooses first
+        for group in np.argsort(-arrays.cost_PK[groups].max(axis=(1, 2)), kind="stable"):
+            ranks[group], load = self._best_node(groups[group], free_J)
+            free_J[ranks[group, 0] // arrays.node_size] = False
+            peak = max(peak, load)
+        return ranks.ravel(), peak
+
+    def _shard_loads(self, shard: int) -> Floats:
+        """Returns the load of every rank if a shard were added to it."""
+        arrays = self.arrays
+        cost_K = arrays.cost_PK[shard]
+        cost = cost_K[arrays.kind_R] if len(cost_K) > 1 else cost_K
+        left_RM = self._free_RM - arrays.memory_PM[shard]
+        load_R = self.loads(self._ms_R + cost, left_RM)
+        if self._even_memory:
+            for m, full in enumerate(self._full_M):
+                np.maximum(load_R, 1 - left_RM[:, m] / full, out=load_R)
+        return load_R
+
+    def _best_anywhere(self, shards: Ints) -> tuple[Ints, float]:
+        arrays = self.arrays
+        if len(shards) == 1:
+            load_R = self._shard_loads(int(shards[0]))
+            rank = int(load_R.argmin())
+            return np.array([rank]), float(load_R[rank])
+        ranks, peak = np.empty_like(shards), 0.0
+        used: list[int] = []
+        order = np.argsort(-arrays.cost_PK[shards].max(axis=1), kind="stable")
+        last, load_R = -1, np.zeros(0)
+        for place in order.tolist():
+            shard = int(shards[place])
+            if last < 0 or arrays.run_P[shard] != arrays.run_P[last]:
+                load_R = self._shard_loads(shard)
+                load_R[used] = np.inf
+                last = shard
+            rank = int(load_R.argmin())
+            peak = max(peak, float(load_R[rank]))
+            load_R[rank] = np.inf
+            used.append(rank)
+            ranks[place] = rank
+        return ranks, peak
+
+    def _best_node(self, shards: Ints, free_J: Flags) -> tuple[Ints, float]:
+        """Returns ranks of the free node that is least loaded with the shards on it."""
+        arrays, size = self.arrays, self.arrays.node_size
+        order = np.argsort(-arrays.cost_PK[shards].max(axis=1), kind="stable")
+        longest = int(shards[order[0]])
+        # the longest shard to the least loaded rank of the node, and so on
+        before_JS = self._shard_loads(longest).reshape(-1, size)
+        if arrays.run_P[shards[0]] == arrays.run_P[shards[-1]]:
+            load_JN = np.sort(before_JS, axis=1)[:, : len(shards)]
+        else:
+            ranks_JN = np.argsort(before_JS, axis=1, kind="stable")[:, : len(shards)]
+            ranks_JN = ranks_JN + np.arange(len(before_JS))[:, None] * size
+            sorted_N = shards[order]
+            cost_JN = arrays.cost_PK[sorted_N, arrays.kind_R[ranks_JN]]
+            load_JN = self.loads_after(ranks_JN, cost_JN, arrays.memory_PM[sorted_N])
+        load_J = np.where(free_J, load_JN.max(axis=1), np.inf)
+        node = int(load_J.argmin())
+        ranks = np.empty_like(shards)
+        ranks[order] = node * size + np.argsort(before_JS[node], kind="stable")[: len(shards)]
+        return ranks, float(load_J[node])
+
+    def fill(
+        self,
+        options: Ints,
+        price_O: Floats,
+        *,
+        noise: Floats | None = None,
+        even_memory: bool = False,
+    ) -> None:
+        """Places tables that are not placed, the one with the longest shard first.
+
+        Args:
+            options: one option per table; where it does not fit, the cheapest that does.
+            price_O: of all options.
+            noise: factors by which the order may be off.
+            even_memory: whether to look at the share of memory that is taken as at the load.
+        """
+        self._even_memory = even_memory
+        size_N = self._sizes(options)
+        if noise is not None:
+            size_N = size_N * noise
+        rescues = _MAX_RESCUES
+        for option in options[np.argsort(-size_N, kind="stable")].tolist():
+            ranks, peak = self.best_ranks(option)
+            if peak >= OVERFULL and rescues:
+                rescues -= 1
+                option, ranks = self._least_overfull(option, ranks, peak, price_O)
+            self.add(option, ranks)
+        self._even_memory = False
+
+    def _sizes(self, options: Ints) -> Floats:
+        """Returns the load of the longest shard of each option; FIXED ones come before all."""
+        size_N = self.arrays.longest_O[options] / self._unit_ms
+        if self._even_memory:
+            share_NM = self.arrays.biggest_OM[options] / self._full_M
+            size_N = np.maximum(size_N, share_NM.max(axis=1, initial=0.0))
+        return size_N
+
+    def _least_overfull(
+        self, option: int, ranks: Ints, peak: float, price_O: Floats
+    ) -> tuple[int, Ints]:
+        """Returns the cheapest option of the same table that fits, else the one that does best."""
+        arrays = self.arrays
+        table = arrays.table_O[option]
+        others = np.arange(arrays.first_T[table], arrays.first_T[table + 1])
+        for other in others[np.argsort(price_O[others], kind="stable")].tolist():
+            if other != option and arrays.misses_O[other] == 0:
+                other_ranks, other_peak = self.best_ranks(other)
+                if other_peak < peak:
+                    option, ranks, peak = other, other_ranks, other_peak
+                if peak < OVERFULL:
+                    break
+        return option, ranks
+
+    def choices(self) -> tuple[Choice, ...]:
+        """Returns the options and ranks of all tables, which must be placed."""
+        arrays = self.arrays
+        return tuple(
+            Choice(
+                option=int(arrays.index_O[option]),
+                ranks=range(arrays.options[option].num_ranks)
+                if arrays.is_fixed_O[option]
+                else tuple(self.ranks_of(table).tolist()),
+            )
+            for table, option in enumerate(self.option_T.tolist())
+        )
+
+    def exact_loads(self) -> tuple[Floats, Floats]:
+        """Returns milliseconds, [R], and bytes left, [R, M], added up afresh."""
+        arrays = self.arrays
+        ms_R, free_RM = arrays.base_R.copy(), arrays.free_RM.copy()
+        placed = np.flatnonzero(self.rank_P >= 0)
+        rank_N = self.rank_P[placed]
+        np.add.at(ms_R, rank_N, arrays.cost_PK[placed, arrays.kind_R[rank_N]])
+        np.subtract.at(free_RM, rank_N, arrays.memory_PM[placed])
+        for option in self.option_T.tolist():
+            if option >= 0 and arrays.is_fixed_O[option]:
+                cost_N, memory_NM = arrays.fixed(option)
+                ms_R[: len(cost_N)] += cost_N
+                free_RM[: len(cost_N)] -= memory_NM
+        return ms_R, free_RM

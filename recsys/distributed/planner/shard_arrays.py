@@ -1,0 +1,200 @@
+"""A problem as flat arrays, without the options that cannot be part of a best placement.
+
+Shape suffixes: T tables, O options that are left, P shards of the options that are not FIXED,
+R ranks, K kinds of rank, M pools of memory of which something is taken (device, host).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys.distributed.planner.options import Reach, Shards, TableOption
+from recsys.distributed.planner.placement import InfeasibleError, Problem, TooBig
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+_FEW_RANKS = 256  # with more, keeping what FIXED options add to every rank takes gigabytes
+
+
+@final
+class ShardArrays:
+    """Ranks, options and shards, numbered through. Bytes are floats, exact up to 2 ** 53.
+
+    Args:
+        problem: what to place.
+
+    Attributes:
+        pools: which of device (0) and host (1) memory the M are.
+        kind_R: kind of each rank.
+        base_R: load in milliseconds before anything is placed.
+        free_RM: bytes that may be taken; negative where the base exceeds the cap.
+        node_size: ranks per node.
+        options: the objects, [O].
+        index_O: each option's index among all options of its table.
+        table_O: each option's table.
+        first_T: each table's first option; one more entry ends the last.
+        is_fixed_O: whether the option is FIXED.
+        first_O: each option's first shard among P; one more entry ends the last. FIXED options
+            have no shards here.
+        table_P: each shard's table.
+        run_P: number of the run of like shards that each belongs to.
+        cost_PK: milliseconds.
+        memory_PM: bytes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        ranks = problem.ranks
+        lists = {id(options): options for options in problem.tables}  # some share one
+        runs = [run for options in lists.values() for option in options for run in option.shards]
+        taken = [*(run.memory for run in runs), *ranks.base_memory]
+        self.pools = [m for m in (0, 1) if any(both[m] for both in taken)]
+        free_R2 = np.array(ranks.memory_caps, dtype=np.float64)
+        if ranks.base_memory:
+            free_R2 = free_R2 - np.array(ranks.base_memory, dtype=np.float64)
+        self.kind_R = np.array(ranks.kinds or [0] * len(ranks), dtype=np.int64)
+        self.base_R = np.array(ranks.base_ms or [0.0] * len(ranks), dtype=np.float64)
+        self.free_RM = free_R2[:, self.pools]
+        self.node_size = ranks.node_size or len(ranks)
+        self.num_ranks, self.num_kinds = len(ranks), ranks.num_kinds
+
+        undominated = {key: _undominated(options) for key, options in lists.items()}
+        kept = [undominated[id(options)] for options in problem.tables]
+        self.options = [problem.tables[t][i] for t, indices in enumerate(kept) for i in indices]
+        num_kept = [len(indices) for indices in kept]
+        self.num_tables = len(kept)
+        self.index_O = np.array([i for indices in kept for i in indices], dtype=np.int64)
+        self.table_O = np.repeat(np.arange(len(kept)), num_kept)
+        self.first_T = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])
+        self.is_fixed_O = np.array([o.reach is Reach.FIXED for o in self.options], dtype=bool)
+
+        num_shards = [0 if o.reach is Reach.FIXED else o.num_ranks for o in self.options]
+        runs = [run for o in self.options if o.reach is not Reach.FIXED for run in o.shards]
+        counts = [run.count for run in runs]
+        self.first_O = np.concatenate([[0], np.cumsum(num_shards, dtype=np.int64)])
+        self.table_P = np.repeat(self.table_O, num_shards)
+        self.run_P = np.repeat(np.arange(len(runs)), counts)
+        self.cost_PK, self.memory_PM = self._numbers(runs)
+        self._fixed: dict[int, tuple[Floats, Floats]] = {}
+
+    @cached_property
+    def width_T(self) -> Ints:
+        """Number of options of each table."""
+        return np.diff(self.first_T)
+
+    @cached_property
+    def longest_O(self) -> Floats:
+        """Milliseconds of each option's longest shard; inf if it is FIXED."""
+        return self._largest(self.cost_PK.max(axis=1, initial=0.0), np.inf)
+
+    @cached_property
+    def biggest_OM(self) -> Floats:
+        """Bytes of each option's biggest shard; 0 if it is FIXED."""
+        return self._largest(self.memory_PM, 0.0)
+
+    def _largest(self, values_PX: Floats, fixed: float) -> Floats:
+        largest_OX = np.full((len(self.options), *values_PX.shape[1:]), fixed)
+        if not self.is_fixed_O.all():
+            starts = self.first_O[:-1][~self.is_fixed_O]
+            largest_OX[~self.is_fixed_O] = np.maximum.reduceat(values_PX, starts)
+        return largest_OX
+
+    @cached_property
+    def misses_O(self) -> Floats:
+        """Bytes by which the option's worst shard exceeds the rank where it fits best."""
+        free_XM = np.unique(self.free_RM, axis=0)
+        over = [np.maximum(self.memory_PM - free, 0).sum(axis=1) for free in free_XM]
+        misses_O = self._largest(np.min(over, axis=0), 0.0)
+        least_M = list(zip(self.pools, free_XM.min(axis=0).tolist(), strict=True))
+        for option in np.flatnonzero(self.is_fixed_O):
+            runs = self.options[option].shards
+            if not all(run.memory[pool] <= free for run in runs for pool, free in least_M):
+                _, memory_NM = self.fixed(int(option))
+                over_NM = np.maximum(memory_NM - self.free_RM[: len(memory_NM)], 0)
+                misses_O[option] = over_NM.sum(axis=1).max()
+        return misses_O
+
+    def check_each_fits(self) -> None:
+        """Raises if a table does not fit that has all ranks to itself.
+
+        Raises:
+            InfeasibleError: naming such tables, or, if the ranks are too full before any table is
+                placed, the bytes.
+        """
+        over_M = np.maximum(-self.free_RM, 0).sum(axis=0)
+        if over_M.any():
+            raise InfeasibleError(bytes_over=self.both_pools(over_M))
+        if not self.num_tables:
+            return
+        misses_T = np.minimum.reduceat(self.misses_O, self.first_T[:-1])
+        too_big = tuple(
+            TooBig(table=int(table), bytes_over=int(misses_T[table]))
+            for table in np.flatnonzero(misses_T)
+        )
+        if too_big:
+            raise InfeasibleError(too_big=too_big)
+
+    def both_pools(self, bytes_M: Floats) -> tuple[int, int]:
+        """Returns bytes on device and host, rounded up."""
+        both = [0, 0]
+        for pool, size in zip(self.pools, bytes_M.tolist(), strict=True):
+            both[pool] = int(np.ceil(size))
+        return both[0], both[1]
+
+    def most_ms(self) -> float:
+        """Returns a load that no placement exceeds on any rank."""
+        longest_O = [max(max(run.cost_ms) for run in option.shards) for option in self.options]
+        longest_T = np.maximum.reduceat(longest_O, self.first_T[:-1]) if longest_O else np.zeros(1)
+        return float(self.base_R.max() + longest_T.sum())
+
+    def shards_of(self, option: int) -> Ints:
+        """Returns the numbers of an option's shards, in order; none if it is FIXED."""
+        return np.arange(self.first_O[option], self.first_O[option + 1])
+
+    def fixed(self, option: int) -> tuple[Floats, Floats]:
+        """Returns what a FIXED option adds to the first N ranks, [N] and [N, M]."""
+        shards = self.options[option].shards
+        found = self._fixed.get(id(shards))
+        if found is None:
+            cost_NK, memory_NM = self._numbers(shards)
+            places = np.arange(len(cost_NK))
+            found = cost_NK[places, self.kind_R[places]], memory_NM
+            if self.num_ranks <= _FEW_RANKS:
+                self._fixed[id(shards)] = found
+        return found
+
+    def _numbers(self, runs: Sequence[Shards]) -> tuple[Floats, Floats]:
+        """Returns the cost on each kind and the bytes of every shard of some runs."""
+        counts = [run.count for run in runs]
+        costs = np.array([run.cost_ms for run in runs], dtype=np.float64)
+        sizes = np.array([run.memory for run in runs], dtype=np.float64)
+        cost_PK = np.repeat(costs.reshape(len(runs), self.num_kinds), counts, axis=0)
+        return cost_PK, np.repeat(sizes.reshape(len(runs), 2)[:, self.pools], counts, axis=0)
+
+
+def _undominated(options: Sequence[TableOption]) -> list[int]:
+    """Returns the options that no other one beats in every shard; the first of equals stays."""
+    alike: dict[object, list[int]] = {}
+    for index, option in enumerate(options):
+        alike.setdefault((option.reach, option.num_ranks), []).append(index)
+    kept = []
+    for group in alike.values():
+        numbers = [_numbers(options[index]) for index in group] if len(group) > 1 else [np.zeros(1)]
+        # in order of the sum, what beats an option comes before it
+        left: list[int] = []
+        for place in np.argsort([of.sum() for of in numbers], kind="stable").tolist():
+            if not any((numbers[other] <= numbers[place]).all() for other in left):
+                left.append(place)
+        kept += [group[place] for place in left]
+    return sorted(kept)
+
+
+def _numbers(option: TableOption) -> Floats:
+    runs = np.array([[*run.cost_ms, *run.memory] for run in option.shards], dtype=np.float64)
+    return np.repeat(runs, [run.count for run in option.shards], axis=0).ravel()
