@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
-from torch import nn
 
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs, codecs_for
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.batch_segments import BatchCutter
 from recsys.distributed.stages.input_dist import LocalIds
@@ -170,7 +169,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return self._need_indices
 
 
-class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
+class EmbeddingCollectionSharder(
+    CollectionSharder[EmbeddingCollection, ShardedEmbeddingCollection]
+):
     """Shards :class:`~recsys.modules.embedding_modules.EmbeddingCollection`.
 
     Args:
@@ -185,41 +186,17 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
         'EmbeddingCollection'
     """
 
+    replaces: ClassVar[type[Any]] = EmbeddingCollection
+    makes = ShardedEmbeddingCollection
+
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
     ) -> None:
-        self.fused_params = dict(fused_params or {})
-        self.qcomm_codecs_registry = qcomm_codecs_registry
+        super().__init__(fused_params, qcomm_codecs_registry)
         self.use_index_dedup = use_index_dedup
 
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """The module type this sharder replaces."""
-        return EmbeddingCollection
-
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Returns the sharded collection with the given one's weights."""
-        return ShardedEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            self.qcomm_codecs_registry,
-            self.use_index_dedup,
-            module_fqn,
-        )
-
-    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
-        """Returns table name to weight."""
-        return module.table_weights()
+    def _options(self) -> dict[str, Any]:
+        return {"use_index_dedup": self.use_index_dedup}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.wire import POOLED_OPS, QuantizedCommCodecs, codecs_for
+from recsys.distributed.ranks.wire import POOLED_OPS, codecs_for
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.batch_segments import BatchCutter
 from recsys.distributed.stages.input_dist import LocalIds
@@ -124,7 +121,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return self._is_weighted
 
 
-class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
+class EmbeddingBagCollectionSharder(
+    CollectionSharder[EmbeddingBagCollection, ShardedEmbeddingBagCollection]
+):
     """Shards :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection`.
 
     Args:
@@ -139,32 +138,5 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         'EmbeddingBagCollection'
     """
 
-    def __init__(
-        self,
-        fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-    ) -> None:
-        self.fused_params = dict(fused_params or {})
-        self.qcomm_codecs_registry = qcomm_codecs_registry
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """The module type this sharder replaces."""
-        return EmbeddingBagCollection
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """Returns the sharded collection with the given one's weights."""
-        return ShardedEmbeddingBagCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
-        )
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Returns table name to weight."""
-        return module.table_weights()
+    replaces: ClassVar[type[Any]] = EmbeddingBagCollection
+    makes = ShardedEmbeddingBagCollection

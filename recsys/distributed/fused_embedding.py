@@ -20,10 +20,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         'FusedEmbeddingBagCollection'
     """
 
-    @property
-    def module_type(self) -> type[FusedEmbeddingBagCollection]:
-        """The module type this sharder replaces."""
-        return FusedEmbeddingBagCollection
+    replaces = FusedEmbeddingBagCollection
 
 
 class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
@@ -36,7 +33,4 @@ class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         'FusedEmbeddingCollection'
     """
 
-    @property
-    def module_type(self) -> type[FusedEmbeddingCollection]:
-        """The module type this sharder replaces."""
-        return FusedEmbeddingCollection
+    replaces = FusedEmbeddingCollection

@@ -15,7 +15,7 @@ from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.state.table_shards import TableShards
 from recsys.modules.embedding_configs import (
@@ -187,7 +187,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         self._table._load_from_state_dict(*args)
 
 
-class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
+class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag, ShardedEmbeddingBag]):
     """Shards ``torch.nn.EmbeddingBag``; not among the default sharders, so name it.
 
     Args:
@@ -208,6 +208,9 @@ class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
         (['0.weight', '1.weight', '1.bias'], torch.Size([2, 1]))
     """
 
+    replaces = nn.EmbeddingBag
+    makes = ShardedEmbeddingBag
+
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,
@@ -215,18 +218,12 @@ class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
         *,
         is_weighted: bool = True,
     ) -> None:
-        self.fused_params = dict(fused_params or {})
-        self.qcomm_codecs_registry = qcomm_codecs_registry
+        super().__init__(fused_params, qcomm_codecs_registry)
         self._is_weighted = is_weighted
-
-    @property
-    def module_type(self) -> type[nn.EmbeddingBag]:
-        """The module type this sharder replaces."""
-        return nn.EmbeddingBag
 
     def shard(
         self,
-        module: nn.EmbeddingBag,
+        module: Any,
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
@@ -238,15 +235,8 @@ class EmbeddingBagSharder(ModuleSharder[nn.EmbeddingBag]):
             ValueError: if the bag has another mode than "sum" or "mean", a ``max_norm`` or
                 ``scale_grad_by_freq``.
         """
-        return ShardedEmbeddingBag(
-            _OneTable(module, self._is_weighted),
-            params,
-            env,
-            self.fused_params,
-            device,
-            self.qcomm_codecs_registry,
-            module_fqn,
-        )
+        one_table = _OneTable(module, self._is_weighted)
+        return super().shard(one_table, params, env, device, module_fqn)
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
         """Returns the weight, by the name it has in plans: ``{"weight": module.weight}``."""

@@ -6,7 +6,7 @@ import abc
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,11 +15,14 @@ from recsys.distributed.module_tree import outermost, walk
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
+    ParameterSharding,
     ShardingType,
 )
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.wire import QuantizedCommCodecs
 
 T = TypeVar("T")
+S = TypeVar("S", bound=nn.Module)
 
 
 class ShardedModule(nn.Module, abc.ABC):
@@ -172,3 +175,61 @@ class ModuleSharder(abc.ABC, Generic[T]):
         if compute_device_type == "cuda" and sharding_type != ShardingType.DATA_PARALLEL.value:
             kernels += [EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING]
         return [kernel.value for kernel in kernels]
+
+
+class CollectionSharder(ModuleSharder[T], Generic[T, S]):
+    """Makes a :class:`~recsys.distributed.sharded_collection.ShardedCollection` of a module.
+
+    Args:
+        fused_params: optimizer settings for tables that have no optimizer attached.
+        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
+            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+    """
+
+    replaces: ClassVar[type[Any]]
+    """The module type."""
+    makes: ClassVar[type[Any]]
+    """The sharded collection's type."""
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        self.fused_params = dict(fused_params or {})
+        self.qcomm_codecs_registry = qcomm_codecs_registry
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """The module type this sharder replaces."""
+        return self.replaces
+
+    def shard(
+        self,
+        module: Any,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> S:
+        """Returns the sharded collection with the given module's weights."""
+        made: S = self.makes(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            **self._options(),
+        )
+        return made
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Returns table name to weight."""
+        weights: dict[str, nn.Parameter] = module.table_weights()
+        return weights
+
+    def _options(self) -> dict[str, Any]:
+        """What else the sharded collection is made with."""
+        return {}
