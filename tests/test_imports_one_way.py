@@ -110,6 +110,18 @@ def test_rooms_of_distributed_import_only_rooms_before_them() -> None:
     assert wrong == {}
 
 
+def test_no_stage_and_no_state_reads_the_environment() -> None:
+    """What a job's variables say is in the layout and the ranks' environment."""
+    readers = {"os", "recsys.kernels.arguments.setting", "recsys.distributed.ranks.node"}
+    found = {
+        str(path): names
+        for room in ("stages", "state", "train_pipeline")
+        for path in sorted((ROOT / "distributed" / room).rglob("*.py"))
+        if (names := {n for n in imports_of(path) for r in readers if f"{n}.".startswith(f"{r}.")})
+    }
+    assert found == {}
+
+
 def test_no_files_of_distributed_import_each_other_in_a_circle() -> None:
     files = {
         ".".join(("recsys", *path.relative_to(ROOT).with_suffix("").parts)): path for path in FILES

@@ -29,7 +29,6 @@ from recsys.distributed.ranks.agreement import in_words, stable
 from recsys.distributed.ranks.comm import together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
 from recsys.distributed.stages.batch_segments import BatchCutter
@@ -178,7 +177,7 @@ class ShardedCollection(ShardedModule):
             self._poolings,
             self._plan,
             env.world_size,
-            get_local_size(env.world_size),
+            env.node_size,
             self._group_of,
             self._needs_one_width,
         )

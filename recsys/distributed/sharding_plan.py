@@ -353,7 +353,7 @@ def construct_module_sharding_plan(
                 f"{placed.sharding_type}."
             )
         # raises if there is no such rank
-        rects_of(name, weight.shape[0], weight.shape[1], placed, world_size)
+        rects_of(name, weight.shape[0], weight.shape[1], placed, world_size, local_size)
         plan[name] = placed
     return plan
 

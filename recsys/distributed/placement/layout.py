@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeAlias, final
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -251,18 +252,18 @@ def build_layout(
         ValueError: if a rectangle is owned by a rank that does not exist.
     """
     slots, slots_of = _number_slots(tables)
-    row_starts = [table.row_starts for table in tables]
-    split_slots = tuple(i for i, slot in enumerate(slots) if len(row_starts[slot.table]) > 1)
-    split_index = {slot: i for i, slot in enumerate(split_slots)}
+    num_blocks = [len(table.row_starts) for table in tables]
+    split_slots = tuple(i for i, slot in enumerate(slots) if num_blocks[slot.table] > 1)
     node_size = node_size or world_size
     in_node = frozenset(
         index
         for index, table in enumerate(tables)
         if node_size < world_size and not equal_widths and adds_up_in_node(table, node_size)
     )
-
-    owned: list[list[tuple[int, Rect]]] = [[] for _ in range(world_size)]
+    compiler = _Compiler(tables, slots, slots_of, split_slots, num_features, in_node, equal_widths)
+    owned: list[list[_Owned]] = [[] for _ in range(world_size)]
     for index, table in enumerate(tables):
+        block_of = {start: block for block, start in enumerate(table.row_starts)}
         for rect in table.rects:
             if rect.rank >= world_size:
                 raise ValueError(
@@ -270,27 +271,12 @@ def build_layout(
                     f"there are "
                     f"{world_size} ranks (0..{world_size - 1}). Make the plan for this world size."
                 )
-            owned[rect.rank].append((index, rect))
-    replicas = [
-        (index, Rect(row_start=0, row_end=table.num_rows, col_start=0, col_end=table.dim, rank=0))
-        for index, table in enumerate(tables)
-        if not table.rects
-    ]
-
-    first_of_group: dict[Hashable, int] = {}
-    group_numbers = [
-        first_of_group.setdefault(table.group, index) for index, table in enumerate(tables)
-    ]
-
-    def plan_lookups(
-        rank_owned: Sequence[tuple[int, Rect]],
-    ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...]]:
-        return _plan_lookups(
-            tables, group_numbers, slots, slots_of, rank_owned, in_node, equal_widths
-        )
-
-    per_rank = [plan_lookups(rank_owned) for rank_owned in owned]
-    replica_groups, replica_streams = plan_lookups(replicas)
+            block = block_of[rect.row_start]
+            owned[rect.rank].append((index in in_node, index, block, rect.col_start, rect))
+    per_rank = [compiler.plan_lookups(of_rank) for of_rank in owned]
+    replica_groups, replica_streams, _ = compiler.plan_lookups(
+        [(False, index, 0, 0, table.whole) for index, table in enumerate(tables) if not table.rects]
+    )
     return Layout(
         world_size=world_size,
         num_features=num_features,
@@ -298,13 +284,10 @@ def build_layout(
         slots=slots,
         width=sum(slot.dim for slot in slots),
         split_slots=split_slots,
-        num_buckets=max((len(row_starts[slots[i].table]) for i in split_slots), default=0),
-        send_segments=tuple(
-            tuple(_segment_of(s, row_starts, slots, split_index, num_features) for s in streams)
-            for _, streams in per_rank
-        ),
-        groups=tuple(groups for groups, _ in per_rank),
-        streams=tuple(streams for _, streams in per_rank),
+        num_buckets=max((num_blocks[slots[i].table] for i in split_slots), default=0),
+        send_segments=tuple(segments for _, _, segments in per_rank),
+        groups=tuple(groups for groups, _, _ in per_rank),
+        streams=tuple(streams for _, streams, _ in per_rank),
         replica_groups=replica_groups,
         replica_streams=replica_streams,
         node_size=node_size if in_node else world_size,
@@ -332,61 +315,72 @@ def _number_slots(tables: Sequence[PlacedTable]) -> tuple[tuple[Slot, ...], list
     return tuple(slots), slots_of
 
 
-def _plan_lookups(
-    tables: Sequence[PlacedTable],
-    group_numbers: Sequence[int],
-    slots: Sequence[Slot],
-    slots_of: Sequence[Sequence[int]],
-    owned: Sequence[tuple[int, Rect]],
-    in_node: frozenset[int],
-    equal_widths: bool,
-) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...]]:
-    """Groups the rectangles of one rank into lookups, each in the module's order of tables."""
-    owned = sorted(owned, key=lambda o: (o[0] in in_node, o[0], o[1].row_start, o[1].col_start))
-    members: dict[tuple[int, int], list[tuple[int, Rect]]] = {}
-    for index, rect in owned:
-        apart = equal_widths or tables[index].one_width
-        key = group_numbers[index], rect.num_cols if apart else 0
-        members.setdefault(key, []).append((index, rect))
-    streams: list[Stream] = []
-    groups: list[LookupGroup] = []
-    for _, mine in sorted(members.items()):
-        first = len(streams)
-        feature_table_map: list[int] = []
-        width = node_width = 0
-        for local, (index, rect) in enumerate(mine):
-            for slot in slots_of[index]:
-                col = slots[slot].col
-                cols = (col + rect.col_start, col + rect.col_end)
-                streams.append(Stream(slot=slot, rect=rect, cols=cols))
-            feature_table_map += [local] * len(slots_of[index])
-            width += rect.num_cols * len(slots_of[index])
-            node_width += rect.num_cols * len(slots_of[index]) if index in in_node else 0
-        groups.append(
-            LookupGroup(
-                key=tables[mine[0][0]].group,
-                tables=tuple(index for index, _ in mine),
-                rects=tuple(rect for _, rect in mine),
-                feature_table_map=tuple(feature_table_map),
-                streams=range(first, len(streams)),
-                width=width,
-                node_width=node_width,
+_Owned: TypeAlias = tuple[bool, int, int, int, Rect]
+"""A rectangle of one rank: whether its sums are added up in the node, the number of its table, its
+row block, its first column. Sorted, these are in the order of lookups."""
+
+
+class _Compiler:
+    """Groups the rectangles of ranks into lookups, each in the module's order of tables."""
+
+    def __init__(
+        self,
+        tables: Sequence[PlacedTable],
+        slots: Sequence[Slot],
+        slots_of: Sequence[Sequence[int]],
+        split_slots: Sequence[int],
+        num_features: int,
+        in_node: frozenset[int],
+        equal_widths: bool,
+    ) -> None:
+        first: dict[Hashable, int] = {}
+        self._group_of = [first.setdefault(t.group, index) for index, t in enumerate(tables)]
+        self._apart = [equal_widths or table.one_width for table in tables]
+        self._tables, self._slots_of, self._in_node = tables, slots_of, in_node
+        self._cols = [slot.col for slot in slots]
+        # of each slot the segment of its row block 0, and how far the next block's lies from it
+        self._segment = [slot.feature for slot in slots]
+        self._step = [0] * len(slots)
+        for place, slot in enumerate(split_slots):
+            self._segment[slot], self._step[slot] = num_features + place, len(split_slots)
+
+    def plan_lookups(
+        self, owned: Sequence[_Owned]
+    ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...], tuple[int, ...]]:
+        """Returns the lookups, streams and segments of a rank that owns these rectangles."""
+        members: dict[tuple[int, int], list[_Owned]] = {}
+        for mine in sorted(owned, key=itemgetter(0, 1, 2, 3)):
+            width = mine[4].num_cols if self._apart[mine[1]] else 0
+            members.setdefault((self._group_of[mine[1]], width), []).append(mine)
+        streams: list[Stream] = []
+        segments: list[int] = []
+        groups: list[LookupGroup] = []
+        for _, group in sorted(members.items()):
+            first = len(streams)
+            feature_table_map: list[int] = []
+            width = node_width = 0
+            for local, (in_node, index, block, _, rect) in enumerate(group):
+                for slot in self._slots_of[index]:
+                    col = self._cols[slot]
+                    cols = (col + rect.col_start, col + rect.col_end)
+                    streams.append(Stream(slot=slot, rect=rect, cols=cols))
+                    segments.append(self._segment[slot] + block * self._step[slot])
+                    feature_table_map.append(local)
+                columns = rect.num_cols * len(self._slots_of[index])
+                width += columns
+                node_width += columns if in_node else 0
+            groups.append(
+                LookupGroup(
+                    key=self._tables[group[0][1]].group,
+                    tables=tuple(mine[1] for mine in group),
+                    rects=tuple(mine[4] for mine in group),
+                    feature_table_map=tuple(feature_table_map),
+                    streams=range(first, len(streams)),
+                    width=width,
+                    node_width=node_width,
+                )
             )
-        )
-    return tuple(groups), tuple(streams)
-
-
-def _segment_of(
-    stream: Stream,
-    row_starts: Sequence[Sequence[int]],
-    slots: Sequence[Slot],
-    split_index: dict[int, int],
-    num_features: int,
-) -> int:
-    if stream.slot not in split_index:
-        return slots[stream.slot].feature
-    bucket = row_starts[slots[stream.slot].table].index(stream.rect.row_start)
-    return num_features + bucket * len(split_index) + split_index[stream.slot]
+        return tuple(groups), tuple(streams), tuple(segments)
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -92,7 +92,7 @@ def place_tables(
     placed = []
     for i, config in enumerate(configs):
         rows, dim = config.num_embeddings, config.embedding_dim
-        rects = rects_of(config.name, rows, dim, plan[config.name], world_size)
+        rects = rects_of(config.name, rows, dim, plan[config.name], world_size, local_size)
         placed.append(
             PlacedTable(
                 name=config.name,

@@ -20,7 +20,6 @@ from recsys.distributed.placement.plan import (
     ShardingType,
     ShardMetadata,
 )
-from recsys.distributed.ranks.node import get_local_size
 from recsys.kernels.arguments import whole_list
 from recsys.kernels.types import PoolingMode
 
@@ -204,7 +203,12 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
 
 
 def rects_of(
-    name: str, num_rows: int, dim: int, sharding: ParameterSharding, world_size: int
+    name: str,
+    num_rows: int,
+    dim: int,
+    sharding: ParameterSharding,
+    world_size: int,
+    node_size: int | None = None,
 ) -> tuple[Rect, ...]:
     """Returns the rectangles a plan gives a table, neighbours merged; none if replicated.
 
@@ -214,6 +218,7 @@ def rects_of(
         dim: columns of the table.
         sharding: the plan's entry. Without shards they follow from its type and ranks.
         world_size: the number of ranks there are.
+        node_size: ranks per node; None: all are on one.
 
     Raises:
         ValueError: if a rank does not exist, a shard has not two offsets and two sizes, or the plan
@@ -236,7 +241,7 @@ def rects_of(
                     "received neither. Set ParameterSharding.ranks."
                 )
             ranks = list(range(world_size))
-        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, get_local_size(world_size))
+        rects = STRATEGIES[sharding_type](num_rows, dim, ranks, node_size or world_size)
     for rect in rects:
         if not 0 <= rect.rank < world_size:
             raise ValueError(

@@ -98,7 +98,9 @@ class OptionLister:
         if kind is ShardingType.DATA_PARALLEL:
             [option] = self.estimated(table, [self._replicas(table, kernel)])
             return option, tuple(range(world_size))
-        rects = rects_of(table.name, table.rows, table.dim, sharding, world_size)
+        rects = rects_of(
+            table.name, table.rows, table.dim, sharding, world_size, self._topology.local_world_size
+        )
         placed = PlacedTable(  # raises if they leave a gap or overlap
             name=table.name,
             num_rows=table.rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,9 @@ class ShardingEnv:
         world_size: number of ranks.
         rank: this rank.
         pg: the process group; ``None`` when there is only one rank.
+
+    Raises:
+        ValueError: if the rank is none of these, or several have no process group.
 
     Example:
         >>> ShardingEnv(world_size=1, rank=0).world_size
@@ -44,6 +48,11 @@ class ShardingEnv:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
         return self  # a process group is not copied
+
+    @cached_property
+    def node_size(self) -> int:
+        """Ranks per node, as :func:`~recsys.distributed.ranks.node.get_local_size` says."""
+        return node_size_of(self.world_size)
 
     def of_node(self, node_size: int) -> ShardingEnv:
         """Returns the environment of the ranks on this rank's node.
@@ -118,3 +127,26 @@ _groups: WeakKeyDictionary[
     torch.distributed.ProcessGroup,
     dict[tuple[tuple[int, ...], str | None], torch.distributed.ProcessGroup],
 ] = WeakKeyDictionary()
+
+
+def node_size_of(world_size: int) -> int:
+    """Returns the ranks per node among so many, as ``LOCAL_WORLD_SIZE`` says."""
+    local_size = setting("LOCAL_WORLD_SIZE")
+    if local_size is None:
+        return world_size
+    if world_size % local_size == 0:
+        return local_size
+    if world_size == _job_size():
+        raise ValueError(
+            "The environment variable LOCAL_WORLD_SIZE must divide the number of ranks: nodes have "
+            f"equally many; received {local_size} for {world_size} ranks. Start as many on each "
+            "node."
+        )
+    return world_size
+
+
+def _job_size() -> int | None:
+    """Returns the number of ranks of this job, if it is known to have several processes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return setting("WORLD_SIZE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.env import ShardingEnv, node_size_of
 from recsys.kernels.arguments import setting
 
 
@@ -26,25 +26,7 @@ def get_local_size(world_size: int | None = None) -> int:
         4
     """
     world_size = ShardingEnv.default().world_size if world_size is None else world_size
-    local_size = setting("LOCAL_WORLD_SIZE")
-    if local_size is None:
-        return world_size
-    if world_size % local_size == 0:
-        return local_size
-    if world_size == _job_size():
-        raise ValueError(
-            "The environment variable LOCAL_WORLD_SIZE must divide the number of ranks: nodes have "
-            f"equally many; received {local_size} for {world_size} ranks. Start as many on each "
-            "node."
-        )
-    return world_size
-
-
-def _job_size() -> int | None:
-    """Returns the number of ranks of this job, if it is known to have several processes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return setting("WORLD_SIZE")
+    return node_size_of(world_size)
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:

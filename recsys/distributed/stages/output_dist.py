@@ -17,7 +17,7 @@ columns of one rank's lookups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import final
 
@@ -42,18 +42,34 @@ _Ranges = Sequence[tuple[int, int]]
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Placement:
-    """The gathers for one batch size.
+    """The gathers for one batch size, computed on the device from descriptors of the columns.
 
     ``collect`` lists, for each chunk of the output ``[B, D]``, the chunks of the buffer that add up
     to it; ``offsets`` says where each list begins, None if every list has one entry.
-    ``spread`` lists, for each chunk of the buffer, the chunk of the output it went to.
     """
 
-    collect: Tensor
-    offsets: Tensor | None
-    spread: Tensor
+    def __init__(self, gather: ColumnGather, batch_size: int) -> None:
+        self._gather = gather
+        num_entries = gather.first_E.numel()
+        self.sample_B1 = torch.arange(batch_size, device=gather.first_E.device).unsqueeze(1)
+        collect_BE = gather.first_E * batch_size + gather.place_E
+        collect_BE = collect_BE + self.sample_B1 * gather.width_E
+        fits = collect_BE.numel() < 2**31
+        self._dtype = torch.int32 if fits else torch.int64
+        self.collect = collect_BE.flatten().to(self._dtype)
+        self.offsets: Tensor | None = None
+        if gather.list_C is not None:
+            offsets_BC = gather.list_C + self.sample_B1 * num_entries
+            ends = torch.nn.functional.pad(offsets_BC.flatten(), (0, 1), value=collect_BE.numel())
+            self.offsets = ends.to(self._dtype)
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """For each chunk of the buffer, the chunk of the output it goes to."""
+        target_BE = self._gather.chunk_E + self.sample_B1 * self._gather.num_chunks
+        spread = torch.empty_like(self.collect)
+        return spread.scatter_(0, self.collect.long(), target_BE.flatten().to(self._dtype))
 
 
 @final
@@ -61,7 +77,10 @@ class ColumnGather:
     """Lays out a buffer of blocks ``[B, columns of the block]`` as ``[B, D]``.
 
     Columns that several blocks hold are added up. The buffer is read as rows of ``chunk`` columns,
-    the largest width that divides every stretch of columns.
+    the largest width that divides every stretch of columns. Entry ``e`` of ``E`` is a chunk that a
+    block holds of each sample: chunk ``place_E`` of ``width_E`` in the block, before which lie
+    ``first_E`` chunks of each sample; it goes to chunk ``chunk_E`` of the output. Entries are in
+    the order of the output, then of the blocks.
 
     Args:
         blocks: per block the output columns (start, end) it holds, from left to right; together
@@ -71,12 +90,33 @@ class ColumnGather:
     """
 
     def __init__(self, blocks: Sequence[_Ranges], width: int, device: torch.device) -> None:
-        self._blocks = blocks
         self._width = width
-        self._device = device
         self.chunk = gcd(
             width, *(edge for block in blocks for stretch in block for edge in stretch)
         )
+        self.num_chunks = width // self.chunk if width else 0
+        none = np.zeros(0, dtype=np.int64)
+        of_blocks = [
+            np.concatenate([none, *(np.arange(a // self.chunk, b // self.chunk) for a, b in block)])
+            for block in blocks
+        ]
+        widths = np.array([len(chunks) for chunks in of_blocks], dtype=np.int64)
+        chunks = np.concatenate([none, *of_blocks])
+        firsts = np.cumsum(widths) - widths
+        order = np.argsort(chunks, kind="stable")
+        entries = np.stack(
+            [
+                np.repeat(firsts, widths),
+                np.repeat(widths, widths),
+                np.arange(len(chunks)) - np.repeat(firsts, widths),
+                chunks,
+            ]
+        )[:, order]
+        self.first_E, self.width_E, self.place_E, self.chunk_E = ops.upload(entries, device)
+        self.list_C: Tensor | None = None  # where the entries of each chunk of the output begin
+        if len(chunks) != self.num_chunks:
+            lists = np.searchsorted(chunks[order], np.arange(self.num_chunks))
+            self.list_C = ops.upload(lists, device)
         self._placements: dict[int, _Placement] = {}
 
     def collect(self, buffer: Tensor, batch_size: int) -> Tensor:
@@ -103,30 +143,8 @@ class ColumnGather:
         if found is None:
             if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
                 self._placements.pop(next(iter(self._placements)))
-            found = self._placements[batch_size] = self._build_placement(batch_size)
+            found = self._placements[batch_size] = _Placement(self, batch_size)
         return found
-
-    def _build_placement(self, batch_size: int) -> _Placement:
-        """Numbers the chunks of the buffer ``[block][sample][column]`` by where they go."""
-        num_chunks = self._width // self.chunk
-        samples = np.arange(batch_size)[:, None] * num_chunks
-        spread = np.concatenate(
-            [np.zeros(0, dtype=np.int64)]
-            + [(samples + self._chunks_of(block)[None, :]).reshape(-1) for block in self._blocks]
-        )
-        collect = np.argsort(spread, kind="stable")
-        offsets = None
-        if spread.size != batch_size * num_chunks:
-            offsets = np.searchsorted(spread[collect], np.arange(batch_size * num_chunks + 1))
-        return _Placement(
-            collect=ops.upload(collect, self._device),
-            offsets=None if offsets is None else ops.upload(offsets, self._device),
-            spread=ops.upload(spread, self._device),
-        )
-
-    def _chunks_of(self, block: _Ranges) -> np.ndarray:
-        stretches = [np.arange(start // self.chunk, end // self.chunk) for start, end in block]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *stretches])
 
 
 @final

@@ -25,7 +25,6 @@ from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import ShardMetadata
 from recsys.distributed.placement.strategies import placement
 from recsys.distributed.ranks.comm import gather_objects
-from recsys.distributed.ranks.node import get_local_size
 
 
 @final
@@ -110,12 +109,14 @@ class ShardedTable(Tensor):
         device: of the parts.
         group: the ranks that hold the other parts, None for one rank.
         rects: the parts of all ranks, if they are known.
+        node_size: ranks per node; with ``rects``.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _shards: list[tuple[tuple[int, ...], Tensor]]
     _group: torch.distributed.ProcessGroup | None
     _rects: Sequence[Rect]
+    _node_size: int
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -127,13 +128,14 @@ class ShardedTable(Tensor):
         device: torch.device,
         group: torch.distributed.ProcessGroup | None = None,
         rects: Sequence[Rect] = (),
+        node_size: int = 1,
     ) -> ShardedTable:
         table: ShardedTable = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=device
         )
         table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
         table._group = group
-        table._rects = rects
+        table._rects, table._node_size = rects, node_size
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +163,7 @@ class ShardedTable(Tensor):
             ShardMetadata(
                 [rect.row_start, rect.col_start][: self.dim()],
                 [rect.num_rows, rect.num_cols][: self.dim()],
-                placement(self.device.type, rect.rank, get_local_size(self._world_size())),
+                placement(self.device.type, rect.rank, self._node_size),
             )
             for rect in self._rects
         ]
@@ -171,13 +173,10 @@ class ShardedTable(Tensor):
             TensorProperties(dtype=self.dtype),
         )
 
-    def _world_size(self) -> int:
-        return 1 if self._group is None else self._group.size()
-
     def _like(self, shards: Iterable[tuple[tuple[int, ...], Tensor]]) -> ShardedTable:
         return ShardedTable(
             self.shape, shards, dtype=self.dtype, device=self.device,
-            group=self._group, rects=self._rects,
+            group=self._group, rects=self._rects, node_size=self._node_size,
         )  # fmt: skip
 
     def full_tensor(self) -> Tensor:
@@ -260,7 +259,14 @@ class ShardedTable(Tensor):
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = tuple(self.shape), self._shards, self.dtype, self.device, self._rects
+        whole = (
+            tuple(self.shape),
+            self._shards,
+            self.dtype,
+            self.device,
+            self._rects,
+            self._node_size,
+        )
         return _rebuild, whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
@@ -319,5 +325,6 @@ def _rebuild(
     dtype: torch.dtype,
     device: torch.device,
     rects: Sequence[Rect] = (),
+    node_size: int = 1,
 ) -> ShardedTable:
-    return ShardedTable(size, shards, dtype=dtype, device=device, rects=rects)
+    return ShardedTable(size, shards, dtype=dtype, device=device, rects=rects, node_size=node_size)

@@ -109,6 +109,7 @@ class TableShards(nn.Module):
             device=self.device,
             group=self.env.process_group,
             rects=rects or self.table.rects,
+            node_size=self.env.node_size,
         )
 
     @torch.no_grad()
