@@ -129,12 +129,13 @@ def _lookup_point(
     offsets = torch.arange(0, num_ids + 1, pooling, device=device)
     gradient = torch.ones(num_ids // pooling, dim, device=device)
     fused, deferred = kernels
+    kept = deferred.deferred
     outputs: list[Tensor] = []
     ids: list[Tensor] = []
 
     def update_split() -> None:
         outputs.pop().backward(gradient)
-        deferred.step([statistic / dim for statistic in deferred.row_statistics()])
+        kept.step([statistic / dim for statistic in kept.row_statistics()])
 
     forward_ms, backward_ms, _, _, split_ms = watch.median_ms(
         lambda: outputs.append(fused.forward(next(of_turns), offsets)),
@@ -207,7 +208,7 @@ def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
 
     def update() -> None:
         gradient = torch.zeros_like(kernel.storage).mul_(0.5)
-        kernel.step_dense(gradient)
+        kernel.deferred.step_dense(gradient)
 
     [milliseconds] = watch.median_ms(update)
     return milliseconds

@@ -23,7 +23,6 @@ import torch
 
 import recsys
 from recsys.kernels.types import (
-    EmbeddingLocation,
     EmbOptimType,
     OptimizerSpec,
     PoolingMode,
@@ -337,20 +336,17 @@ def _probe_kernels() -> Kernels:
 def print_kernels() -> None:
     """Loads the kernels in this process and prints what :class:`Kernels` holds, as JSON."""
     warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns when FBGEMM does not load
-    from recsys.kernels import support, tbe_fbgemm
+    from recsys.kernels import support, tbe_fbgemm, tbe_fbgemm_module
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(
             support.LookupSettings(
                 device=torch.device(device_type),
-                weights_dtype=torch.float32,
-                output_dtype=torch.float32,
                 dims=[64],
                 feature_table_map=[0],
                 pooling=PoolingMode.SUM,
                 optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
                 update_mode=UpdateMode.FUSED,
-                location=EmbeddingLocation.DEVICE,
             )
         )
         return f"{choice.backend} ({choice.reason})"
@@ -358,7 +354,7 @@ def print_kernels() -> None:
     kernels = Kernels(
         fbgemm=getattr(sys.modules.get("fbgemm_gpu"), "__version__", None),
         has_cpu_kernels=tbe_fbgemm.has_cpu_ops(),
-        has_cuda_kernels=tbe_fbgemm.has_cuda_ops(),
+        has_cuda_kernels=tbe_fbgemm_module.has_cuda_ops(),
         backends={d: serves(d) for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()},
     )
     print(json.dumps(asdict(kernels)))

@@ -57,6 +57,7 @@ TESTED_THROUGH = {
     "distributed/state/table_shards.py": "distributed/test_sharding.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",
+    "kernels/deferred.py": "kernels/test_tbe.py",
     "kernels/tbe_fbgemm.py": "kernels/test_tbe.py",
     "kernels/tbe_layout.py": "kernels/test_tbe.py",
     "kernels/tbe_torch.py": "kernels/test_tbe.py",

@@ -10,17 +10,19 @@ Shape suffixes: N ids, F features, B bags per feature, D columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops import USE_FBGEMM, complete_cumsum
+from recsys.kernels import ops
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
-    Rates,
+    Batch,
+    FeatureParts,
+    Limit,
     RowStatistics,
     TorchKernel,
     distinct_rows,
@@ -28,17 +30,14 @@ from recsys.kernels.tbe_torch import (
     row_ids_of,
     sum_bags,
 )
-from recsys.kernels.types import (
-    EmbOptimType,
-    OptimizerSpec,
-    PoolingMode,
-)
+from recsys.kernels.types import EmbOptimType, LookupSettings, PoolingMode
 
 __all__ = [
     "FUSED_ON_CPU",
     "FbgemmCpuKernel",
+    "Geometry",
     "has_cpu_ops",
-    "has_cuda_ops",
+    "has_ops",
 ]
 
 FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
@@ -48,7 +47,7 @@ FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
 }
 """Optimizers that have a fused CPU backward, with FBGEMM's name for it."""
 
-_OUTPUT_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
+OUTPUT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
 
 _FORWARD = (
     "weights weights_offsets D_offsets total_D hash_size_cumsum indices offsets pooling_mode "
@@ -80,21 +79,52 @@ _CPU_OPS: Mapping[str, str] = {
 }
 
 
-def has_cpu_ops() -> bool:
-    """Whether the installed FBGEMM has the CPU kernels with the arguments this file passes."""
-    if not USE_FBGEMM:
+def has_ops(wanted: Mapping[str, str]) -> bool:
+    """Whether the installed FBGEMM has ops that begin with these arguments."""
+    if not ops.USE_FBGEMM:
         return False
-    for name, arguments in _CPU_OPS.items():
-        op = getattr(torch.ops.fbgemm, name, None)
-        if op is None or [a.name for a in op.default._schema.arguments] != arguments.split():
+    for name, arguments in wanted.items():
+        op, passed = getattr(torch.ops.fbgemm, name, None), arguments.split()
+        known = [] if op is None else op.default._schema.arguments
+        if [a.name for a in known[: len(passed)]] != passed:
+            return False
+        if not all(a.has_default_value() for a in known[len(passed) :]):
             return False
     return True
 
 
-def has_cuda_ops() -> bool:
-    """Whether the installed FBGEMM was built for CUDA; a CPU build may sit beside a CUDA torch."""
-    op = "fbgemm::asynchronous_complete_cumsum"
-    return USE_FBGEMM and torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
+def has_cpu_ops() -> bool:
+    """Whether the installed FBGEMM has the CPU kernels with the arguments this file passes."""
+    return has_ops(_CPU_OPS)
+
+
+def _features_are_scattered(s: LookupSettings) -> bool:
+    if s.pooling is PoolingMode.NONE:  # its backward is one of rows: see `FbgemmCpuKernel._as_sum`
+        return False
+    neighbours = zip(s.feature_table_map, s.feature_table_map[1:], strict=False)
+    return sum(a != b for a, b in neighbours) + 1 > len(set(s.feature_table_map))
+
+
+_HALF_OR_FULL = (torch.float32, torch.float16)
+INSTALLED = Limit(
+    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch", lambda s: not ops.USE_FBGEMM
+)
+_CPU_LIMITS = (  # measured with fbgemm_gpu_cpu 1.8.0
+    INSTALLED,
+    Limit(
+        "its CPU kernels do not read tables of this dtype (only fp32 and fp16)",
+        lambda s: s.weights_dtype not in _HALF_OR_FULL,
+    ),
+    Limit(
+        "its CPU kernels do not write outputs of this dtype (only fp32 and fp16)",
+        lambda s: s.output_dtype not in _HALF_OR_FULL,
+    ),
+    Limit(
+        "its CPU kernels are wrong when the features of one table are not neighbours",
+        _features_are_scattered,
+    ),
+    Limit("the installed fbgemm_gpu lacks the CPU kernels", lambda s: not has_cpu_ops()),
+)
 
 
 @final
@@ -105,35 +135,67 @@ class FbgemmCpuKernel(TorchKernel):
     table for two tables otherwise, and computes wrong Adagrad updates, or raises.
     """
 
+    name = "fbgemm"
+    device_types = ("cpu",)
+    update_limits = (
+        *_CPU_LIMITS,
+        Limit(
+            "its CPU kernels fuse only SGD, Adagrad and row-wise Adagrad",
+            lambda s: s.fused is not None and s.fused.algorithm not in FUSED_ON_CPU,
+        ),
+        Limit(
+            "its CPU kernels ignore weight decay",
+            lambda s: s.fused is not None and s.fused.weight_decay != 0,
+        ),
+        Limit(
+            "its CPU kernels ignore stochastic rounding",
+            lambda s: s.fused is not None and s.fused.stochastic_rounding,
+        ),
+    )
+    lookup_limits = (
+        *_CPU_LIMITS,
+        Limit(
+            "its CPU kernels round means otherwise than PyTorch, which updates",
+            lambda s: (
+                s.pooling is PoolingMode.MEAN and FbgemmCpuKernel.refusal(s, "update") is not None
+            ),
+        ),
+    )
+
     def __init__(
         self,
         layout: StorageLayout,
-        storage: Tensor,
-        pooling: PoolingMode,
-        output_dtype: torch.dtype,
-        optimizer: OptimizerSpec | None,
-        states: Mapping[str, Tensor],
+        settings: LookupSettings,
+        storage: Tensor | None = None,
+        states: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(layout, storage, pooling, output_dtype, optimizer, states)
-        self._geometry = _geometry_of(layout, tuple(range(layout.num_features)))
-        self._geometries: dict[tuple[int, ...], _Geometry] = {}  # of some of the features
-        self._columns_at = [0, *accumulate(layout.feature_dims)]
-        self._parts: tuple[Rates, list[_RatePart]] | None = None
+        super().__init__(layout, settings, storage, states)
+        self._geometry = Geometry.of(layout, range(layout.num_features))
         group = next(g for g in layout.groups if g.features)
-        self._one_table = _Geometry(
-            weights_offsets=torch.tensor([group.first_element]),
-            dims=(group.dim,),
-            row_cumsum=torch.tensor([0, max(group.num_rows, 1)]),
-            row_state_offsets=torch.tensor([group.first_row]),
+        rows = [0, max(group.num_rows, 1)]
+        self._one_table = Geometry(
+            [group.dim], [group.first_element], [group.first_row], rows, layout.device
         )
         self._learning_rate = torch.zeros(1)
+        self._parts: dict[float, tuple[Tensor, Geometry]] = {}  # the features of each rate
 
-    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def use_rates(self, rates: float | tuple[float, ...]) -> None:
+        """Learning rates from the next update on. FBGEMM's kernel takes one: it runs for each."""
+        super().use_rates(rates)
+        features_of: dict[float, list[int]] = {}
+        if isinstance(rates, tuple):
+            for feature, table in enumerate(self.layout.feature_table_map):
+                features_of.setdefault(rates[table], []).append(feature)
+        self._parts = {
+            rate: (torch.tensor(features), Geometry.of(self.layout, features))
+            for rate, features in features_of.items()
+        }
+
+    def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingMode.NONE:
-            return super().lookup(indices, offsets, weights)  # as fast as FBGEMM's
+            return super().lookup(batch)  # as fast as FBGEMM's
         geometry = self._geometry
-        offsets = offsets.to(indices.dtype)
         # A missing `indice_weights` must be None: an empty tensor would be read out of bounds.
         pooled: Tensor = _ops().split_embedding_codegen_forward_cpu(
             self.storage,
@@ -141,38 +203,35 @@ class FbgemmCpuKernel(TorchKernel):
             geometry.dim_offsets,
             geometry.total_dim,
             geometry.row_cumsum,
-            indices,
-            offsets,
+            batch.indices,
+            batch.offsets.to(batch.indices.dtype),
             _SUM if self.pooling is PoolingMode.SUM else _MEAN,
-            weights,
-            _OUTPUT_CODE[self.output_dtype],
+            batch.weights,
+            OUTPUT_CODES[self.output_dtype],
         )
         return pooled
 
-    def weight_gradients(self, grad: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+    def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Gradient with respect to per-sample weights: [N] fp32."""
         geometry = self._geometry
-        offsets = offsets.to(indices.dtype)
         values: Tensor = _ops().split_embedding_codegen_grad_indice_weights_cpu(
             grad,
             self.storage,
             geometry.weights_offsets,
             geometry.dim_offsets,
-            indices,
-            offsets,
+            batch.indices,
+            batch.offsets.to(batch.indices.dtype),
             geometry.ones,
         )
         if self.pooling is PoolingMode.MEAN:
-            values = values * inverse_bag_length(offsets, indices.numel())
+            values = values * inverse_bag_length(batch.offsets, batch.indices.numel())
         return values.float()
 
-    def dense_gradients(
-        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """The gradient of the whole storage, fp32 in its layout."""
-        if indices.numel() == 0:
+        if batch.indices.numel() == 0:
             return torch.zeros_like(self.storage, dtype=torch.float32)
-        geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
+        geometry, batch = self._as_sum(batch)
         flat: Tensor = _ops().split_embedding_backward_codegen_dense_cpu(
             grad.float(),
             self.storage,
@@ -181,98 +240,42 @@ class FbgemmCpuKernel(TorchKernel):
             geometry.max_dim,
             geometry.row_cumsum,
             geometry.hash_bits,
-            indices,
-            offsets,
+            batch.indices,
+            batch.offsets,
             _SUM,
-            weights,
+            batch.weights,
         )
         return flat
 
-    def update(
-        self,
-        grad: Tensor,
-        indices: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        rates: Rates,
-    ) -> None:
-        """One optimizer step from the gradient of the output, in place; a rate per table."""
-        if indices.numel() == 0:
+    def update(self, grad: Tensor, batch: Batch) -> None:
+        """One optimizer step from the gradient of the output, in place."""
+        if not batch.indices.numel():
             return
-        if isinstance(rates, tuple):
-            parts = self._parts_of(rates)
-            if len(parts) > 1:
-                # FBGEMM's kernel takes one rate, so it runs once for each, on the ids of its own
-                for rate, batch in self._split(parts, grad, indices, offsets, weights):
-                    self._update_at(rate, *batch)
-                return
-            rates = parts[0].rate
-        self._update_at(rates, *self._as_sum(indices, offsets, weights), grad)
+        geometry, as_sum = self._as_sum(batch)
+        if isinstance(self.rates, float):
+            self._update_at(self.rates, geometry, grad, as_sum)
+            return
+        parts = FeatureParts(batch._replace(weights=as_sum.weights), self.layout.num_features)
+        pooled = geometry is self._geometry  # else bags of one id
+        columns = grad.split(list(self.layout.feature_dims), 1) if pooled else ()
+        for rate, (features, own_geometry) in self._parts.items():
+            positions, own = parts.of(features)
+            if not own.indices.numel():
+                continue
+            if pooled:
+                own_grad = torch.cat([columns[f] for f in features.tolist()], 1)
+                own = own._replace(offsets=own.offsets.to(own.indices.dtype))
+            else:
+                own_geometry, own_grad = geometry, grad.index_select(0, positions)
+                own = Batch(
+                    as_sum.indices.index_select(0, positions), torch.arange(len(positions) + 1)
+                )
+            self._update_at(rate, own_geometry, own_grad, own)
 
-    def _parts_of(self, rates: tuple[float, ...]) -> list[_RatePart]:
-        """The features of each rate; the same from one batch to the next."""
-        if self._parts is None or self._parts[0] != rates:
-            features_of: dict[float, list[int]] = {}
-            for feature, table in enumerate(self.layout.feature_table_map):
-                features_of.setdefault(rates[table], []).append(feature)
-            parts = [
-                _RatePart(rate, tuple(_runs(features)), self._geometry_of(tuple(features)))
-                for rate, features in features_of.items()
-            ]
-            self._parts = rates, parts
-        return self._parts[1]
-
-    def _split(
-        self,
-        parts: Sequence[_RatePart],
-        grad: Tensor,
-        indices: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-    ) -> Iterator[tuple[float, _SumBatch]]:
-        """Yields each rate with the part of the batch that is looked up at it."""
-        num_bags = (offsets.numel() - 1) // self.layout.num_features
-        ids_at = offsets[::num_bags].tolist()  # where each feature's ids begin, and the end
-        geometry, indices, offsets, weights = self._as_sum(indices, offsets, weights)
-        pooled = geometry is self._geometry  # else the gradients are those of the ids
-        for rate, runs, own_geometry in parts:
-            pieces = []
-            for first, last in runs:
-                ids = slice(ids_at[first], ids_at[last])
-                if pooled:
-                    bags = offsets[first * num_bags : last * num_bags + 1]
-                    rows = grad[:, self._columns_at[first] : self._columns_at[last]]
-                else:
-                    bags, rows = offsets[ids.start : ids.stop + 1], grad[ids]
-                own_weights = None if weights is None else weights[ids]
-                pieces.append((indices[ids], bags - ids.start, own_weights, rows))
-            own_ids, own_offsets, own_weights, own_grad = pieces[0]
-            if len(pieces) > 1:
-                ids_of, bags_of, weights_of, grads = zip(*pieces, strict=True)
-                own_ids, own_grad = torch.cat(ids_of), torch.cat(grads, int(pooled))
-                own_offsets = complete_cumsum(torch.cat([bags.diff() for bags in bags_of]))
-                own_weights = None if weights is None else torch.cat(weights_of)
-            if own_ids.numel():
-                own = own_geometry if pooled else geometry
-                yield rate, (own, own_ids, own_offsets, own_weights, own_grad.contiguous())
-
-    def _geometry_of(self, features: tuple[int, ...]) -> _Geometry:
-        if features not in self._geometries:
-            self._geometries[features] = _geometry_of(self.layout, features)
-        return self._geometries[features]
-
-    def _update_at(
-        self,
-        learning_rate: float,
-        geometry: _Geometry,
-        indices: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        grad: Tensor,
-    ) -> None:
-        assert self.optimizer is not None
+    def _update_at(self, rate: float, geometry: Geometry, grad: Tensor, batch: Batch) -> None:
         spec = self.optimizer
-        self._learning_rate.fill_(learning_rate)
+        assert spec is not None
+        self._learning_rate.fill_(rate)
         common = (
             grad,
             self.storage,
@@ -282,10 +285,10 @@ class FbgemmCpuKernel(TorchKernel):
             geometry.max_dim,
             geometry.row_cumsum,
             geometry.hash_bits,
-            indices,
-            offsets,
+            batch.indices,
+            batch.offsets,
             _SUM,
-            weights,
+            batch.weights,
             _ROUND_STOCHASTICALLY,
         )
         if spec.algorithm is EmbOptimType.SGD:
@@ -313,26 +316,22 @@ class FbgemmCpuKernel(TorchKernel):
             and not spec.stochastic_rounding
         )
 
-    def row_statistics(
-        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> list[RowStatistics]:
+    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics]:
         """The statistics of each dim group, with no row gradients but of ids that repeat."""
         rows, empty = torch.empty(0, dtype=torch.int64), torch.empty(0)
         result = [(rows, empty)] * len(self.layout.groups)
-        number = {group.dim: i for i, group in enumerate(self.layout.groups)}
-        inputs = self._group_inputs(indices, offsets, weights) if indices.numel() else []
-        for group, part in inputs:
-            result[number[group.dim]] = _statistics_by_row(
+        for group, part in self._group_parts(batch) if batch.indices.numel() else ():
+            result[group.number] = _statistics_by_row(
                 part.row_ids, group.num_rows, *self._gradient_of_ids(grad, group, part)
             )
         return result
 
     def update_by_moments(
         self,
-        batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        statistics: list[RowStatistics],
-        row_moments: list[Tensor],
-        rates: Rates,
+        grad: Tensor,
+        batch: Batch,
+        statistics: Sequence[RowStatistics],
+        row_moments: Sequence[Tensor],
     ) -> None:
         """`update` of a batch with the given row moments [K] of each dim group.
 
@@ -347,25 +346,23 @@ class FbgemmCpuKernel(TorchKernel):
             wanted = state.index_select(0, rows).add_(moment)
             state.index_copy_(0, rows, wanted.sub(statistic, alpha=1.0 / group.dim))
             final.append((state, rows, wanted))
-        self.update(*batch, rates)
+        self.update(grad, batch)
         for state, rows, wanted in final:
             state.index_copy_(0, rows, wanted)
 
-    def _as_sum(
-        self, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> tuple[_Geometry, Tensor, Tensor, Tensor | None]:
+    def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
         """The batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
-        offsets = offsets.to(indices.dtype)
+        indices, offsets, weights = batch
         if self.pooling is PoolingMode.NONE:
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
             (group,) = (g for g in self.layout.groups if g.features)
-            row_ids = row_ids_of(group, indices, offsets)
-            return self._one_table, row_ids, torch.arange(row_ids.numel() + 1), None
+            row_ids = row_ids_of(group, batch)
+            return self._one_table, Batch(row_ids, torch.arange(row_ids.numel() + 1))
         if self.pooling is PoolingMode.MEAN:
             # FBGEMM's kernel forgets the bag length when the lookup is weighted.
             inverse = inverse_bag_length(offsets, indices.numel())
             weights = inverse if weights is None else weights * inverse
-        return self._geometry, indices, offsets, weights
+        return self._geometry, Batch(indices, offsets.to(indices.dtype), weights)
 
 
 def _statistics_by_row(
@@ -383,7 +380,7 @@ def _statistics_by_row(
     repeated = (counts > 1).nonzero().squeeze(1)
     if repeated.numel():
         lengths = counts.index_select(0, repeated)
-        offsets = complete_cumsum(lengths)
+        offsets = ops.complete_cumsum(lengths)
         shift = starts.index_select(0, repeated) - offsets[:-1]
         ids = torch.arange(int(offsets[-1])).add_(shift.repeat_interleave(lengths))
         ids = order.index_select(0, ids)
@@ -398,34 +395,7 @@ def _statistics_by_row(
 
 
 _SUM, _MEAN = 0, 1
-_ROUND_STOCHASTICALLY = False  # ignored: see `support.LIMITS`
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the half-open stretches of ascending numbers that follow each other."""
-    start = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield numbers[start], numbers[i - 1] + 1
-            start = i
-
-
-def _geometry_of(layout: StorageLayout, features: tuple[int, ...]) -> _Geometry:
-    tables = [layout.feature_table_map[f] for f in features]
-    # Cumulative row counts only tell the tables apart here, so an empty table counts as one row
-    # and the order is that of the features, not of the storage.
-    first_of_table: dict[int, int] = {}
-    rows_so_far = 0
-    for t in tables:
-        if t not in first_of_table:
-            first_of_table[t] = rows_so_far
-            rows_so_far += max(layout.tables[t].num_rows, 1)
-    return _Geometry(
-        weights_offsets=torch.tensor([layout.first_element[t] for t in tables]),
-        dims=[layout.feature_dims[f] for f in features],
-        row_cumsum=torch.tensor([*(first_of_table[t] for t in tables), rows_so_far]),
-        row_state_offsets=torch.tensor([layout.first_row[t] for t in tables]),
-    )
+_ROUND_STOCHASTICALLY = False  # ignored: see `FbgemmCpuKernel.update_limits`
 
 
 def _ops() -> Any:
@@ -433,35 +403,50 @@ def _ops() -> Any:
 
 
 @final
-class _Geometry:
-    """The index tensors FBGEMM's CPU kernels take, one entry per feature."""
+class Geometry:
+    """The index tensors that FBGEMM's kernels take, one entry per feature.
+
+    Args:
+        dims: Columns of each.
+        elements: Where each one's table begins in the storage.
+        rows: Where it begins in row-wise state.
+        row_cumsum: Rows of the tables before each, and of all.
+        device: Of the tensors.
+    """
 
     def __init__(
         self,
-        weights_offsets: Tensor,
         dims: Sequence[int],
-        row_cumsum: Tensor,
-        row_state_offsets: Tensor,
+        elements: Sequence[int],
+        rows: Sequence[int],
+        row_cumsum: Sequence[int],
+        device: torch.device,
     ) -> None:
-        self.dims = tuple(dims)
-        self.weights_offsets = weights_offsets
-        self.row_cumsum = row_cumsum
-        self.row_state_offsets = row_state_offsets
-        self.dim_offsets = torch.tensor([0, *dims]).cumsum(0).int()
+        self.weights_offsets = torch.tensor(elements, device=device)
+        self.row_cumsum = torch.tensor(row_cumsum, device=device)
+        self.row_state_offsets = torch.tensor(rows, device=device)
+        self.dim_offsets = torch.tensor([0, *accumulate(dims)], dtype=torch.int32, device=device)
         self.total_dim, self.max_dim = sum(dims), max(dims)
-        self.hash_bits = int(math.log2(int(row_cumsum[-1]))) + 1
-        self.host_placement = torch.zeros(len(self.dims), dtype=torch.int32)
-        self.ones = torch.ones(len(self.dims), dtype=torch.int32)
+        self.hash_bits = int(math.log2(row_cumsum[-1])) + 1
+        self.host_placement = torch.zeros(len(dims), dtype=torch.int32, device=device)
+        self.ones = torch.ones(len(dims), dtype=torch.int32, device=device)
 
-
-class _RatePart(NamedTuple):
-    """The features that are looked up at one rate."""
-
-    rate: float
-    runs: tuple[tuple[int, int], ...]
-    """Half-open stretches of features that follow each other."""
-    geometry: _Geometry
-
-
-_SumBatch: TypeAlias = tuple[_Geometry, Tensor, Tensor, Tensor | None, Tensor]
-"""A sum-pooled lookup: geometry, ids, offsets, weights, gradient of the output."""
+    @classmethod
+    def of(cls, layout: StorageLayout, features: Sequence[int]) -> Geometry:
+        """That of some features of a layout."""
+        tables = [layout.feature_table_map[f] for f in features]
+        # Cumulative row counts only tell the tables apart here, so an empty table counts as one
+        # row and the order is that of the features, not of the storage.
+        first_of_table: dict[int, int] = {}
+        rows_so_far = 0
+        for t in tables:
+            if t not in first_of_table:
+                first_of_table[t] = rows_so_far
+                rows_so_far += max(layout.tables[t].num_rows, 1)
+        return cls(
+            [layout.feature_dims[f] for f in features],
+            [layout.first_element[t] for t in tables],
+            [layout.first_row[t] for t in tables],
+            [*(first_of_table[t] for t in tables), rows_so_far],
+            layout.device,
+        )

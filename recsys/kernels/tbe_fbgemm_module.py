@@ -1,4 +1,7 @@
-"""The `fbgemm` backend on CUDA: FBGEMM's own module, which also drives placement and caching.
+"""The `fbgemm` backends on CUDA: its own module, which updates, places and caches; and its lookup.
+
+The module serves lookups that update in backward. Where PyTorch updates (replicas, deferred and
+frozen tables, tables without an optimizer), FBGEMM's kernels still look up.
 
 Shape suffixes: N ids, T tables.
 """
@@ -6,167 +9,206 @@ Shape suffixes: N ids, T tables.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from recsys.kernels import ops
+from recsys.kernels.tbe_fbgemm import INSTALLED, OUTPUT_CODES, Geometry, has_ops
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import inverse_bag_length
+from recsys.kernels.tbe_torch import Batch, Limit, Rates, TorchKernel, inverse_bag_length
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
-    OptimizerSpec,
+    LookupSettings,
     PoolingMode,
     WeightDecayMode,
 )
 
-__all__ = ["FbgemmModule"]
+__all__ = ["FbgemmCudaKernel", "FbgemmCudaLookup", "has_cuda_ops"]
+
+_DECAYS: Mapping[EmbOptimType, tuple[WeightDecayMode, ...]] = {
+    EmbOptimType.SGD: (),
+    EmbOptimType.EXACT_ADAGRAD: (),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.L2, WeightDecayMode.DECOUPLE),
+    EmbOptimType.ADAM: (WeightDecayMode.DECOUPLE,),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: (WeightDecayMode.DECOUPLE,),
+    EmbOptimType.LAMB: (WeightDecayMode.DECOUPLE,),
+    EmbOptimType.LARS_SGD: (WeightDecayMode.L2,),
+}
+"""The optimizers that it fuses on CUDA as ours do them, each with the decays that it heeds."""
+
+_LOOKUP_OPS = {
+    "dense_embedding_codegen_lookup_function": (
+        "dev_weights weights_offsets D_offsets total_D max_D hash_size_cumsum "
+        "total_hash_size_bits indices offsets pooling_mode indice_weights feature_requires_grad "
+        "output_dtype"
+    )
+}
 
 
-@final
-class FbgemmModule:
-    """FBGEMM's TBE module, used on CUDA in FUSED mode, where it fuses every optimizer.
+def has_cuda_ops() -> bool:
+    """Whether the installed FBGEMM was built for CUDA; a CPU build may sit beside a CUDA torch."""
+    op = "fbgemm::asynchronous_complete_cumsum"
+    return ops.USE_FBGEMM and torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
 
-    It can be built on a CPU too, so that tests without a GPU reach most of it.
 
-    Args:
-        layout: Geometry of the tables.
-        storage: Weights to adopt (DEVICE only); None: the module allocates.
-        pooling, weights_dtype, output_dtype, optimizer: As for the lookup.
-        location: Placement of the tables.
-        cache_load_factor: Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2.
-    """
+# From fbgemm_gpu 1.8.0's own checks; tests/gpu compares the backends there.
+_CUDA_LIMITS = (
+    INSTALLED,
+    Limit("the installed fbgemm_gpu has no CUDA kernels", lambda s: not has_cuda_ops()),
+    Limit(
+        "its CUDA kernels need dims divisible by 4",
+        lambda s: any(dim % 4 for dim in s.dims),
+    ),
+    Limit(
+        "its CUDA kernels train tables of fp32 and fp16 only",
+        lambda s: s.weights_dtype not in (torch.float32, torch.float16),
+    ),
+    Limit(
+        "its CUDA kernels write outputs of fp32, fp16 and bf16 only",
+        lambda s: s.output_dtype not in OUTPUT_CODES,
+    ),
+)
+_MODULE_LIMITS = (
+    INSTALLED,
+    Limit(
+        "it has no CUDA kernel of this optimizer that was compared",
+        lambda s: s.fused is not None and s.fused.algorithm not in _DECAYS,
+    ),
+    Limit("on CUDA it serves the fused update only", lambda s: s.fused is None),
+    *_CUDA_LIMITS,
+    Limit(
+        "it ignores this weight decay",
+        lambda s: (
+            s.fused is not None
+            and s.fused.weight_decay != 0
+            and s.fused.weight_decay_mode not in _DECAYS.get(s.fused.algorithm, ())
+        ),
+    ),
+)
+
+
+class FbgemmCudaLookup(TorchKernel):
+    """FBGEMM's pooled lookup over our own storage; gradients and updates are PyTorch's."""
+
+    name = "fbgemm"
+    device_types = ("cuda",)
+    lookup_limits = (
+        *_CUDA_LIMITS,
+        Limit("its lookup has other arguments", lambda s: not has_ops(_LOOKUP_OPS)),
+        Limit("rows in a cache are its module's", lambda s: "MANAGED" in str(s.location)),
+    )
+    update_limits = (Limit("it looks up only", lambda s: True),)
 
     def __init__(
         self,
         layout: StorageLayout,
-        storage: Tensor | None,
-        pooling: PoolingMode,
-        weights_dtype: torch.dtype,
-        output_dtype: torch.dtype,
-        optimizer: OptimizerSpec,
-        location: EmbeddingLocation,
-        cache_load_factor: float | None = None,
+        settings: LookupSettings,
+        storage: Tensor | None = None,
+        states: Mapping[str, Tensor] | None = None,
     ) -> None:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType as Algorithm
-        from fbgemm_gpu.split_embedding_configs import SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-            BoundsCheckMode,
-        )
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-            EmbeddingLocation as Location,
-        )
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode as Pooling
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            WeightDecayMode as Decay,
-        )
+        super().__init__(layout, settings, storage, states)
+        self._geometry = Geometry.of(layout, range(layout.num_features))
 
-        # Each forward pass of Adam, LAMB and LARS-SGD warns that they are "not optimized", which
-        # must not end a program that takes warnings for errors.
-        warnings.filterwarnings("ignore", r"\s*\S*\s*\[FBGEMM_GPU\] NOTE: The training optimizer")
-        self._pools_mean = pooling is PoolingMode.MEAN
-        on_cuda = layout.device.type == "cuda"
-        rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
-        decay = Decay.NONE
-        if optimizer.weight_decay and optimizer.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            decay = {
-                WeightDecayMode.L2: Decay.L2,
-                WeightDecayMode.DECOUPLE: Decay.DECOUPLE,
-                None: Decay.NONE,
-            }[optimizer.weight_decay_mode]
-        algorithm = (
-            "EXACT_SGD" if optimizer.algorithm is EmbOptimType.SGD else optimizer.algorithm.name
+    def lookup(self, batch: Batch) -> Tensor:
+        """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
+        if self.pooling is PoolingMode.NONE or not batch.indices.numel():
+            return super().lookup(batch)
+        geometry, of_sum = self._geometry, self.pooling is PoolingMode.SUM
+        pooled: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
+            self.storage,
+            geometry.weights_offsets,
+            geometry.dim_offsets,
+            geometry.total_dim,
+            geometry.max_dim,
+            geometry.row_cumsum,
+            geometry.hash_bits,
+            batch.indices,
+            batch.offsets.to(batch.indices.dtype),
+            0 if of_sum else 1,
+            batch.weights,
+            None,
+            OUTPUT_CODES[self.output_dtype],
         )
-        self.module: Any = SplitTableBatchedEmbeddingBagsCodegen(
-            [
-                (
-                    layout.tables[t].num_rows,
-                    layout.tables[t].dim,
-                    Location[location.name],
-                    ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU,
-                )
-                for t in layout.storage_order
-            ],
-            feature_table_map=[rank_in_storage[t] for t in layout.feature_table_map],
-            weights_precision=SparseType.from_dtype(weights_dtype),
-            output_dtype=SparseType.from_dtype(output_dtype),
-            optimizer=Algorithm[algorithm],
-            stochastic_rounding=optimizer.stochastic_rounding,
-            learning_rate=optimizer.learning_rate,
-            eps=optimizer.eps,
-            momentum=optimizer.momentum,
-            weight_decay=optimizer.weight_decay,
-            weight_decay_mode=decay,
-            eta=optimizer.eta,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            pooling_mode=Pooling[pooling.name],
-            device=layout.device,
-            bounds_check_mode=BoundsCheckMode.NONE,
-            cache_load_factor=0.2 if cache_load_factor is None else cache_load_factor,
-        )
-        suffix = {EmbeddingLocation.DEVICE: "dev", EmbeddingLocation.HOST: "host"}.get(
-            location, "uvm"
-        )
+        return pooled
+
+
+@final
+class FbgemmCudaKernel(TorchKernel):
+    """FBGEMM's TBE module in FUSED mode, where on CUDA it fuses the optimizers.
+
+    It can be built on a CPU too, so that tests without a GPU reach most of it. Storage can be
+    adopted on the device only; elsewhere the module allocates.
+
+    Attributes:
+        module: FBGEMM's.
+    """
+
+    name = "fbgemm"
+    device_types = ("cuda",)
+    lookup_limits = update_limits = _MODULE_LIMITS
+
+    def __init__(
+        self,
+        layout: StorageLayout,
+        settings: LookupSettings,
+        storage: Tensor | None = None,
+        states: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        if storage is not None and settings.location is not EmbeddingLocation.DEVICE:
+            raise ValueError(
+                "FBGEMM can adopt given weights on the device only; received location "
+                f"{settings.location}."
+            )
+        assert states is None
+        self.module = _module_of(layout, settings)
         if storage is not None:
-            if location is not EmbeddingLocation.DEVICE:
-                raise ValueError(
-                    "FBGEMM can adopt given weights on the device only; received location "
-                    f"{location.name}."
-                )
             self.module.weights_dev = storage
-        self.storage: Tensor = getattr(self.module, f"weights_{suffix}").detach().flatten()
-        num_tables = len(layout.tables)
-        self.weights: list[Tensor] = [torch.empty(0)] * num_tables
-        self.states: list[dict[str, Tensor]] = [{} for _ in range(num_tables)]
-        for t, weight in zip(
-            layout.storage_order, self.module.split_embedding_weights(), strict=True
-        ):
-            self.weights[t] = weight
-        names = [n for n, kind in optimizer.rule.state.items() if kind != "table"]
-        if names:
-            split = self.module.split_optimizer_states()
-            for t, values in zip(layout.storage_order, split, strict=True):
-                self.states[t].update(zip(names, values, strict=True))
-        self.flat_states: dict[str, Tensor] = {
+        place = {EmbeddingLocation.DEVICE: "dev", EmbeddingLocation.HOST: "host"}
+        assert settings.location is not None
+        flat = getattr(self.module, f"weights_{place.get(settings.location, 'uvm')}")
+        spec = settings.optimizer
+        assert spec is not None
+        names = [name for name, kind in spec.rule.state.items() if kind != "table"]
+        flat_states: dict[str, Tensor] = {
             name: buffer.detach().flatten()
             for name, prefix in zip(names, ("momentum1", "momentum2"), strict=False)
-            for buffer in (
-                getattr(self.module, f"{prefix}_dev"),
-                getattr(self.module, f"{prefix}_uvm"),
-                getattr(self.module, f"{prefix}_host"),
-            )
-            if buffer.numel()
+            for place in ("dev", "uvm", "host")
+            if (buffer := getattr(self.module, f"{prefix}_{place}")).numel()
         }
-        self._counts_steps = "step" in optimizer.rule.state
-        self.steps_T = torch.zeros(num_tables)
+        self._counts_steps = "step" in spec.rule.state
+        self.steps_T = torch.zeros(len(layout.tables))
         self._checked_version = -1
         self._pending: WeakSet[_Step] = WeakSet()  # of forward passes without their backward
         if self._counts_steps:
-            self.flat_states["step"] = self.steps_T
-            for t in range(num_tables):
-                self.states[t]["step"] = self.steps_T[t]
+            flat_states["step"] = self.steps_T
             # The module counts forwards, in evaluation too. We count backwards, and hand it the
             # number of this forward's; on the CPU, so that reading it does not wait for the device.
             self.module.iter = self.module.iter.cpu()
+        super().__init__(layout, settings, flat.detach().flatten(), flat_states)
 
-    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Look up, recording the fused backward when gradients are enabled."""
+    def look_up_and_update(self, batch: Batch) -> Tensor | None:
+        """A lookup, recording the fused backward when gradients are enabled.
+
+        Returns:
+            None if the tables have several rates, of which the module takes one.
+        """
+        if not isinstance(self.rates, float):
+            return None
+        weights = batch.weights
         if self._counts_steps:
             if self.steps_T._version != self._checked_version:
                 self._check_steps_agree()
             before = int(self.steps_T[0]) + len(self._pending)
             self.module.iter_cpu.fill_(before)
             self.module.iter.fill_(before)
-        if self._pools_mean and weights is not None and weights.requires_grad:
-            weights = self._with_mean_gradient(weights, offsets)
-        out: Tensor = self.module(indices, offsets, weights)
+        if self.pooling is PoolingMode.MEAN and weights is not None and weights.requires_grad:
+            weights = self._with_mean_gradient(weights, batch.offsets)
+        out: Tensor = self.module(batch.indices, batch.offsets, weights)
         if self._counts_steps and out.requires_grad:
             step = _Step(self)
             self._pending.add(step)
@@ -182,16 +224,23 @@ class FbgemmModule:
             weights_N.register_hook(inverse_N.mul)
         return weights_N
 
-    def set_learning_rate(self, value: float) -> None:
-        """Used by the next update."""
-        self.module.set_learning_rate(value)
+    def use_rates(self, rates: Rates) -> None:
+        """Learning rates from the next update on."""
+        super().use_rates(rates)
+        if isinstance(rates, float):
+            self.module.set_learning_rate(rates)
+
+    def prefetch(self, batch: Batch) -> None:
+        """Brings the rows of a batch to come into the cache."""
+        if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
+            self.module.prefetch(batch.indices, batch.offsets)
 
     def drop_cache(self) -> None:
-        """Forget cached rows; the next lookup reads the weights again."""
+        """Forgets cached rows; the next lookup reads the weights again."""
         self.module.reset_cache_states()
 
     def flush(self) -> None:
-        """Write cached rows back to the weights."""
+        """Writes cached rows back to the weights."""
         self.module.flush()
 
     def count_backward(self, step: _Step) -> None:
@@ -210,11 +259,61 @@ class FbgemmModule:
         self._checked_version = self.steps_T._version
 
 
+def _module_of(layout: StorageLayout, settings: LookupSettings) -> Any:
+    from fbgemm_gpu import split_embedding_configs as configs
+    from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+
+    # Each forward pass of Adam, LAMB and LARS-SGD warns that they are "not optimized", which
+    # must not end a program that takes warnings for errors.
+    warnings.filterwarnings("ignore", r"\s*\S*\s*\[FBGEMM_GPU\] NOTE: The training optimizer")
+    spec, location = settings.optimizer, settings.location
+    assert spec is not None
+    assert spec.weight_decay_mode is not None
+    assert location is not None
+    # the mode is row-wise Adagrad's; others have one, and FBGEMM asks for NONE
+    has_modes = spec.weight_decay and spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    algorithm = "EXACT_SGD" if spec.algorithm is EmbOptimType.SGD else spec.algorithm.name
+    compute = training.ComputeDevice["CUDA" if layout.device.type == "cuda" else "CPU"]
+    rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
+    factor = settings.cache_load_factor
+    return training.SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (
+                layout.tables[t].num_rows,
+                layout.tables[t].dim,
+                common.EmbeddingLocation[location.name],
+                compute,
+            )
+            for t in layout.storage_order
+        ],
+        feature_table_map=[rank_in_storage[t] for t in layout.feature_table_map],
+        weights_precision=configs.SparseType.from_dtype(settings.weights_dtype),
+        output_dtype=configs.SparseType.from_dtype(settings.output_dtype),
+        optimizer=configs.EmbOptimType[algorithm],
+        stochastic_rounding=spec.stochastic_rounding,
+        learning_rate=spec.learning_rate,
+        eps=spec.eps,
+        momentum=spec.momentum,
+        weight_decay=spec.weight_decay,
+        weight_decay_mode=training.WeightDecayMode[
+            spec.weight_decay_mode.name if has_modes else "NONE"
+        ],
+        eta=spec.eta,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        pooling_mode=common.PoolingMode[settings.pooling.name],
+        device=layout.device,
+        bounds_check_mode=common.BoundsCheckMode.NONE,
+        cache_load_factor=0.2 if factor is None else factor,
+    )
+
+
 @final
 class _Step:
     """The update that a forward pass's backward will make; it lives as long as the graph."""
 
-    def __init__(self, module: FbgemmModule) -> None:
+    def __init__(self, module: FbgemmCudaKernel) -> None:
         self._module = module
 
     def __call__(self, _grad: Tensor) -> None:

@@ -7,7 +7,7 @@ whatever the number of tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from recsys.kernels.types import TableSpec
+from recsys.kernels.types import OptimizerSpec, TableSpec
 
 __all__ = ["DimGroup", "StorageLayout"]
 
@@ -26,6 +26,8 @@ __all__ = ["DimGroup", "StorageLayout"]
 class DimGroup:
     """The tables of one dim. Row numbers here are rows of the group's own matrix."""
 
+    number: int
+    """Place among the layout's groups."""
     dim: int
     tables: tuple[int, ...]
     """Table numbers, in storage order."""
@@ -113,14 +115,17 @@ class StorageLayout:
         self.feature_dims = tuple(self.tables[t].dim for t in self.feature_table_map)
         self.num_features = len(self.feature_dims)
         self.total_dim = sum(self.feature_dims)
-        self.groups = tuple(self._group(dim) for dim in sorted({t.dim for t in self.tables}))
+        self.groups = tuple(
+            self._group(i, dim) for i, dim in enumerate(sorted({t.dim for t in self.tables}))
+        )
 
-    def _group(self, dim: int) -> DimGroup:
+    def _group(self, number: int, dim: int) -> DimGroup:
         members = tuple(t for t in self.storage_order if self.tables[t].dim == dim)
         first_row = self.first_row[members[0]]
         features = tuple(f for f, d in enumerate(self.feature_dims) if d == dim)
         bases = [self.first_row[self.feature_table_map[f]] - first_row for f in features]
         return DimGroup(
+            number=number,
             dim=dim,
             tables=members,
             table_rows=tuple(self.tables[t].num_rows for t in members),
@@ -146,8 +151,44 @@ class StorageLayout:
             flat.narrow(0, self.first_row[t], spec.num_rows) for t, spec in enumerate(self.tables)
         ]
 
+    def new_states(self, optimizer: OptimizerSpec | None) -> dict[str, Tensor]:
+        """Flat optimizer state by name, zeros; what there is one of per table lies on the host."""
+        sizes = {"element": self.num_elements, "row": self.num_rows, "table": len(self.tables)}
+        host = None if self.device.type != "meta" else self.device
+        return {
+            name: torch.zeros(sizes[kind], device=host if kind == "table" else self.device)
+            for name, kind in ({} if optimizer is None else optimizer.rule.state).items()
+        }
+
+    def split_states(
+        self, optimizer: OptimizerSpec | None, flat_states: Mapping[str, Tensor]
+    ) -> list[dict[str, Tensor]]:
+        """Per table, in the caller's order, views of flat optimizer states."""
+        split: Mapping[str, Callable[[Tensor], Sequence[Tensor]]] = {
+            "element": self.table_views,
+            "row": self.row_views,
+            "table": Tensor.unbind,
+        }
+        kinds = {} if optimizer is None else optimizer.rule.state
+        parts = {name: split[kind](flat_states[name]) for name, kind in kinds.items()}
+        return [{n: part[t] for n, part in parts.items()} for t in range(len(self.tables))]
+
+    def check_storage(self, weights: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the weights can be adopted as storage."""
+        if (
+            weights.shape != (self.num_elements,)
+            or weights.dtype is not dtype
+            or weights.device.type != self.device.type
+            or not weights.is_contiguous()
+        ):
+            raise ValueError(
+                f"weights must be a contiguous [{self.num_elements}] tensor of {dtype} on "
+                f"{self.device}; received {list(weights.shape)} of {weights.dtype} on "
+                f"{weights.device}."
+            )
+
     @cached_property
     def group_of_feature(self) -> Tensor:
         """[F] int64: which of `groups` a feature reads."""
-        number = {group.dim: i for i, group in enumerate(self.groups)}
+        number = {group.dim: group.number for group in self.groups}
         return torch.tensor([number[d] for d in self.feature_dims], device=self.device)

@@ -9,25 +9,26 @@ Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D column
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from itertools import accumulate, islice
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from recsys.kernels.ops import permute_1d, upload
-from recsys.kernels.row_update import (
-    advance_step,
-    apply_dense_update,
-    apply_row_update,
-)
+from recsys.kernels.row_update import advance_step, apply_dense_update, apply_row_update
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
-from recsys.kernels.types import OptimizerSpec, PoolingMode
+from recsys.kernels.types import LookupSettings, PoolingMode
 
 __all__ = [
+    "Batch",
+    "FeatureParts",
+    "Limit",
     "Rates",
+    "Role",
     "RowGradients",
     "RowStatistics",
     "TorchKernel",
@@ -37,9 +38,23 @@ __all__ = [
     "merge_row_gradients",
     "put_rows",
     "row_ids_of",
+    "rows_per_table",
+    "split_by_table",
     "sum_bags",
     "without_repeats",
 ]
+
+
+class Batch(NamedTuple):
+    """What is looked up."""
+
+    indices: Tensor
+    """[N] int32 or int64, in range."""
+    offsets: Tensor
+    """[F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`."""
+    weights: Tensor | None = None
+    """[N] fp32 per-sample weights."""
+
 
 RowGradients: TypeAlias = tuple[Tensor, Tensor]
 """(rows [K] int64, ascending; gradients [K, D] fp32).
@@ -56,9 +71,21 @@ Rates: TypeAlias = float | tuple[float, ...]
 """The learning rate that all tables have, or where they differ one per table."""
 
 
+Role: TypeAlias = Literal["lookup", "update"]
+"""What a backend may serve: values of ids; or gradients, and what is done with them."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class _GroupInput:
+class Limit:
+    """One thing that a backend cannot do."""
+
+    reason: str
+    applies: Callable[[LookupSettings], bool]
+
+
+@final
+class _GroupPart(NamedTuple):
     """The part of a batch that reads one dim group."""
 
     positions: Tensor | None
@@ -71,47 +98,93 @@ class _GroupInput:
     """[N_group] fp32 per-sample weights."""
 
 
+@final
+class FeatureParts:
+    """A batch, to be taken apart by feature."""
+
+    def __init__(self, batch: Batch, num_features: int) -> None:
+        num_bags = (batch.offsets.numel() - 1) // num_features
+        self.batch = batch
+        self.lengths_FB = batch.offsets.diff().view(num_features, num_bags)
+        self.ids_F = self.lengths_FB.sum(1)
+        self._place_N = torch.arange(batch.indices.numel(), device=batch.indices.device)
+
+    def of(self, features: Tensor, num_ids: int | None = None) -> tuple[Tensor, Batch]:
+        """Where the ids of some features stand, and the batch of these features alone."""
+        _, positions, _ = permute_1d(features, self.ids_F, self._place_N, None, num_ids)
+        lengths = self.lengths_FB.index_select(0, features)
+        weights = self.batch.weights
+        return positions, Batch(
+            self.batch.indices.index_select(0, positions),
+            functional.pad(lengths.flatten().cumsum(0), (1, 0)),
+            None if weights is None else weights.index_select(0, positions),
+        )
+
+
 class TorchKernel:
-    """Lookup, row gradients and update on one flat storage.
+    """Lookup, gradients and update on one flat storage, in PyTorch: any device, every setting.
+
+    Other backends extend it, override what they do better, and say in their limits what they do
+    not do. `support.BACKENDS` has them in the order in which they are asked. One may serve the
+    lookup and another the update of the same tables.
 
     Args:
         layout: Geometry of the tables.
-        storage: [num_elements] weights; changed in place by `update`.
-        pooling: How a bag is reduced.
-        output_dtype: Of what `lookup` returns.
-        optimizer: What `update` applies.
-        states: Flat optimizer state by name (see `UpdateRule.state`); `step` is [tables].
+        settings: What is served.
+        storage: [num_elements] weights; changed in place by `update`. None: allocated here.
+        states: Flat optimizer state by name (see `UpdateRule.state`); None: allocated here.
+
+    Attributes:
+        name: What users call the backend.
+        device_types: Where it runs; None: everywhere.
+        lookup_limits: What it cannot look up.
+        update_limits: Of what it cannot compute gradients, or update.
+        rates: The learning rates of the next update.
     """
+
+    name: ClassVar[str] = "torch"
+    device_types: ClassVar[tuple[str, ...] | None] = None
+    lookup_limits: ClassVar[tuple[Limit, ...]] = ()
+    update_limits: ClassVar[tuple[Limit, ...]] = ()
 
     def __init__(
         self,
         layout: StorageLayout,
-        storage: Tensor,
-        pooling: PoolingMode,
-        output_dtype: torch.dtype,
-        optimizer: OptimizerSpec | None,
-        states: Mapping[str, Tensor],
+        settings: LookupSettings,
+        storage: Tensor | None = None,
+        states: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.layout = layout
-        self.storage = storage
-        self.pooling = pooling
-        self.output_dtype = output_dtype
-        self.optimizer = optimizer
-        self.states = states
+        if storage is None:
+            storage = torch.empty(
+                layout.num_elements, dtype=settings.weights_dtype, device=layout.device
+            )
+        self.layout, self.settings, self.storage = layout, settings, storage
+        self.pooling, self.output_dtype = settings.pooling, settings.output_dtype
+        self.optimizer = settings.optimizer
+        self.states = layout.new_states(settings.owned) if states is None else states
+        self.rates: Rates = 0.0 if self.optimizer is None else self.optimizer.learning_rate
         self._rates_of_groups: tuple[Rates, dict[int, float | Tensor]] | None = None
 
-    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    @classmethod
+    def refusal(cls, settings: LookupSettings, role: Role) -> str | None:
+        """Why the backend does not serve a role; None: it does."""
+        limits = cls.lookup_limits if role == "lookup" else cls.update_limits
+        return next((limit.reason for limit in limits if limit.applies(settings)), None)
+
+    # -- what a backend may do better -----------------------------------------------------------
+
+    def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         layout = self.layout
-        num_bags = (offsets.numel() - 1) // layout.num_features
+        num_bags = (batch.offsets.numel() - 1) // layout.num_features
         if self.pooling is PoolingMode.NONE:
             (group,) = layout.groups
-            row_ids = row_ids_of(group, indices, offsets)
+            row_ids = row_ids_of(group, batch)
             return group.matrix(self.storage).index_select(0, row_ids).to(self.output_dtype)
         if num_bags == 0:
-            return indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
+            return batch.indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
         pieces: list[Tensor | None] = [None] * layout.num_features
-        for group, part in self._group_inputs(indices, offsets, weights):
+        for group, part in self._group_parts(batch):
             pooled = sum_bags(group.matrix(self.storage), part.row_ids, part.offsets, part.weights)
             if self.pooling is PoolingMode.MEAN:
                 pooled = pooled / part.offsets.diff().clamp_(min=1).unsqueeze(1)
@@ -122,12 +195,12 @@ class TorchKernel:
                 pieces[feature] = piece
         return torch.cat([piece for piece in pieces if piece is not None], dim=1)
 
-    def weight_gradients(self, grad: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+    def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Gradient with respect to per-sample weights: [N] fp32."""
-        out = torch.empty(indices.numel(), dtype=torch.float32, device=grad.device)
-        if not indices.numel():
+        out = torch.empty(batch.indices.numel(), dtype=torch.float32, device=grad.device)
+        if not batch.indices.numel():
             return out
-        for group, part in self._group_inputs(indices, offsets, None):
+        for group, part in self._group_parts(batch._replace(weights=None)):
             gradients, source, scale = self._gradient_of_ids(grad, group, part)
             rows = group.matrix(self.storage).index_select(0, part.row_ids).float()
             values = (rows * gradients.index_select(0, source)).sum(1)
@@ -138,51 +211,65 @@ class TorchKernel:
             out.index_copy_(0, part.positions, values)
         return out
 
-    def row_gradients(
-        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> list[RowGradients]:
+    def row_gradients(self, grad: Tensor, batch: Batch) -> list[RowGradients]:
         """The row gradients of each dim group, rows of the group's matrix ascending."""
-        result: list[RowGradients | None] = [None] * len(self.layout.groups)
-        inputs = self._group_inputs(indices, offsets, weights) if indices.numel() else []
-        number = {group.dim: i for i, group in enumerate(self.layout.groups)}
-        for group, part in inputs:
-            result[number[group.dim]] = _sum_by_row(
+        device = self.storage.device
+        result: list[RowGradients] = [
+            (torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, g.dim, device=device))
+            for g in self.layout.groups
+        ]
+        for group, part in self._group_parts(batch) if batch.indices.numel() else ():
+            result[group.number] = _sum_by_row(
                 part.row_ids, group.num_rows, *self._gradient_of_ids(grad, group, part)
             )
-        device = self.storage.device
-        return [
-            (torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, g.dim, device=device))
-            if found is None
-            else found
-            for g, found in zip(self.layout.groups, result, strict=True)
-        ]
+        return result
 
-    def dense_gradients(
-        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """The gradient of the whole storage, fp32 in its layout."""
         out = torch.zeros_like(self.storage, dtype=torch.float32)
-        found = self.row_gradients(grad, indices, offsets, weights)
+        found = self.row_gradients(grad, batch)
         for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
             put_rows(group.matrix(out), rows, grads)
         return out
 
-    def update(
-        self,
-        grad: Tensor,
-        indices: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        rates: Rates,
-    ) -> None:
-        """One optimizer step from the gradient of the output, in place; a rate per table."""
-        self.apply(self.row_gradients(grad, indices, offsets, weights), rates)
+    def update(self, grad: Tensor, batch: Batch) -> None:
+        """One optimizer step from the gradient of the output, in place."""
+        self.apply(self.row_gradients(grad, batch))
+
+    def look_up_and_update(self, batch: Batch) -> Tensor | None:
+        """A lookup whose own graph makes the update in backward, if the backend has one."""
+        return None
+
+    def use_rates(self, rates: Rates) -> None:
+        """Learning rates from the next update on."""
+        self.rates = rates
+
+    def prefetch(self, batch: Batch) -> None:
+        """Brings the rows of a batch to come to where they are looked up."""
+
+    def flush(self) -> None:
+        """Writes rows that a cache holds back to the storage."""
+
+    def drop_cache(self) -> None:
+        """Forgets rows that a cache holds, after storage or states were written."""
+
+    def reset_rows(self, table: int, rows: Tensor, values: Tensor) -> None:
+        """Makes rows of a table new: other weights [K, D], and optimizer state as at first."""
+        self.flush()
+        self.layout.table_views(self.storage)[table].index_copy_(
+            0, rows, values.to(self.storage.dtype)
+        )
+        for state in self.layout.split_states(self.settings.owned, self.states)[table].values():
+            if state.dim():  # a table's counter of updates goes on
+                state.index_fill_(0, rows, 0.0)
+        self.drop_cache()
+
+    # -- what all backends share ----------------------------------------------------------------
 
     def apply(
         self,
-        row_gradients: list[RowGradients],
-        rates: Rates,
-        row_moments: list[Tensor] | None = None,
+        row_gradients: Sequence[RowGradients],
+        row_moments: Sequence[Tensor] | None = None,
     ) -> None:
         """One optimizer step from the row gradients of each dim group, in place."""
         assert self.optimizer is not None
@@ -196,13 +283,13 @@ class TorchKernel:
                 self._group_states(group),
                 rows,
                 grads,
-                self._rate_of_rows(group, rows, rates),
+                self._rate_of_rows(group, rows),
                 self._step_of_rows(group, rows),
                 row_moment=None if row_moments is None else row_moments[i],
                 first=first_of_rows(rows) if rows.is_cuda else None,
             )
 
-    def apply_dense(self, gradients: Tensor, rates: Rates) -> None:
+    def apply_dense(self, gradients: Tensor) -> None:
         """`apply` to all rows, from the gradient of the whole storage."""
         assert self.optimizer is not None
         for group in self.layout.groups:
@@ -211,10 +298,10 @@ class TorchKernel:
                 group.matrix(self.storage),
                 self._group_states(group),
                 group.matrix(gradients),
-                self._rate_of_rows(group, None, rates),
+                self._rate_of_rows(group, None),
             )
 
-    def apply_touched(self, gradients: Tensor, touched: Tensor, rates: Rates) -> None:
+    def apply_touched(self, gradients: Tensor, touched: Tensor) -> None:
         """`apply` to the rows where `touched` is not 0, without the host knowing which.
 
         All rows are updated; the others then get back what they had.
@@ -232,7 +319,7 @@ class TorchKernel:
                 states,
                 rows,
                 group.matrix(gradients),
-                self._rate_of_rows(group, rows, rates),
+                self._rate_of_rows(group, rows),
                 self._step_of_rows(group, rows),
             )
             is_kept_R = group.rows(touched) == 0
@@ -245,18 +332,16 @@ class TorchKernel:
         """Whether `row_statistics` and `update_by_moments` exist, which need no row gradients."""
         return False
 
-    def row_statistics(
-        self, grad: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> list[RowStatistics]:
+    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics]:
         """The statistics of each dim group."""
         raise NotImplementedError
 
     def update_by_moments(
         self,
-        batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        statistics: list[RowStatistics],
-        row_moments: list[Tensor],
-        rates: Rates,
+        grad: Tensor,
+        batch: Batch,
+        statistics: Sequence[RowStatistics],
+        row_moments: Sequence[Tensor],
     ) -> None:
         """`update` of a batch with the given row moments [K] of each dim group."""
         raise NotImplementedError
@@ -282,7 +367,8 @@ class TorchKernel:
             if kind != "table"
         }
 
-    def _rate_of_rows(self, group: DimGroup, rows: Tensor | None, rates: Rates) -> float | Tensor:
+    def _rate_of_rows(self, group: DimGroup, rows: Tensor | None) -> float | Tensor:
+        rates = self.rates
         if isinstance(rates, float):
             return rates
         if self._rates_of_groups is None or self._rates_of_groups[0] != rates:
@@ -310,38 +396,26 @@ class TorchKernel:
         steps = upload(steps, rows.device).index_select(0, group.table_numbers)
         return steps.index_select(0, group.table_of_row(rows)).unsqueeze(1)
 
-    def _group_inputs(
-        self, indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> list[tuple[DimGroup, _GroupInput]]:
-        """Each dim group that some feature reads, with its part of the batch."""
-        layout = self.layout
-        used = [group for group in layout.groups if group.features]
+    def _group_parts(self, batch: Batch) -> list[tuple[DimGroup, _GroupPart]]:
+        """Each dim group that some feature reads, with its part of a batch."""
+        used = [group for group in self.layout.groups if group.features]
         if len(used) == 1:
-            row_ids = row_ids_of(used[0], indices, offsets)
-            return [(used[0], _GroupInput(None, row_ids, offsets, weights))]
-        num_bags = (offsets.numel() - 1) // layout.num_features
-        lengths_FB = offsets.diff().view(layout.num_features, num_bags)
-        ids_F = lengths_FB.sum(1)
-        ids_per_group = ids_F.new_zeros(len(layout.groups))
+            row_ids = row_ids_of(used[0], batch)
+            return [(used[0], _GroupPart(None, row_ids, batch.offsets, batch.weights))]
+        parts = FeatureParts(batch, self.layout.num_features)
+        ids_per_group = parts.ids_F.new_zeros(len(self.layout.groups))
         # one wait for the device, for all groups
-        totals = ids_per_group.index_add_(0, layout.group_of_feature, ids_F).tolist()
-        place_N = torch.arange(indices.numel(), device=indices.device)
+        ids_per_group.index_add_(0, self.layout.group_of_feature, parts.ids_F)
         result = []
-        for number, group in enumerate(layout.groups):
-            if not group.features:
-                continue
-            _, positions, _ = permute_1d(
-                group.feature_numbers, ids_F, place_N, None, totals[number]
-            )
-            group_lengths = lengths_FB.index_select(0, group.feature_numbers)
-            group_offsets = functional.pad(group_lengths.flatten().cumsum(0), (1, 0))
-            row_ids = row_ids_of(group, indices.index_select(0, positions), group_offsets)
-            part_weights = None if weights is None else weights.index_select(0, positions)
-            result.append((group, _GroupInput(positions, row_ids, group_offsets, part_weights)))
+        for group, num_ids in zip(self.layout.groups, ids_per_group.tolist(), strict=True):
+            if group.features:
+                positions, part = parts.of(group.feature_numbers, num_ids)
+                row_ids = row_ids_of(group, part)
+                result.append((group, _GroupPart(positions, row_ids, part.offsets, part.weights)))
         return result
 
     def _gradient_of_ids(
-        self, grad: Tensor, group: DimGroup, part: _GroupInput
+        self, grad: Tensor, group: DimGroup, part: _GroupPart
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where the gradient of each id stands.
 
@@ -380,8 +454,9 @@ def merge_row_gradients(first: RowGradients, second: RowGradients, num_rows: int
     return _sum_by_row(rows, num_rows, grads, source, None)
 
 
-def row_ids_of(group: DimGroup, indices: Tensor, offsets: Tensor) -> Tensor:
+def row_ids_of(group: DimGroup, batch: Batch) -> Tensor:
     """Ids of the tables -> rows of the group's matrix: [N] int64."""
+    indices, offsets = batch.indices, batch.offsets
     if group.row_base_F.numel() == 1:  # the base of a single feature may still be non-zero
         return indices.long() + group.row_base_F
     num_bags = (offsets.numel() - 1) // group.row_base_F.numel()
@@ -476,3 +551,31 @@ def without_repeats(row_gradients: RowGradients) -> RowGradients:
     kept = (first_of_rows(rows) == torch.arange(rows.numel(), device=rows.device)).nonzero()
     kept = kept.squeeze(1)
     return rows.index_select(0, kept), grads.index_select(0, kept)
+
+
+def rows_per_table(
+    layout: StorageLayout, found: Sequence[tuple[Tensor, Tensor]]
+) -> list[list[int]]:
+    """How many of each dim group's rows each table has: one wait for the device, for all."""
+    counts = [
+        torch.searchsorted(rows, group.row_starts).diff()
+        for group, (rows, _) in zip(layout.groups, found, strict=True)
+    ]
+    on_host = iter(torch.cat(counts).tolist())
+    return [list(islice(on_host, len(group.tables))) for group in layout.groups]
+
+
+def split_by_table(
+    layout: StorageLayout, row_gradients: Sequence[RowGradients]
+) -> list[RowGradients]:
+    """Row gradients of dim groups -> of tables, each row once, counted from the table's start."""
+    per_table: dict[int, RowGradients] = {}
+    found = [without_repeats(of_group) for of_group in row_gradients]
+    for group, (rows, grads), sizes in zip(
+        layout.groups, found, rows_per_table(layout, found), strict=True
+    ):
+        firsts = accumulate(group.table_rows, initial=0)
+        parts = zip(rows.split(sizes), grads.split(sizes), strict=True)
+        for table, first, (rows_K, grads_KD) in zip(group.tables, firsts, parts, strict=False):
+            per_table[table] = (rows_K - first, grads_KD)
+    return [per_table[t] for t in range(len(layout.tables))]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
+
+import torch
 
 from recsys.kernels.update_rules import EmbOptimType, OptimizerSpec, WeightDecayMode
 
@@ -12,6 +15,7 @@ __all__ = [
     "BoundsCheckMode",
     "EmbOptimType",
     "EmbeddingLocation",
+    "LookupSettings",
     "OptimizerSpec",
     "PoolingMode",
     "RowState",
@@ -103,4 +107,71 @@ class TableSpec:
             raise ValueError(
                 f"TableSpec needs num_rows >= 0 and dim > 0; table '{self.name}' received "
                 f"num_rows={self.num_rows}, dim={self.dim}."
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookupSettings:
+    """Everything about a lookup that decides which kernels can do it.
+
+    Raises:
+        ValueError: Settings contradict each other.
+    """
+
+    device: torch.device
+    weights_dtype: torch.dtype = torch.float32
+    """fp32, fp16 or bf16. Optimizer state and its math are fp32."""
+    output_dtype: torch.dtype = torch.float32
+    """Of the looked-up values."""
+    dims: Sequence[int]
+    """[T] columns of each table; all equal without pooling."""
+    feature_table_map: Sequence[int]
+    """[F] the table number each feature reads."""
+    pooling: PoolingMode
+    optimizer: OptimizerSpec | None
+    """Needed unless `update_mode` is GRADIENT."""
+    update_mode: UpdateMode
+    location: EmbeddingLocation | None = None
+    """None becomes HOST on a CPU, DEVICE elsewhere."""
+    cache_load_factor: float | None = None
+    """Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2."""
+
+    @property
+    def fused(self) -> OptimizerSpec | None:
+        """The optimizer that a kernel has to apply inside backward, if any."""
+        return self.optimizer if self.update_mode is UpdateMode.FUSED else None
+
+    @property
+    def owned(self) -> OptimizerSpec | None:
+        """The optimizer whose state lies beside the tables, if any."""
+        return self.optimizer if self.update_mode is not UpdateMode.GRADIENT else None
+
+    def __post_init__(self) -> None:
+        on_host = self.device.type in ("cpu", "meta")
+        if self.location is None:
+            place = EmbeddingLocation.HOST if on_host else EmbeddingLocation.DEVICE
+            object.__setattr__(self, "location", place)
+        elif on_host is not (self.location is EmbeddingLocation.HOST):
+            raise ValueError(
+                f"EmbeddingLocation.{self.location.name} does not fit device "
+                f"{self.device}: HOST is for the CPU, the others are for CUDA."
+            )
+        if self.update_mode is not UpdateMode.GRADIENT and self.optimizer is None:
+            raise ValueError(
+                f"UpdateMode.{self.update_mode.name} needs an optimizer; received None. Give "
+                "an OptimizerSpec, or use UpdateMode.GRADIENT and a torch optimizer."
+            )
+        if self.pooling is PoolingMode.NONE and len(set(self.dims)) > 1:
+            raise ValueError(
+                f"PoolingMode.NONE needs equal dims; received {sorted(set(self.dims))}. Build "
+                "one lookup per dim."
+            )
+        if not self.weights_dtype.is_floating_point:
+            raise ValueError(f"weights_dtype must be floating; received {self.weights_dtype}.")
+        rounds = self.optimizer is not None and self.optimizer.stochastic_rounding
+        if rounds and self.weights_dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                "stochastic_rounding is for tables of torch.float16 and torch.bfloat16; received "
+                f"{self.weights_dtype}. Leave it False."
             )

@@ -8,16 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from recsys.kernels import support, tbe_fbgemm
+from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
 from recsys.kernels.support import (
-    LIMITS,
+    BACKENDS,
     LookupSettings,
     choose_backend,
     fbgemm_element_type,
 )
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmCpuKernel, has_cpu_ops
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import TorchKernel
+from recsys.kernels.tbe_torch import Batch, TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -76,17 +76,16 @@ def kernels_agree(s: LookupSettings) -> bool:
         layout = StorageLayout(tables, s.feature_table_map, CPU)
         generator = torch.Generator().manual_seed(0)
         storage = torch.randn(layout.num_elements, generator=generator).to(s.weights_dtype)
-        sizes = {"element": layout.num_elements, "row": layout.num_rows, "table": len(tables)}
-        states = {name: torch.zeros(sizes[kind]) for name, kind in s.optimizer.rule.state.items()}
-        kernel = kernel_class(layout, storage, s.pooling, s.output_dtype, s.optimizer, states)
+        kernel = kernel_class(layout, s, storage)
+        kernel.use_rates((0.1,) * len(tables))
         num_features = layout.num_features
         indices = torch.tensor([1, 1, 3, 0, 5, 3] * num_features)
         offsets = torch.arange(2 * num_features + 1) * 3
         try:
-            out = kernel.lookup(indices, offsets, None)
+            out = kernel.lookup(Batch(indices, offsets))
             grad = torch.randn(out.shape, generator=generator).to(out.dtype)
             for _ in range(2):
-                kernel.update(grad, indices, offsets, None, (0.1,) * len(tables))
+                kernel.update(grad, Batch(indices, offsets))
         except (RuntimeError, AssertionError):
             return False
         results.append((out.float(), storage.float()))
@@ -132,10 +131,11 @@ def tiny_updates(kernel_class: type[TorchKernel]) -> torch.Tensor:
     layout = StorageLayout([TableSpec(name="t", num_rows=1000, dim=4)], (0,), CPU)
     storage = torch.ones(layout.num_elements, dtype=torch.float16)
     spec = OptimizerSpec(algorithm=EmbOptimType.SGD, stochastic_rounding=True)
-    kernel = kernel_class(layout, storage, PoolingMode.SUM, torch.float32, spec, {})
+    of_one = settings(weights=torch.float16, dims=(4,), features=(0,), optimizer=spec)
+    kernel = kernel_class(layout, of_one, storage)
+    kernel.use_rates(2**-11 / 5)
     torch.manual_seed(0)
-    rows = torch.arange(1000)
-    kernel.update(torch.ones(1000, 4), rows, torch.arange(1001), None, (2**-11 / 5,))
+    kernel.update(torch.ones(1000, 4), Batch(torch.arange(1000), torch.arange(1001)))
     return storage.float()
 
 
@@ -195,7 +195,7 @@ def test_lookups_are_shared_across_learning_rates_except_in_a_fused_update_on_cu
 def test_cuda_choices(
     changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "has_cuda_ops", lambda: True)
+    monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: True)
     choice = choose_backend(settings(device="cuda", **changes))  # type: ignore[arg-type]
     assert choice.backend == ("fbgemm" if reason is None else "torch")
     assert reason is None or reason in choice.reason
@@ -204,9 +204,10 @@ def test_cuda_choices(
 def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     if has_cpu_ops():
         assert "no kernels for device 'mps'" in choose_backend(settings(device="mps")).reason
-    monkeypatch.setattr(support, "USE_FBGEMM", False)
+    monkeypatch.setattr(ops, "USE_FBGEMM", False)
     choice = choose_backend(settings())
-    assert choice == ("torch", "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch")
+    assert choice.kernel is TorchKernel
+    assert choice.reason == "not fbgemm: fbgemm_gpu is not installed, or RECSYS_KERNELS=torch"
 
 
 def test_a_changed_op_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,10 @@ def test_a_changed_op_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_limit_says_why() -> None:
-    assert all(len(limit.reason) > 10 for limit in LIMITS)
+    for backend in BACKENDS:
+        limits = (*backend.lookup_limits, *backend.update_limits)
+        assert all(len(limit.reason) > 10 for limit in limits)
+        assert bool(limits) is (backend is not TorchKernel)
 
 
 def test_element_types_of_fbgemm() -> None:

@@ -56,7 +56,7 @@ def train(
             assert weights.grad is not None
             seen.append(weights.grad)
         if tbe.update_mode is UpdateMode.DEFERRED:
-            tbe.step()
+            tbe.deferred.step()
     return seen
 
 
@@ -237,7 +237,7 @@ def test_adam_counts_a_step_without_ids(mode: UpdateMode) -> None:
     before = [w.clone() for w in tbe.weights]
     empty = torch.empty(0, dtype=torch.int64)
     tbe.forward(empty, torch.zeros(13, dtype=torch.int64)).sum().backward()
-    tbe.step()
+    tbe.deferred.step()
     assert [state["step"].item() for state in tbe.states] == [1.0, 1.0, 1.0]
     assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
 
@@ -259,7 +259,7 @@ def test_a_batch_of_no_samples(mode: UpdateMode, backend: str) -> None:
 
 def test_row_gradients_are_duplicate_free_and_add_up() -> None:
     tbe = SMALL.build(spec_of(EmbOptimType.SGD), UpdateMode.DEFERRED)
-    assert tbe.row_gradients == [None, None, None]
+    assert tbe.deferred.by_table == [None, None, None]
     tables = [w.clone().requires_grad_() for w in SMALL.init()]
     for step in range(2):
         indices, offsets, _ = SMALL.batch(step)
@@ -267,16 +267,16 @@ def test_row_gradients_are_duplicate_free_and_add_up() -> None:
         grad = output_gradient(SMALL, step, out.shape)
         out.backward(grad)
         reference_lookup(SMALL, tables, indices, offsets, None).backward(grad)
-    for found, table in zip(tbe.row_gradients, tables, strict=True):
+    for found, table in zip(tbe.deferred.by_table, tables, strict=True):
         assert found is not None
         assert table.grad is not None
         rows, grads = found
         assert rows.unique().numel() == rows.numel()
         dense = torch.zeros_like(table).index_add(0, rows, grads)
         torch.testing.assert_close(dense, table.grad)
-    tbe.zero_grad()
+    tbe.deferred.drop()
     before = [w.clone() for w in tbe.weights]
-    tbe.step()
+    tbe.deferred.step()
     assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
 
 
@@ -287,13 +287,13 @@ def test_step_takes_row_moments_of_the_whole_row() -> None:
     tbe.forward(indices, offsets).sum().backward()
     expected = [w.clone() for w in tbe.weights]
     moments = []
-    for weight, found in zip(expected, tbe.row_gradients, strict=True):
+    for weight, found in zip(expected, tbe.deferred.by_table, strict=True):
         assert found is not None
         rows, grads = found
         moments.append(torch.full((rows.numel(),), 4.0))
         state = {"sum": torch.zeros(weight.shape[0])}
         update_rows(spec, weight, state, rows, grads, 0.1, row_moment=moments[-1])
-    tbe.step(moments)
+    tbe.deferred.step(moments)
     for a, b in zip(tbe.weights, expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -305,7 +305,7 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
     """The shortcut that needs no row gradients, beside the road through them."""
     spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     fused, reduced = (case.build(spec, UpdateMode.DEFERRED, "fbgemm") for _ in range(2))
-    fused.keeps_batch = True
+    fused.deferred.keeps_batch = True
     for step in range(3):
         indices, offsets, weights = case.batch(step)
         statistics = []
@@ -313,13 +313,15 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
             out = tbe.forward(indices, offsets, weights)
             out.backward(output_gradient(case, step, out.shape))
             if tbe is reduced:
-                assert tbe.row_gradients
-            statistics.append(tbe.row_statistics())
+                assert tbe.deferred.by_table
+            statistics.append(tbe.deferred.row_statistics())
         for a, b in zip(*statistics, strict=True):
             torch.testing.assert_close(a, b)
         # twice what the columns here have: as if another rank had as much
         for tbe in (fused, reduced):
-            tbe.step([2 * s / d.dim for s, d in zip(statistics[1], tbe.layout.tables, strict=True)])
+            tbe.deferred.step(
+                [2 * s / d.dim for s, d in zip(statistics[1], tbe.layout.tables, strict=True)]
+            )
     for a, b in zip(fused.weights, reduced.weights, strict=True):
         torch.testing.assert_close(a, b)
     for mine, theirs in zip(fused.states, reduced.states, strict=True):
@@ -370,7 +372,7 @@ def run(tbe: TableBatchedEmbedding, case: Case, mode: UpdateMode) -> None:
         out = tbe.forward(indices, offsets, weights)
         out.backward(output_gradient(case, step, out.shape))
         if mode is UpdateMode.DEFERRED:
-            tbe.step()
+            tbe.deferred.step()
 
 
 def test_learning_rates_must_be_one_per_table() -> None:
@@ -386,11 +388,11 @@ def test_gradient_values_are_live_and_independent_of_the_batch() -> None:
         out = each.forward(indices, offsets)
         out.backward(output_gradient(SMALL, 0, out.shape))
         indices.zero_()  # the caller uses its memory for something else
-    for values in tbe.gradient_values:
+    for values in tbe.deferred.values:
         values.mul_(2.0)
-    tbe.step()
+    tbe.deferred.step()
     expected.set_learning_rate(0.2)
-    expected.step()
+    expected.deferred.step()
     assert_same(tbe, expected)
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
-from recsys.kernels.tbe_fbgemm_module import FbgemmModule
+from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel
 from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import Batch
 from recsys.kernels.types import (
-    EmbeddingLocation,
     EmbOptimType,
+    LookupSettings,
     OptimizerSpec,
     PoolingMode,
     UpdateMode,
@@ -29,37 +30,51 @@ def build(
     spec: OptimizerSpec,
     cache_load_factor: float | None = None,
     pooling: PoolingMode = PoolingMode.SUM,
-) -> FbgemmModule:
+) -> FbgemmCudaKernel:
     layout = StorageLayout(SMALL.specs, SMALL.feature_table_map, torch.device("cpu"))
-    module = FbgemmModule(
-        layout,
-        None,
-        pooling,
-        torch.float32,
-        torch.float32,
-        spec,
-        EmbeddingLocation.HOST,
-        cache_load_factor,
+    settings = LookupSettings(
+        device=layout.device,
+        dims=SMALL.dims,
+        feature_table_map=SMALL.feature_table_map,
+        pooling=pooling,
+        optimizer=spec,
+        update_mode=UpdateMode.FUSED,
+        cache_load_factor=cache_load_factor,
     )
-    for weight, value in zip(module.weights, SMALL.init(), strict=True):
+    module = FbgemmCudaKernel(layout, settings)
+    for weight, value in zip(weights_of(module), SMALL.init(), strict=True):
         weight.copy_(value)
     return module
+
+
+def weights_of(kernel: FbgemmCudaKernel) -> list[torch.Tensor]:
+    return kernel.layout.table_views(kernel.storage)
+
+
+def states_of(kernel: FbgemmCudaKernel) -> list[dict[str, torch.Tensor]]:
+    return kernel.layout.split_states(kernel.optimizer, kernel.states)
+
+
+def forward(kernel: FbgemmCudaKernel, *batch: torch.Tensor | None) -> torch.Tensor:
+    out = kernel.look_up_and_update(Batch(*batch))  # type: ignore[arg-type]
+    assert out is not None
+    return out
 
 
 @pytest.mark.parametrize("algorithm", list(FUSED_ON_CPU))
 def test_the_module_trains_as_our_own_kernel(algorithm: EmbOptimType) -> None:
     spec = OptimizerSpec(algorithm=algorithm, learning_rate=0.1)
     module, tbe = build(spec), SMALL.build(spec, UpdateMode.FUSED)
-    module.set_learning_rate(0.3)
+    module.use_rates(0.3)
     tbe.set_learning_rate(0.3)
     for step in range(2):
         indices, offsets, _ = SMALL.batch(step)
-        out = module.forward(indices, offsets, None)
+        out = forward(module, indices, offsets)
         out.backward(output_gradient(SMALL, step, out.shape))
     train(tbe, SMALL, steps=2)
-    for a, b in zip(module.weights, tbe.weights, strict=True):
+    for a, b in zip(weights_of(module), tbe.weights, strict=True):
         torch.testing.assert_close(a, b)
-    for mine, theirs in zip(module.states, tbe.states, strict=True):
+    for mine, theirs in zip(states_of(module), tbe.states, strict=True):
         assert mine.keys() == theirs.keys() == spec.rule.state.keys()
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name])
@@ -83,26 +98,26 @@ def test_each_backward_is_a_step_of_its_own() -> None:
     fake = module.module = _Forwards()
     module._counts_steps = True
     batch = SMALL.batch(0)
-    first, second = module.forward(*batch), module.forward(*batch)
+    first, second = forward(module, *batch), forward(module, *batch)
     (first + second).backward()
-    module.forward(*batch).backward()
-    module.forward(*batch)  # evaluated with gradients enabled, and dropped
+    forward(module, *batch).backward()
+    forward(module, *batch)  # evaluated with gradients enabled, and dropped
     with torch.no_grad():
-        module.forward(*batch)
-    module.forward(*batch).backward()
+        forward(module, *batch)
+    forward(module, *batch).backward()
     assert fake.steps == [1, 2, 3, 4, 4, 4]
-    assert module.steps_T.tolist() == [4.0] * len(module.weights)
+    assert module.steps_T.tolist() == [4.0] * len(SMALL.rows)
 
 
 def test_weights_of_a_mean_get_their_share_of_the_gradient() -> None:
     spec = OptimizerSpec(algorithm=EmbOptimType.SGD, learning_rate=0.0)
     module = build(spec, pooling=PoolingMode.MEAN)
-    tables = [weight.double() for weight in module.weights]
+    tables = [weight.double() for weight in weights_of(module)]
     indices, offsets, _ = SMALL.batch(0)
     weights = torch.rand(indices.numel(), requires_grad=True)
     with torch.no_grad():
-        evaluated = module.forward(indices, offsets, weights)
-    out = module.forward(indices, offsets, weights)
+        evaluated = forward(module, indices, offsets, weights)
+    out = forward(module, indices, offsets, weights)
     assert torch.equal(out, evaluated)
     factors = output_gradient(SMALL, 0, out.shape)
     out.backward(factors)
@@ -133,15 +148,15 @@ def test_fbgemms_note_on_its_optimizers_is_no_error(name: str) -> None:
         invoker.invoke(*[None] * 5)
 
 
-def test_weights_and_states_are_views_of_the_flat_buffers_in_our_layout() -> None:
-    module = build(OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD))
-    layout = StorageLayout(SMALL.specs, SMALL.feature_table_map, torch.device("cpu"))
-    for mine, expected in zip(module.weights, layout.table_views(module.storage), strict=True):
-        assert mine.data_ptr() == expected.data_ptr()
-    for states, row_state in zip(
-        module.states, layout.row_views(module.flat_states["sum"]), strict=True
-    ):
-        assert states["sum"].data_ptr() == row_state.data_ptr()
+def test_weights_and_states_are_those_of_the_module_in_our_layout() -> None:
+    kernel = build(OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD))
+    order = kernel.layout.storage_order
+    theirs = zip(
+        kernel.module.split_embedding_weights(), kernel.module.split_optimizer_states(), strict=True
+    )
+    for table, (weight, (state,)) in zip(order, theirs, strict=True):
+        assert weights_of(kernel)[table].data_ptr() == weight.data_ptr()
+        assert states_of(kernel)[table]["sum"].data_ptr() == state.data_ptr()
 
 
 def test_features_follow_the_storage_order_of_their_tables() -> None:
@@ -149,7 +164,7 @@ def test_features_follow_the_storage_order_of_their_tables() -> None:
     tbe = SMALL.build(OptimizerSpec(algorithm=EmbOptimType.SGD), UpdateMode.FUSED)
     indices, offsets, _ = SMALL.batch(0)
     with torch.no_grad():
-        assert torch.equal(module.forward(indices, offsets, None), tbe.forward(indices, offsets))
+        assert torch.equal(forward(module, indices, offsets), tbe.forward(indices, offsets))
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 0.2), (0.5, 0.5)])

@@ -94,7 +94,7 @@ class BackwardFinisher:
         if self._backwards and torch._C._current_graph_task_id() < 0:
             self._backwards.clear()
             for kernel in self._unfinished:
-                kernel.zero_grad()
+                kernel.deferred.drop()
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -107,7 +107,7 @@ class BackwardFinisher:
         """Adds up the dense gradients of all ranks in one all-reduce, and hands out their mean."""
         if not self._replicas:
             return
-        given = [replicas.kernel.take_dense_gradients() for replicas in self._replicas]
+        given = [replicas.kernel.deferred.take_dense() for replicas in self._replicas]
         flat = [part for parts in given for part in parts]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
         comm.all_reduce(self._env, "add up gradients of replicated tables", buffer).wait()
@@ -171,11 +171,11 @@ class DeferredUpdates:
 
     def step(self) -> None:
         """Applies the gradients to the tables and drops them; without any it does nothing."""
-        if not (self._arrived or any(kernel.has_gradients for kernel in self._kernels)):
+        if not (self._arrived or any(kernel.deferred.exist for kernel in self._kernels)):
             return
         self._columns.apply()
         for kernel in self._kernels:  # those of column splits have nothing left
-            kernel.step()
+            kernel.deferred.step()
         for replicas in self._replicas:
             replicas.step()
         self.zero_grad()
@@ -183,7 +183,7 @@ class DeferredUpdates:
     def zero_grad(self) -> None:
         """Drops the gradients."""
         for kernel in self._kernels:
-            kernel.zero_grad()
+            kernel.deferred.drop()
         for replicas in self._replicas:
             replicas.held = None
         self._arrived = False
@@ -199,7 +199,7 @@ class DeferredUpdates:
         Args:
             norm_type: which norm.
         """
-        values = [values for kernel in self._kernels for values in kernel.gradient_values]
+        values = [values for kernel in self._kernels for values in kernel.deferred.values]
         if self._env.rank == 0:  # every rank holds the same of replicated tables
             values.extend(self._replicated())
         return power_sum(values, norm_type, self.device)
@@ -223,7 +223,7 @@ class DeferredUpdates:
         return (replicas.held[0] for replicas in self._replicas if replicas.held is not None)
 
     def _values(self) -> Iterator[Tensor]:
-        of_lookups = (values for kernel in self._kernels for values in kernel.gradient_values)
+        of_lookups = (values for kernel in self._kernels for values in kernel.deferred.values)
         return itertools.chain(of_lookups, self._replicated())
 
 
@@ -243,13 +243,13 @@ class _Replicas:
         self.held: list[Tensor] | None = None
 
     def receive(self, gradients: list[Tensor]) -> None:
-        """Takes the gradients of all ranks, as ``take_dense_gradients`` has them."""
+        """Takes the gradients of all ranks, as ``take_dense`` has them."""
         if self.settings.optimizer is None:
             grads = self.kernel.layout.table_views(gradients[0])
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 _accumulate_grad(parameter, grad)
         elif not self.settings.deferred:
-            self.kernel.step_dense(*gradients)
+            self.kernel.deferred.step_dense(*gradients)
         elif self.held is None:
             self.held = gradients
         else:
@@ -258,7 +258,7 @@ class _Replicas:
     def step(self) -> None:
         """Applies what is held."""
         if self.held is not None:
-            self.kernel.step_dense(*self.held)
+            self.kernel.deferred.step_dense(*self.held)
 
 
 def _accumulate_grad(parameter: nn.Parameter, grad: Tensor) -> None:
@@ -322,7 +322,7 @@ class _ColumnSplits:
             return
         env = self._env
         empty = torch.zeros(0, dtype=torch.float32, device=self._device)
-        statistics = [kernel.row_statistics() for kernel in self.kernels]
+        statistics = [kernel.deferred.row_statistics() for kernel in self.kernels]
         partials = [  # several column parts on one rank count as one
             statistics[parts[0][0]][parts[0][1]]
             if len(parts) == 1
@@ -346,7 +346,7 @@ class _ColumnSplits:
             for k, i in parts:
                 moments[k][i] = total_K / dim
         for kernel, moments_TK in zip(self.kernels, moments, strict=True):
-            kernel.step(moments_TK)
+            kernel.deferred.step(moments_TK)
 
     def _find_shared(
         self, groups: Sequence[LookupGroup], layout: Layout

@@ -1,0 +1,210 @@
+"""DEFERRED mode: what backward leaves of the gradients of tables, until a step applies it.
+
+Shape suffixes: T tables, K touched rows, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.row_update import row_statistic
+from recsys.kernels.tbe_torch import (
+    Batch,
+    RowGradients,
+    RowStatistics,
+    TorchKernel,
+    merge_row_gradients,
+    put_rows,
+    rows_per_table,
+    split_by_table,
+)
+
+__all__ = ["DeferredGradients"]
+
+
+@final
+class DeferredGradients:
+    """The gradients of one lookup's tables; they add up over backward passes.
+
+    Args:
+        kernel: What computes and applies them.
+        keeps_batch: Keep what a backward pass was given until the step, which can then be fused.
+            The memory of the batch's ids must be left alone until then.
+    """
+
+    def __init__(self, kernel: TorchKernel, *, keeps_batch: bool) -> None:
+        self.keeps_batch = keeps_batch
+        self._kernel, self._layout = kernel, kernel.layout
+        # what backward left, as it came (one pass only) or reduced to rows
+        self._held: tuple[Tensor, Batch] | None = None
+        self._pending: list[RowGradients] | None = None
+        self._statistics: list[RowStatistics] = []
+        self._ids_of_tables: list[int] | None = None  # of what was left, where known
+
+    @property
+    def exist(self) -> bool:
+        """Whether a backward pass has left any since the last step."""
+        return self._held is not None or self._pending is not None
+
+    @property
+    def by_table(self) -> list[RowGradients] | list[None]:
+        """Per table (rows [K] ascending, grads [K, D] fp32); None before the first backward."""
+        self._reduce()
+        if self._pending is None:
+            return [None] * len(self._layout.tables)
+        return split_by_table(self._layout, self._pending)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """[K, D] fp32 per dim, without the rows; live, so that it can be scaled."""
+        self._reduce()
+        return [grads for _, grads in self._pending or ()]
+
+    def add(
+        self,
+        grad: Tensor,
+        batch: Batch,
+        trained: Sequence[bool],
+        ids_of_tables: Sequence[int] | None,
+    ) -> None:
+        """Called by backward.
+
+        Args:
+            grad: Of the output.
+            batch: What was looked up.
+            trained: [T] whether each table takes its gradient.
+            ids_of_tables: [T] ids that read each, where the host knows them.
+        """
+        known = self._ids_of_tables if self.exist else [0] * len(self._layout.tables)
+        if known is not None and ids_of_tables is not None and all(trained):
+            self._ids_of_tables = [a + b for a, b in zip(known, ids_of_tables, strict=True)]
+        else:  # it is known only if it is of all batches
+            self._ids_of_tables = None
+        self._reduce()
+        if all(trained):
+            self._held = (grad, batch)
+            if not self.keeps_batch:
+                self._reduce()
+        else:
+            fresh = self._kernel.row_gradients(grad, batch)
+            self._collect(self._kernel.drop_frozen(fresh, trained))
+
+    def row_statistics(self) -> list[Tensor]:
+        """Per table [K], `row_statistic` of its row gradients, see `RowGradients`.
+
+        Raises:
+            ValueError: The optimizer has no such statistic.
+        """
+        layout, optimizer = self._layout, self._kernel.optimizer
+        assert optimizer is not None
+        if self._held is not None and self._kernel.takes_row_moments:
+            self._statistics = self._kernel.row_statistics(*self._held)
+        else:
+            self._reduce()
+            groups = zip(layout.groups, self._pending or (), strict=False)
+            self._statistics = [
+                (rows, row_statistic(optimizer, grads, group.matrix(self._kernel.storage), rows))
+                for group, (rows, grads) in groups
+            ]
+        found = [torch.empty(0, device=layout.device)] * len(layout.tables)
+        if not self._statistics:
+            return found
+        ids = self._ids_of_tables
+        if layout.device.type == "cuda" and ids is not None:  # there is an entry per id
+            sizes = [[ids[table] for table in group.tables] for group in layout.groups]
+        else:
+            sizes = rows_per_table(layout, self._statistics)
+        for group, (_, statistic), of_table in zip(
+            layout.groups, self._statistics, sizes, strict=True
+        ):
+            for table, part in zip(group.tables, statistic.split(of_table), strict=True):
+                found[table] = part
+        return found
+
+    def take_dense(self) -> list[Tensor]:
+        """Return the gradient of the whole storage, and forget it.
+
+        Returns:
+            [elements of all tables] fp32, laid out as the storage; and, where the optimizer
+            `moves_without_gradient`, [rows of all tables] fp32, 1 for each row with a gradient.
+        """
+        layout, optimizer = self._layout, self._kernel.optimizer
+        assert optimizer is not None
+        counts_rows = optimizer.moves_without_gradient
+        if self._held is not None and self._pending is None and not counts_rows:
+            held, self._held = self._held, None
+            return [self._kernel.dense_gradients(*held)]
+        self._reduce()
+        summed = torch.zeros(layout.num_elements, device=layout.device)
+        touched = torch.zeros(layout.num_rows if counts_rows else 0, device=layout.device)
+        for group, (rows, grads) in zip(layout.groups, self._pending or (), strict=False):
+            put_rows(group.matrix(summed), rows, grads)
+            if counts_rows:
+                group.rows(touched).index_fill_(0, rows, 1.0)
+        self._pending = None
+        return [summed, touched] if counts_rows else [summed]
+
+    def step_dense(self, summed: Tensor, touched: Tensor | None = None) -> None:
+        """Apply the tables' optimizer to what `take_dense` returned.
+
+        Args:
+            summed: [elements of all tables], such as the mean over replicas.
+            touched: [rows of all tables]; rows with 0 keep weights and optimizer state. Needed
+                where the optimizer `moves_without_gradient`.
+        """
+        if touched is None:
+            self._kernel.apply_dense(summed)
+            return
+        if touched.is_cuda:
+            self._kernel.apply_touched(summed, touched)
+            self.drop()
+            return
+        self._held, self._pending = None, []
+        for group in self._layout.groups:
+            rows = group.rows(touched).nonzero().squeeze(1)
+            self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
+        self.step()
+
+    def step(self, row_moments: Sequence[Tensor] | None = None) -> None:
+        """Apply the tables' optimizer to the row gradients, and drop them.
+
+        Args:
+            row_moments: Per table [K], aligned with `row_statistics`: the mean of g*g over all
+                columns of a row, for row-wise optimizers on tables split by columns. None:
+                computed here.
+        """
+        grouped = None
+        if row_moments is not None:
+            grouped = [
+                torch.cat([row_moments[t] for t in group.tables]) for group in self._layout.groups
+            ]
+        if grouped is not None and self._held is not None and self._statistics:
+            self._kernel.update_by_moments(*self._held, self._statistics, grouped)
+        else:
+            self._reduce()
+            if self._pending is not None:
+                self._kernel.apply(self._pending, grouped)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        self._held = self._pending = self._ids_of_tables = None
+        self._statistics = []
+
+    def _reduce(self) -> None:
+        """Adds what is held to the row gradients."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._collect(self._kernel.row_gradients(*held))
+
+    def _collect(self, fresh: list[RowGradients]) -> None:
+        if self._pending is not None:
+            fresh = [
+                merge_row_gradients(old, new, group.num_rows)
+                for group, old, new in zip(self._layout.groups, self._pending, fresh, strict=True)
+            ]
+        self._pending = fresh
