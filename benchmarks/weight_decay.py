@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from recsys.datasets.movielens import MovieLens, load_movielens
 from recsys.metrics import auc
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import apply_optimizer_in_backward
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from movielens.data import MovieLens, load_movielens
 
 DECAYS = (0.0, 1e-4, 1e-3, 1e-2)
 OWNERS = ("attached", "stepped")

@@ -1,19 +1,23 @@
 """The data sets of the DLRM example, seen alike."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from recsys.datasets.criteo import CriteoDataset
-from recsys.datasets.movielens import MovieLens, load_movielens
 from recsys.datasets.random import RandomRecDataset
 from recsys.datasets.utils import Batch
 from recsys.distributed.types import ShardingEnv
 from recsys.metrics import auc, log_loss, normalized_entropy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from movielens.data import MovieLens, load_movielens
 
 
 class TrainBatches(Iterable[Batch], Protocol):

@@ -5,6 +5,7 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 
-from recsys.datasets.movielens import MovieLens, load_movielens
 from recsys.metrics import auc, log_loss, normalized_entropy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from movielens.data import MovieLens, load_movielens
 
 
 def one_hot(data: MovieLens, rows: NDArray[np.int64]) -> sparse.csr_matrix:

@@ -11,6 +11,7 @@ large corpus item recommendations", RecSys 2019). It also runs on one process wi
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.datasets.movielens import MovieLens, MovieLensBatches, load_movielens
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -27,6 +27,9 @@ from recsys.modules.mlp import MLP
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from recsys.sparse import KeyedJaggedTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from movielens.data import MovieLens, MovieLensBatches, load_movielens
 
 USER = {"user_id": ["user_id"], "occupation": ["occupation"], "zip": ["zip"], "seen": ["history"]}
 FILM = {"item_id": ["item_id"], "year": ["year"], "genres": ["genres"]}

@@ -471,11 +471,10 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.datasets.criteo", "recsys.datasets.rows", "criteo_kaggle, criteo_terabyte"),
     ("torchrec.datasets.criteo", "recsys.datasets.utils", "PATH_MANAGER_KEY"),
-    ("torchrec.datasets.movielens", "recsys.datasets.rows", "movielens_20m, movielens_25m"),
     (
         "torchrec.datasets.movielens",
-        "recsys.datasets.movielens_files",
-        "DEFAULT_MOVIES_COLUMN_NAMES, DEFAULT_RATINGS_COLUMN_NAMES",
+        "recsys.datasets.rows",
+        "DEFAULT_MOVIES_COLUMN_NAMES, DEFAULT_RATINGS_COLUMN_NAMES, movielens_20m, movielens_25m",
     ),
     ("torchrec.datasets.random", "recsys.datasets.random", "RandomRecDataset"),
     ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch, PATH_MANAGER_KEY"),

@@ -1,9 +1,10 @@
 """Readers of recommendation data that give batches of dense features, jagged ids and labels.
 
-``utils`` says what a batch is and how ranks share one; ``random`` makes batches up, ``movielens``
-and ``criteo`` read real ones. Nothing here needs a process group: a reader is told its rank.
+``utils`` says what a batch is and how ranks share one; ``random`` makes batches up, ``criteo``
+reads real ones and ``rows`` single lines. Nothing needs a process group: a reader is told its rank.
 """
 
-from recsys.lazy import lazy_names
+from recsys.lazy import lazy_names, moved_modules
 
 __getattr__ = lazy_names(__name__, {})
+moved_modules(__name__, {"movielens_files": "rows"}, "0.3")

@@ -1,6 +1,6 @@
 """Public data sets row by row, as dicts: for looking at them, and for preparing others.
 
-`CriteoDataset` and `MovieLensDataset` give batches, and are the faster way to train.
+`CriteoDataset` gives batches, and is the faster way to train.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any, final
 from torch.utils.data import IterableDataset
 
 from recsys.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_COLUMN_NAMES
-from recsys.datasets.movielens_files import (
-    DEFAULT_MOVIES_COLUMN_NAMES,
-    DEFAULT_RATINGS_COLUMN_NAMES,
-)
 
 RowMapper = Callable[[list[str]], Any]
 """From the fields of a line to what is given out for it."""
+
+DEFAULT_RATINGS_COLUMN_NAMES: list[str] = ["userId", "movieId", "rating", "timestamp"]
+DEFAULT_MOVIES_COLUMN_NAMES: list[str] = ["movieId", "title", "genres"]
 
 _MOVIELENS_COLUMNS = [*DEFAULT_RATINGS_COLUMN_NAMES, *DEFAULT_MOVIES_COLUMN_NAMES[1:]]
 _MOVIELENS_TYPES: dict[str, Callable[[str], Any]] = {

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from movielens.data import build_movielens
+from movielens.features import DENSE_NAMES, LIKED, SPARSE_NAMES, past_of
 
-from recsys.datasets.movielens import build_movielens
-from recsys.datasets.movielens_features import DENSE_NAMES, LIKED, SPARSE_NAMES, past_of
-from tests.datasets.movielens_case import made_up_files
+from tests.examples.movielens.case import made_up_files
 
 FILES = made_up_files()
 

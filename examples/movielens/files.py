@@ -14,9 +14,6 @@ from typing import NoReturn, final
 import numpy as np
 from numpy.typing import NDArray
 
-DEFAULT_RATINGS_COLUMN_NAMES: list[str] = ["userId", "movieId", "rating", "timestamp"]
-DEFAULT_MOVIES_COLUMN_NAMES: list[str] = ["movieId", "title", "genres"]
-
 GENRES_100K = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
     "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi",

@@ -1,0 +1,1 @@
+"""MovieLens as samples for training, for the examples."""
