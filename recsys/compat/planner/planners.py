@@ -38,6 +38,7 @@ from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.strategies import placement
 from recsys.distributed.planner import enumerators, partitioners, planners, types
 from recsys.distributed.planner import topology as topologies
+from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.shard_estimators import ShardEstimator
@@ -204,7 +205,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         """
         if sharders is None:
             sharders = get_default_sharders()
-        pg = planners.planning_ranks(pg)
+        pg = planning_ranks(pg)
         if pg is None:
             return self.plan(module, sharders)
         if not self._tries_proposals:
@@ -215,7 +216,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
                 self._tell_stats(module, sharders, plan, _Tried(started))
             return plan
         self._agreed_tables(module, sharders, pg)
-        chosen = planners.made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
+        chosen = made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
         self._take_memory(module, sharders)
         return self._rated_plan(module, sharders, chosen)
 
@@ -269,10 +270,10 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
                 constraints=self._constraints or None,
             )
 
-    def _rooms(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
+    def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Returns the memory of each rank that is free for tables."""
         if self._reserved is None:
-            return super()._rooms(module, tables)
+            return super()._budgets(module, tables)
         on_cpu = self._topology.compute_device == "cpu"
         free = [device.storage for device in self._reserved.devices]
         return [Bytes(left.ddr if on_cpu else left.hbm, left.ddr) for left in free]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recsys.distributed.planner import topology as ours
@@ -128,12 +127,3 @@ class Topology(ours.Topology):
             )
             for rank, of in enumerate(self.hardware)
         ]
-
-    def __getstate__(self) -> tuple[object, Sequence[DeviceHardware]]:
-        """What copies and pickles hold: devices included."""
-        return super().__getstate__(), self.devices
-
-    def __setstate__(self, state: tuple[object, Sequence[DeviceHardware]]) -> None:
-        fields, devices = state
-        super().__setstate__(fields)  # type: ignore[misc]
-        self.__dict__["devices"] = devices

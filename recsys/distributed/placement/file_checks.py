@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeGuard
 
 from recsys.kernels.arguments import repeated, whole
@@ -103,6 +104,54 @@ def members_of(
             f"{', '.join(missing)}.{hint and f' {hint}'}"
         )
     return members
+
+
+def read_members(
+    subject: str,
+    value: object,
+    required: Mapping[str, Callable[[str, object], object]],
+    optional: Mapping[str, Callable[[str, object], object]] = MappingProxyType({}),
+    hint: str = "",
+) -> dict[str, Any]:
+    """Returns what an object says, each member as its reader has it; absent ones are left out.
+
+    Args:
+        subject: how errors call the object.
+        value: what should be one.
+        required: a reader for each key that must be there: it takes how errors call the member, and
+            the member, and returns what it means.
+        optional: likewise for keys that may be.
+        hint: how to come by the missing ones.
+
+    Raises:
+        ValueError: if a key is unknown or missing, or a reader says so.
+        TypeError: if it is no object, or a reader says so.
+
+    Example:
+        >>> read_members("Tables file: table 't'", {"rows": 5}, {"rows": whole_of})
+        {'rows': 5}
+    """
+    members = members_of(subject, value, [*required], [*optional], hint)
+    readers = {**required, **optional}
+    return {
+        key: read(f"{subject}: {key}", members[key])
+        for key, read in readers.items()
+        if key in members
+    }
+
+
+def check_format(subject: str, value: object, known: int) -> int:
+    """Returns the format of a file.
+
+    Raises:
+        ValueError: if it is not the one that is known.
+    """
+    if value != known:
+        raise ValueError(
+            f"{subject} must be {known}; received {value!r}. Files of a later format need a later "
+            "version of recsys."
+        )
+    return known
 
 
 def object_of(subject: str, value: object) -> Mapping[str, Any]:

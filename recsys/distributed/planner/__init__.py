@@ -4,8 +4,8 @@ To be read in this order:
 
 - the machine: ``hardware`` (one rank), ``measured`` (speeds that were measured), ``presets``
   (machines by name), ``topology_json`` (files), ``topology`` (all ranks);
-- what is placed: ``types`` (demands), ``pooling_stats`` (ids), ``tables``, ``model_tables`` (of a
-  model), ``tables_file`` (of a file);
+- what is placed: ``types`` (constraints), ``pooling_stats`` (ids), ``tables``, ``model_tables`` (of
+  a model), ``tables_file`` (of a file);
 - what a placement costs: ``costs`` (time), ``storage`` (memory), ``options`` and ``option_lister``
   (all ways to place a table); ``shard_estimators`` and ``enumerators`` are for costs and options of
   a user's own;
@@ -13,8 +13,9 @@ To be read in this order:
   ``placement`` (what it is asked and answers), ``shard_arrays``, ``bounds``, ``assignment``,
   ``local_search``, ``exact`` and ``search``; ``partitioners`` is for one of a user's own;
 - the planner: ``agreement`` (of ranks), ``rating`` (what it knows of a plan), ``planners``;
-- explanations: ``what_if`` and ``alternatives`` (plans that are not), ``misfit`` (when nothing
-  fits), ``explanation``, ``report`` and ``report_html``.
+- reports: ``advice`` (why tables do not fit, and what would help), ``alternatives`` (one table
+  placed another way), ``explanation`` (the facts), ``report`` and ``report_html`` (as text, as a
+  page), ``words``.
 """
 
 from recsys.distributed.planner.custom_topology import CustomTopologyData

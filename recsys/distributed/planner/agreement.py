@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -11,10 +12,12 @@ from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import PlannerError
 from recsys.distributed.ranks.agreement import Facts, agree, differs, stable
+from recsys.distributed.ranks.comm import broadcast_object
 
 _CAPS = ("hbm_cap", "ddr_cap", "ssd_cap")
 _ALIKE = 0.05  # share by which hosts that are alike differ in the memory that they report
 _STAGE = "plan the model"
+_T = TypeVar("_T")
 
 
 def facts_of(
@@ -87,3 +90,30 @@ def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology
             if abs(size - sizes[0]) > _ALIKE * sizes[0]:
                 text = differs(_STAGE, rank, f"topology.{cap}", str(sizes[0]), str(size))
                 raise PlannerError(text)
+
+
+def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the ranks that plan together, all if None is given; None if this one is alone."""
+    if pg is None and dist.is_available() and dist.is_initialized():
+        pg = dist.group.WORLD
+    return None if pg is None or dist.get_world_size(pg) == 1 else pg
+
+
+def made_by_rank_0(pg: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+    """Returns what ``make`` returns on rank 0, or raises its error, on every rank.
+
+    Args:
+        pg: the ranks.
+        make: is called on rank 0 alone.
+    """
+    answer: _T | Exception | None = None
+    if dist.get_rank(pg) == 0:
+        try:
+            answer = make()
+        except Exception as error:  # raised below, on every rank
+            answer = error
+    answer = broadcast_object(pg, "take the plan of rank 0", answer)
+    if isinstance(answer, Exception):
+        raise answer
+    assert answer is not None
+    return answer

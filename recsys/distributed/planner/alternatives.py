@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import final
 
 import numpy as np
 
 from recsys.distributed.placement.plan import ShardingType
+from recsys.distributed.planner.advice import problem_of
 from recsys.distributed.planner.assignment import Assignment
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import Problem, Ranks
@@ -76,19 +77,14 @@ def alternatives(
 
 def _ranks_without(rating: Rating, table: RatedTable) -> Ranks:
     """Returns the ranks as a plan fills them, without one table."""
+    problem = problem_of(rating.topology, rating.budgets, [])
     kinds = rating.topology.kinds
     loads = [cost.total for cost in rating.costs]
     used = [stored.total for stored in rating.storage]
     for rank, shard in table.shards():
         loads[rank] = max(loads[rank] - shard.cost_ms[kinds[rank]], 0.0)
         used[rank] = used[rank].minus(shard.memory)
-    return Ranks(
-        memory_caps=[(max(room.device, 0), max(room.host, 0)) for room in rating.rooms],
-        kinds=kinds,
-        node_size=rating.topology.local_size,
-        base_ms=loads,
-        base_memory=used,
-    )
+    return replace(problem.ranks, base_ms=loads, base_memory=used)
 
 
 def _order(alternative: Alternative) -> tuple[int, float, float]:

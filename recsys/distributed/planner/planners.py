@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,15 @@ from recsys.distributed.placement.strategies import (
     check_plan_paths,
     parameter_sharding,
 )
-from recsys.distributed.planner.agreement import check_agreement, facts_of
+from recsys.distributed.planner.advice import Misfit, check_fits, problem_of, unconstrained
+from recsys.distributed.planner.agreement import (
+    check_agreement,
+    facts_of,
+    made_by_rank_0,
+    planning_ranks,
+)
 from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
-from recsys.distributed.planner.misfit import Misfit, check_fits
 from recsys.distributed.planner.model_tables import check_kernels, tables_of
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
@@ -47,11 +51,12 @@ from recsys.distributed.planner.types import (
     PlannerErrorType,
     StorageReservation,
 )
-from recsys.distributed.planner.what_if import problem_of
 from recsys.distributed.ranks.agreement import Facts
-from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.ranks.construction import no_collection
 from recsys.distributed.sharder import ModuleSharder
+
+_Answer: TypeAlias = tuple[list[TableOption], tuple[Bytes, ...], Placement | None]
+"""What rank 0 tells the others, who know the tables: the option of each, memory, and the search."""
 
 _INSTEAD = {
     "proposer": "All options of all tables are weighed together, so that nothing has to be "
@@ -79,12 +84,12 @@ class EmbeddingShardingPlanner:
         partitioner: what chooses options and ranks, in place of the planner's own search.
         performance_model: must be None: a plan is as good as its slowest rank.
         stats: must be None: the plan says what it costs.
-        constraints: demands by table name.
+        constraints: by table name.
         timeout_seconds: how long the search may take; the best plan found until then is returned.
         pooling_stats: what a sample of batches says of ids; constraints say it better.
         batches_in_flight: batches whose ids a rank holds at a time: 1 without a train pipeline, 2
             or 3 with one.
-        estimator: what changes the planner's costs and storage of parts of tables.
+        estimator: what changes the planner's costs and storage of shards of tables.
 
     Raises:
         ValueError: if an argument is out of range, or what must be None is not.
@@ -120,43 +125,15 @@ class EmbeddingShardingPlanner:
         batches_in_flight: int = 1,
         estimator: ShardEstimator | None = None,
     ) -> None:
-        unused = {"proposer": proposer, "performance_model": performance_model, "stats": stats}
-        for name, value in unused.items():
-            if value is not None:
-                raise ValueError(
-                    f"EmbeddingShardingPlanner.{name} must be None; received a "
-                    f"{type(value).__name__}. {_INSTEAD[name]}, or import the planner from "
-                    "recsys.compat.planner, which runs what was written for TorchRec."
-                )
-        _check_types(
-            enumerator=enumerator,
-            storage_reservation=storage_reservation,
-            partitioner=partitioner,
-            estimator=estimator,
-            topology=topology,
-            batch_size=batch_size,
-            constraints=constraints,
-            timeout_seconds=timeout_seconds,
-            pooling_stats=pooling_stats,
-            batches_in_flight=batches_in_flight,
-        )
+        _check_arguments(locals())
         topology = _agreed(enumerator, "topology", topology)
         batch_size = _agreed(enumerator, "batch_size", batch_size)
-        constraints = _agreed(enumerator, "constraints", constraints)
+        _check_arguments({"batch_size": batch_size})
         self._topology = topology or _default_topology()
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(
-                f"EmbeddingShardingPlanner.batch_size must be at least 1; received {batch_size}."
-            )
-        if batches_in_flight < 1:
-            raise ValueError(
-                "EmbeddingShardingPlanner.batches_in_flight must be at least 1; received "
-                f"{batches_in_flight}."
-            )
         self._batch_size = batch_size or BATCH_SIZE
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._enumerator = enumerator
-        self._constraints = dict(constraints or {})
+        self._constraints = dict(_agreed(enumerator, "constraints", constraints) or {})
         self._partitioner = partitioner
         self._timeout_seconds = timeout_seconds
         self._pooling_stats = _agreed(enumerator, "pooling_stats", pooling_stats)
@@ -190,18 +167,16 @@ class EmbeddingShardingPlanner:
         own: list[Rating] = []  # of rank 0
 
         def answer() -> _Answer:
-            own.append(self._rated(module, sharders, tables))
-            return _answer_of(own[0])
+            rating = self._rated(module, sharders, tables)
+            own.append(rating)
+            return [of.option for of in rating.tables], rating.budgets, rating.placement
 
-        options, rooms, placement = made_by_rank_0(pg, answer)
+        options, budgets, placement = made_by_rank_0(pg, answer)
         if own:
             return self._plan_of(own[0])
-        rated = [
-            RatedTable(table=table, option=option, ranks=tuple(choice.ranks))
-            for table, option, choice in zip(tables, options, placement.choices, strict=True)
-        ]
-        undemanded = self._undemanded(module, sharders)
-        return self._plan_of(self._rating(rated, rooms, placement, undemanded))
+        assert placement is not None
+        rated = _rated_tables(tables, options, placement)
+        return self._plan_of(self._rating(module, sharders, rated, budgets, placement))
 
     def _agreed_tables(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], pg: dist.ProcessGroup
@@ -250,9 +225,9 @@ class EmbeddingShardingPlanner:
         with no_collection():
             listed = self._listed(module, sharders, tables)
             tables = [table for table, _ in listed]
-            rooms = self._rooms(module, tables)
-            options = [options for _, options in listed]
-            problem = problem_of(self._topology, rooms, options)
+            budgets = self._budgets(module, tables)
+            options = [of_table for _, of_table in listed]
+            problem = problem_of(self._topology, budgets, options)
         try:
             if self._partitioner is None:
                 placement = search(problem, time_limit=self._timeout_seconds)
@@ -262,24 +237,16 @@ class EmbeddingShardingPlanner:
             raise Misfit(
                 topology=self._topology,
                 lister_on=self._lister_on,
-                tables=tuple(tables),
+                tables=tables,
                 options=options,
-                rooms=tuple(rooms),
-                demands=self._constraints,
+                budgets=budgets,
+                constraints=self._constraints,
                 tables_under=functools.partial(self._tables, module, sharders),
                 is_custom=self._is_custom,
             ).error(error) from None
-        rated = [
-            RatedTable(
-                table=table,
-                option=of_table[choice.option],
-                ranks=tuple(choice.ranks),
-                options=tuple(of_table),
-            )
-            for table, of_table, choice in zip(tables, options, placement.choices, strict=True)
-        ]
-        undemanded = self._undemanded(module, sharders)
-        return self._rating(rated, rooms, placement, undemanded)
+        chosen = [of[choice.option] for of, choice in zip(options, placement.choices, strict=True)]
+        rated = _rated_tables(tables, chosen, placement, options)
+        return self._rating(module, sharders, rated, budgets, placement)
 
     def _plan_of(self, rating: Rating) -> RatedPlan:
         plan = RatedPlan(rating=rating, made_for=self._made_for)
@@ -329,20 +296,16 @@ class EmbeddingShardingPlanner:
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
     ) -> Rating:
         tables = self._tables(module, sharders)
-        of_modules: dict[str, list[PlannedTable]] = {}
-        for table in tables:
-            of_modules.setdefault(table.path, []).append(table)
-        check_plan_paths(plan, of_modules)
+        paths = dict.fromkeys(table.path for table in tables)
+        check_plan_paths(plan, paths)
+        for path in paths:
+            check_plan_covers(path, plan.plan[path], [t.name for t in tables if t.path == path])
         rated = []
-        for path, of_module in of_modules.items():
-            entries = plan.plan[path]
-            check_plan_covers(path, entries, [table.name for table in of_module])
-            for table in of_module:
-                option, ranks = self._lister.option_of(table, entries[table.name])
-                rated.append(RatedTable(table=table, option=option, ranks=ranks))
+        for table in tables:
+            option, ranks = self._lister.option_of(table, plan.plan[table.path][table.name])
+            rated.append(RatedTable(table=table, option=option, ranks=ranks))
         check_kernels(module, sharders, plan, self._topology.compute_device)
-        undemanded = self._undemanded(module, sharders)
-        return self._rating(rated, self._rooms(module, tables), undemanded=undemanded)
+        return self._rating(module, sharders, rated, self._budgets(module, tables))
 
     @property
     def _made_for(self) -> PlanRanks:
@@ -373,50 +336,52 @@ class EmbeddingShardingPlanner:
     ) -> list[PlannedTable]:
         if self._enumerator is not None and constraints is None:
             return [table for table, _ in self._enumerator.enumerate(module, sharders)]
-        demands = self._constraints if constraints is None else constraints
         return tables_of(
             module,
             sharders,
-            demands,
+            self._constraints if constraints is None else constraints,
             self._topology.compute_device,
             batch_size=self._batch_size,
             pooling_stats=self._pooling_stats,
         )
 
-    def _undemanded(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-    ) -> tuple[PlannedTable, ...]:
-        """Returns the tables whose placement the user restricts, as if it were free."""
-        lifted = {
-            name: replace(demand, sharding_types=None, compute_kernels=None, cache_params=None)
-            for name, demand in self._constraints.items()
-            if demand.sharding_types is not None or demand.compute_kernels is not None
-        }
-        if not lifted:
-            return ()
-        tables = self._tables(module, sharders, {**self._constraints, **lifted})
-        return tuple(table for table in tables if table.name in lifted)
-
     def _rating(
         self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
         rated: Sequence[RatedTable],
-        rooms: Sequence[Bytes],
+        budgets: Sequence[Bytes],
         placement: Placement | None = None,
-        undemanded: tuple[PlannedTable, ...] = (),
     ) -> Rating:
         return Rating(
             topology=self._topology,
             batch_size=self._batch_size,
             tables=tuple(rated),
-            rooms=tuple(rooms),
+            budgets=tuple(budgets),
             lister=self._lister,
             placement=placement,
             batch=self._lister.storage.of_batch([table.table for table in rated]),
             is_custom=self._is_custom,
-            undemanded=undemanded,
+            unconstrained=self._unconstrained(module, sharders),
         )
 
-    def _rooms(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
+    def _unconstrained(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> tuple[PlannedTable, ...]:
+        """Returns the tables whose placement the user restricts, as if it were free."""
+        lifted = unconstrained(
+            {
+                name: of_table
+                for name, of_table in self._constraints.items()
+                if (of_table.sharding_types, of_table.compute_kernels) != (None, None)
+            }
+        )
+        if not lifted:
+            return ()
+        tables = self._tables(module, sharders, {**self._constraints, **lifted})
+        return tuple(table for table in tables if table.name in lifted)
+
+    def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Returns the memory of each rank that is free for tables."""
         batch = self._lister.storage.of_batch(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -459,13 +424,13 @@ class EmbeddingShardingPlanner:
         name = type(self._enumerator).__name__
         found = {(table.path, table.name): table.constraints for table in listed}
         for table in self._tables(module, sharders, self._constraints):
-            demands = found.get((table.path, table.name))
-            if demands is None:
+            constraints = found.get((table.path, table.name))
+            if constraints is None:
                 raise PlannerError(
                     f"{name}.enumerate must list every table; received none of table "
                     f"{table.name!r} of module {table.path!r}."
                 )
-            if self._constraints and demands != table.constraints:
+            if self._constraints and constraints != table.constraints:
                 raise PlannerError(
                     f"{name}.enumerate must list table {table.name!r} under the planner's "
                     f"constraints; received it under others. Give {name} the constraints, and "
@@ -478,15 +443,28 @@ class EmbeddingShardingPlanner:
                 f"{type(self._enumerator).__name__}.enumerate must list at least one option of "
                 f"every table; received none of table {table.name!r}."
             )
-        demands = table.constraints
-        types = [kind.value for kind in ShardingType]
+        asked, types = table.constraints, [kind.value for kind in ShardingType]
         return (
             f"Table {table.name!r} may only be sharded "
-            f"{', '.join(demands.sharding_types or types)} with compute "
-            f"kernel {', '.join(demands.compute_kernels or ['fused'])}, which is not supported "
+            f"{', '.join(asked.sharding_types or types)} with compute "
+            f"kernel {', '.join(asked.compute_kernels or ['fused'])}, which is not supported "
             f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
             f"{table.dim} values; sharding types are {', '.join(types)}."
         )
+
+
+def _rated_tables(
+    tables: Sequence[PlannedTable],
+    chosen: Sequence[TableOption],
+    placement: Placement,
+    options: Sequence[Sequence[TableOption]] | None = None,
+) -> list[RatedTable]:
+    """Returns where a placement puts the tables; ``options`` are those of each, if known."""
+    of_tables = zip(tables, chosen, placement.choices, options or [()] * len(tables), strict=True)
+    return [
+        RatedTable(table=table, option=option, ranks=tuple(choice.ranks), options=tuple(others))
+        for table, option, choice, others in of_tables
+    ]
 
 
 _TYPES: Mapping[str, tuple[type, str]] = {
@@ -505,24 +483,34 @@ _METHODS = {
 }
 
 
-def _check_types(**given: object) -> None:
-    """Raises TypeError if an argument that is given is not what it should be."""
-    for name, value in given.items():
-        subject = f"EmbeddingShardingPlanner.{name}"
-        received = f"received a {type(value).__name__}"
-        if name in _METHODS:
-            if value is not None and not callable(getattr(value, _METHODS[name], None)):
-                raise TypeError(f"{subject} must have a method {_METHODS[name]}; {received}.")
-            continue
-        kind, words = _TYPES[name]
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{subject} must be {words}; {received}.")
-        for table, demand in value.items() if isinstance(value, Mapping) else ():
-            if not isinstance(demand, ParameterConstraints):
-                raise TypeError(
-                    f"{subject}[{table!r}] must be ParameterConstraints; received a "
-                    f"{type(demand).__name__}."
-                )
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError if an argument that is given is not what it must be."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    owner = "EmbeddingShardingPlanner"
+    for name, instead in _INSTEAD.items():
+        if name in given:
+            raise ValueError(
+                f"{owner}.{name} must be None; received a {type(given[name]).__name__}. "
+                f"{instead}, or import the planner from recsys.compat.planner, which runs what was "
+                "written for TorchRec."
+            )
+    for name, method in _METHODS.items():
+        if name in given and not callable(getattr(given[name], method, None)):
+            raise _wrong_type(f"{owner}.{name}", f"have a method {method}", given[name])
+    for name, (kind, words) in _TYPES.items():
+        if name in given and not isinstance(given[name], kind):
+            raise _wrong_type(f"{owner}.{name}", f"be {words}", given[name])
+    for table, constraints in given.get("constraints", {}).items():
+        if not isinstance(constraints, ParameterConstraints):
+            subject = f"{owner}.constraints[{table!r}]"
+            raise _wrong_type(subject, "be ParameterConstraints", constraints)
+    for name in ("batch_size", "batches_in_flight"):
+        if given.get(name, 1) < 1:
+            raise ValueError(f"{owner}.{name} must be at least 1; received {given[name]}.")
+
+
+def _wrong_type(subject: str, rule: str, value: object) -> TypeError:
+    return TypeError(f"{subject} must {rule}; received a {type(value).__name__}.")
 
 
 def _agreed(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:
@@ -540,42 +528,6 @@ def _agreed(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | 
             f"beside {type(enumerator).__name__}. Give it to the enumerator alone."
         )
     return own
-
-
-_Answer = tuple[list[TableOption], tuple[Bytes, ...], Placement]
-"""What rank 0 tells the others, who know the tables: the option of each, memory, and the search."""
-
-
-def _answer_of(rating: Rating) -> _Answer:
-    assert rating.placement is not None
-    return [rated.option for rated in rating.tables], rating.rooms, rating.placement
-
-
-def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the ranks that plan together, all if None is given; None if this one is alone."""
-    if pg is None and dist.is_available() and dist.is_initialized():
-        pg = dist.group.WORLD
-    return None if pg is None or dist.get_world_size(pg) == 1 else pg
-
-
-def made_by_rank_0(pg: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
-    """Returns what ``make`` returns on rank 0, or raises its error, on every rank.
-
-    Args:
-        pg: the ranks.
-        make: is called on rank 0 alone.
-    """
-    answer: _T | Exception | None = None
-    if dist.get_rank(pg) == 0:
-        try:
-            answer = make()
-        except Exception as error:  # raised below, on every rank
-            answer = error
-    answer = broadcast_object(pg, "take the plan of rank 0", answer)
-    if isinstance(answer, Exception):
-        raise answer
-    assert answer is not None
-    return answer
 
 
 def _default_topology() -> Topology:

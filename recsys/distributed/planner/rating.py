@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -30,7 +30,7 @@ class RatedTable:
     Attributes:
         table: what is placed.
         option: how.
-        ranks: of the option's parts, in order.
+        ranks: of the option's shards, in order.
         options: all ways to place it that were weighed; none for a plan that was given.
     """
 
@@ -40,9 +40,9 @@ class RatedTable:
     options: tuple[TableOption, ...] = ()
 
     def shards(self) -> Iterator[tuple[int, Shards]]:
-        """Yields the rank of each part, and the part."""
-        alike = (part for part in self.option.shards for _ in range(part.count))
-        yield from zip(self.ranks, alike, strict=True)
+        """Yields the rank of each shard, and the shard."""
+        each = (shard for shard in self.option.shards for _ in range(shard.count))
+        yield from zip(self.ranks, each, strict=True)
 
     def is_placed_by(self, sharding: ParameterSharding) -> bool:
         """Returns whether a plan's entry still says what this does."""
@@ -55,8 +55,8 @@ class RatedTable:
         for shard in sharding.sharding_spec.shards:
             sizes[shard.rank] = sizes.get(shard.rank, 0) + math.prod(shard.shard_sizes)
         own: dict[int, int] = {}
-        for rank, part in self.shards():
-            own[rank] = own.get(rank, 0) + part.rows * part.cols
+        for rank, alike in self.shards():
+            own[rank] = own.get(rank, 0) + alike.rows * alike.cols
         return {rank: size for rank, size in sizes.items() if size} == own
 
 
@@ -69,34 +69,34 @@ class Rating:
         topology: the machine.
         batch_size: samples per rank and step.
         tables: where each is.
-        rooms: memory that is free for tables, per rank.
+        budgets: memory that is free for tables, per rank.
         lister: lists the ways to place a table.
         placement: what the search answered; None for a plan that was given.
         batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
-            ``rooms``.
+            ``budgets``.
         is_custom: whether the planner has an enumerator or a partitioner of the user's: what would
             come of changes is not known then.
-        undemanded: tables whose sharding types or kernels the user restricts, as if they were not.
+        unconstrained: tables whose sharding types or kernels the user restricts, as if they were
+            not.
     """
 
     topology: Topology
     batch_size: int
     tables: tuple[RatedTable, ...]
-    rooms: tuple[Bytes, ...]
+    budgets: tuple[Bytes, ...]
     lister: OptionLister
     placement: Placement | None = None
     batch: Storage = field(default_factory=Storage)
     is_custom: bool = False
-    undemanded: tuple[PlannedTable, ...] = ()
+    unconstrained: tuple[PlannedTable, ...] = ()
 
     @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:
         """Milliseconds of a step, per rank."""
-        costs = [Cost()] * self.topology.world_size
-        kinds = self.topology.kinds
+        costs, kinds = [Cost()] * self.topology.world_size, self.topology.kinds
         for table in self.tables:
-            for rank, part in table.shards():
-                costs[rank] = costs[rank].plus(part.costs[kinds[rank]])
+            for rank, shard in table.shards():
+                costs[rank] = costs[rank].plus(shard.costs[kinds[rank]])
         return tuple(costs)
 
     @functools.cached_property
@@ -104,16 +104,35 @@ class Rating:
         """Memory, per rank."""
         storage = [Storage()] * self.topology.world_size
         for table in self.tables:
-            for rank, part in table.shards():
-                storage[rank] = storage[rank].plus(part.storage)
+            for rank, shard in table.shards():
+                storage[rank] = storage[rank].plus(shard.storage)
         return tuple(storage)
+
+    @functools.cached_property
+    def memory(self) -> list[tuple[Bytes, Bytes]]:
+        """What tables take, and what is free for them, per rank."""
+        return [(used.total, free) for used, free in zip(self.storage, self.budgets, strict=True)]
+
+    @property
+    def pools(self) -> list[str]:
+        """The memory that tables take something of: the device's, and the host's if it is used."""
+        uses_host = any(used.host for used, _ in self.memory)
+        return [self.topology.compute_device, "host"][: 1 + uses_host]
+
+    def times_on(self, rank: int) -> list[tuple[float, RatedTable]]:
+        """Returns the milliseconds of each table that has a shard on a rank."""
+        kind = self.topology.kinds[rank]
+        return [
+            (shard.cost_ms[kind], table)
+            for table in self.tables
+            for owner, shard in table.shards()
+            if owner == rank
+        ]
 
     @property
     def step_ms(self) -> float:
         """Milliseconds of a step: its phases end together, each with the rank that is last."""
-        phases: list[float] = [
-            max(getattr(cost, part.name) for cost in self.costs) for part in fields(Cost)
-        ]
+        phases: list[float] = [max(of) for of in zip(*(c.parts for c in self.costs), strict=True)]
         return self.topology.slowest.step_ms + sum(phases)
 
     @functools.cached_property
@@ -184,17 +203,13 @@ class RatedPlan(ShardingPlan):
                 "planner.rate(module, sharders, plan) rates it."
             )
         rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
-        for path, tables in self.plan.items():
-            for name, sharding in tables.items():
-                known = rated.pop((path, name), None)
-                if known is None or not known.is_placed_by(sharding):
-                    self._refuse_edited(path, name)
-        for path, name in rated:
-            self._refuse_edited(path, name)
+        entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
+        for path, name in [*entries, *rated]:
+            table, entry = rated.get((path, name)), entries.get((path, name))
+            if table is None or entry is None or not table.is_placed_by(entry):
+                raise ValueError(
+                    f"A plan must be rated as it is; received one whose table {name!r} of module "
+                    f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
+                    "again."
+                )
         return self.rating
-
-    def _refuse_edited(self, path: str, name: str) -> None:
-        raise ValueError(
-            f"A plan must be rated as it is; received one whose table {name!r} of module {path!r} "
-            "was edited since. planner.rate(module, sharders, plan) rates it again."
-        )

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from recsys.distributed.placement.plan import format_table
-from recsys.distributed.planner.explanation import (
-    COST_PARTS,
-    Explanation,
-    TableFacts,
-    ms,
-    other_way,
-    percent,
-    size_of,
-    verdict,
-    way,
-)
+from recsys.distributed.planner.explanation import COST_PARTS, Explanation
 from recsys.distributed.planner.rating import Rating
+from recsys.distributed.planner.words import ms, percent, size_of
 
 _MOST_RANKS = 16
 _SLOWEST = 3
@@ -33,72 +24,62 @@ def report(explanation: Explanation) -> str:
             f"Ranks, in ms per step\n{_ranks(explanation.rating)}",
             "Tables, the longest first; below each, the two next best ways and what the slowest "
             "rank would take\nif this table alone went there, to the best ranks that were found\n"
-            f"{_tables(explanation)}",
+            + "\n".join(_tables(explanation)),
         ]
     )
 
 
-def _bullets(lines: list[str]) -> str:
+def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _gains(explanation: Explanation) -> Iterator[str]:
     now = explanation.rating.slowest_ms
     if explanation.gains:
-        lines = [
+        lines = (
             f"{gain.text}: {ms(gain.slowest_ms)} instead of {ms(now)} "
             f"(-{percent(1 - gain.slowest_ms / now)})."
             for gain in explanation.gains
-        ]
+        )
         yield f"What would gain most, each planned again by itself\n{_bullets(lines)}"
 
 
 def _ranks(rating: Rating) -> str:
-    totals = [cost.total for cost in rating.costs]
-    order = sorted(range(len(totals)), key=lambda rank: (-totals[rank], rank))
-    labels = {rank: "" for rank in range(len(totals))}
-    if len(order) > _MOST_RANKS:
-        fullest = max(order, key=lambda rank: rating.storage[rank].total.device)
-        labels = dict.fromkeys(order[:_SLOWEST], " slowest")
-        for rank, label in ((order[len(order) // 2], " median"), (order[-1], " fastest")):
-            labels[rank] = label
-        labels[fullest] = f"{labels.get(fullest, '')} fullest"
-    has_host = any(stored.total.host for stored in rating.storage)
+    labels = _labels(rating)
     rows = []
     for rank, label in labels.items():
-        cost, stored, room = rating.costs[rank], rating.storage[rank].total, rating.rooms[rank]
-        times = [f"{getattr(cost, part):.3f}" for part in COST_PARTS]
-        row = (f"{rank}{label}", *times, f"{cost.total:.3f}", size_of(stored.device))
-        row += (size_of(room.device - stored.device),)
-        if has_host:
-            row += (size_of(stored.host), size_of(room.host - stored.host))
-        rows.append(row)
-    head = ("rank", *COST_PARTS, "total", "memory", "free")
-    if has_host:
-        head += ("host memory", "free")
+        cost, (used, budget) = rating.costs[rank], rating.memory[rank]
+        row = [f"{rank}{label}", *(f"{ms:.3f}" for ms in (*cost.parts, cost.total))]
+        for pool in range(len(rating.pools)):
+            row += [size_of(used[pool]), size_of(budget[pool] - used[pool])]
+        rows.append(tuple(row))
+    memory = [("memory", "free"), ("host memory", "free")][: len(rating.pools)]
+    head = ("rank", *COST_PARTS, "total", *(name for pair in memory for name in pair))
     text = format_table(head, rows, numbers=range(1, len(head)))
-    left_out = len(order) - len(rows)
+    left_out = len(rating.costs) - len(rows)
     return f"{text}\n... and {left_out} more" if left_out else text
 
 
-def _tables(explanation: Explanation) -> str:
-    shown = explanation.tables[:_MOST_TABLES]
-    lines = [line for table in shown for line in _table(explanation, table)]
-    left_out = len(explanation.tables) - len(shown)
-    if left_out:
-        lines.append(f"... and {left_out} more")
-    return "\n".join(lines)
+def _labels(rating: Rating) -> dict[int, str]:
+    """Returns the ranks to show, each with what it is among many."""
+    totals = [cost.total for cost in rating.costs]
+    order = sorted(range(len(totals)), key=lambda rank: (-totals[rank], rank))
+    if len(order) <= _MOST_RANKS:
+        return dict.fromkeys(range(len(order)), "")
+    labels = dict.fromkeys(order[:_SLOWEST], " slowest")
+    labels |= {order[len(order) // 2]: " median", order[-1]: " fastest"}
+    fullest = max(order, key=lambda rank: rating.memory[rank][0].device)
+    labels[fullest] = f"{labels.get(fullest, '')} fullest"
+    return labels
 
 
-def _table(explanation: Explanation, table: TableFacts) -> Iterator[str]:
-    rated = table.rated
-    owned = rated.table
-    time = ms(table.busiest_ms)
-    if rated.option.num_ranks > 1:
-        time = f"at most {time} on one, {ms(table.work_ms)} on all together"
-    place = way(rated.option, rated.ranks, explanation.rating.topology.world_size)
-    memory = size_of(sum(table.memory))
-    yield f"{table.name}, {owned.rows:,} x {owned.dim}, {memory}: {place}, {time}"
-    slowest_ms = explanation.rating.slowest_ms
-    for other in explanation.others(table):
-        yield f"    {other_way(other, rated)}: {verdict(other, slowest_ms, table.work_ms)}"
+def _tables(explanation: Explanation) -> Iterator[str]:
+    for facts in explanation.tables[:_MOST_TABLES]:
+        table, time = facts.rated.table, ms(facts.busiest_ms)
+        if facts.rated.option.num_ranks > 1:
+            time = f"at most {time} on one, {ms(facts.work_ms)} on all together"
+        size = f"{table.rows:,} x {table.dim}, {size_of(sum(facts.memory))}"
+        yield f"{facts.name}, {size}: {facts.place}, {time}"
+        yield from (f"    {other}" for other in explanation.others(facts))
+    if len(explanation.tables) > _MOST_TABLES:
+        yield f"... and {len(explanation.tables) - _MOST_TABLES} more"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +21,7 @@ from recsys.distributed.planner.hardware import (
     Hardware,
     build_hardware,
     check_device,
+    hardware_table,
     per_rank,
 )
 from recsys.distributed.planner.measured import (
@@ -32,13 +35,12 @@ from recsys.distributed.planner.measured import (
     transfer_ms,
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
-from recsys.distributed.planner.topology_table import hardware_table
 from recsys.distributed.ranks.node import get_local_size
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
 
-@dataclass(frozen=True, init=False, repr=False, slots=True)
+@dataclass(frozen=True, init=False, repr=False)
 class Topology:
     """Ranks, their memory and the links between them.
 
@@ -92,10 +94,6 @@ class Topology:
     hardware: tuple[Hardware, ...]
     lookup: tuple[LookupPoint, ...]
     collectives: tuple[CollectivePoint, ...]
-    _kinds: tuple[int, ...] = field(compare=False)
-    _slowest: Hardware = field(compare=False)
-    _lookups: LookupTable | None = field(compare=False)
-    _collectives: CollectiveTable = field(compare=False)
 
     def __init__(
         self,
@@ -118,43 +116,40 @@ class Topology:
         step_ms: float | Sequence[float] = 0.0,
         custom_topology_data: CustomTopologyData | None = None,
     ) -> None:
+        numbers = {name: value for name, value in locals().items() if name in NUMBERS}
         check_device("Topology", compute_device)
         _check_size("world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
-        arguments = {
-            "hbm_cap": hbm_cap,
-            "ddr_cap": ddr_cap,
-            "ssd_cap": ssd_cap,
-            "hbm_mem_bw": hbm_mem_bw,
-            "ddr_mem_bw": ddr_mem_bw,
-            "ssd_mem_bw": ssd_mem_bw,
-            "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw,
-            "intra_host_bw": intra_host_bw,
-            "inter_host_bw": inter_host_bw,
-            "kernel_launch_ms": kernel_launch_ms,
-            "intra_host_latency_ms": intra_host_latency_ms,
-            "inter_host_latency_ms": inter_host_latency_ms,
-            "step_ms": step_ms,
-        }
-        given = {name: value for name, value in arguments.items() if value is not None}
         if custom_topology_data is not None:
-            given |= custom_topology_data.all_of(world_size)
-        if "hbm_cap" not in given:
-            given["hbm_cap"] = _device_bytes(compute_device)
-        if "ddr_cap" not in given:
-            given["ddr_cap"] = _host_bytes() // local_world_size
-        columns = {
-            name: per_rank("Topology", name, value, world_size) for name, value in given.items()
-        }
+            numbers |= custom_topology_data.all_of(world_size)
+        if numbers["hbm_cap"] is None:
+            numbers["hbm_cap"] = _device_bytes(compute_device)
         on_cpu = compute_device == "cpu"
         defaults = {
-            "intra_host_bw": tuple(bw / 4 if on_cpu else 3.0e8 for bw in columns["ddr_mem_bw"]),
-            "intra_host_latency_ms": (0.1 if on_cpu else 0.02,) * world_size,
-            "inter_host_latency_ms": (0.15 if on_cpu else 0.04,) * world_size,
+            "ddr_cap": _host_bytes() // local_world_size,
+            "intra_host_latency_ms": 0.1 if on_cpu else 0.02,
+            "inter_host_latency_ms": 0.15 if on_cpu else 0.04,
         }
-        columns = defaults | columns
-        hardware = build_hardware(compute_device, [""] * world_size, columns)
-        self._set(local_world_size, hardware, (), ())
+        given = defaults | {name: of for name, of in numbers.items() if of is not None}
+        columns = {name: per_rank("Topology", name, of, world_size) for name, of in given.items()}
+        memory_bw = columns["ddr_mem_bw"]
+        columns.setdefault("intra_host_bw", tuple(bw / 4 if on_cpu else 3.0e8 for bw in memory_bw))
+        self._set(local_world_size, build_hardware(compute_device, [""] * world_size, columns))
+
+    def _set(
+        self,
+        local_world_size: int,
+        hardware: Sequence[Hardware],
+        lookup: Sequence[LookupPoint] = (),
+        collectives: Sequence[CollectivePoint] = (),
+    ) -> None:
+        self.__dict__.update(
+            local_world_size=local_world_size,
+            hardware=tuple(hardware),
+            lookup=tuple(lookup),
+            collectives=tuple(collectives),
+        )
+        _ = self._lookups, self._collectives  # which refuse points that come twice
 
     @classmethod
     def from_hardware(
@@ -192,7 +187,7 @@ class Topology:
             )
         topology = cls.__new__(cls)
         local_world_size = _local_size(len(hardware), local_world_size)
-        topology._set(local_world_size, tuple(hardware), tuple(lookup), tuple(collectives))
+        topology._set(local_world_size, hardware, lookup, collectives)
         return topology
 
     @classmethod
@@ -246,26 +241,16 @@ class Topology:
             True
         """
         text, subject = read_source(source, "Topology file")
-        contents = topology_json.read(text, subject)
+        of_file = topology_json.read(text, subject)
         try:
-            return cls.from_hardware(
-                contents.hardware,
-                contents.local_world_size,
-                lookup=contents.lookup,
-                collectives=contents.collectives,
-            )
+            return cls.from_hardware(**of_file)
         except ValueError as error:
             raise ValueError(f"{subject}: {error}") from None
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the topology as JSON, and writes it to a file if a path is given."""
         text = topology_json.write(
-            topology_json.Contents(
-                local_world_size=self.local_world_size,
-                hardware=self.hardware,
-                lookup=self.lookup,
-                collectives=self.collectives,
-            )
+            self.hardware, self.local_world_size, lookup=self.lookup, collectives=self.collectives
         )
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -289,6 +274,16 @@ class Topology:
             collectives=self.collectives if collectives is None else collectives,
         )
 
+    def with_nodes(self, num_nodes: int) -> Self:
+        """Returns a topology with another number of nodes, alike in turn to those there are."""
+        ranks = range(num_nodes * self.local_world_size)
+        return self.from_hardware(
+            [self.hardware[rank % self.world_size] for rank in ranks],
+            self.local_world_size,
+            lookup=self.lookup,
+            collectives=self.collectives,
+        )
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -304,7 +299,7 @@ class Topology:
         """Number of nodes."""
         return self.world_size // self.local_world_size
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each rank a small number, from 0 on: ranks with equal hardware have the same.
 
@@ -312,67 +307,40 @@ class Topology:
             >>> Topology.preset(["A100-80", "A100-80", "H100", "H100"], 4).kinds
             (0, 0, 1, 1)
         """
-        return self._kinds
+        distinct = {rank: kind for kind, rank in enumerate(dict.fromkeys(self.hardware))}
+        return tuple(distinct[rank] for rank in self.hardware)
 
-    @property
+    @cached_property
     def slowest(self) -> Hardware:
         """What every rank has at least: least memory and bandwidth, most latency."""
-        return self._slowest
+        distinct = set(self.hardware)
+        worst = {
+            name: [(max if name.endswith("_ms") else min)(getattr(r, name) for r in distinct)]
+            for name in NUMBERS
+        }
+        return build_hardware(self.compute_device, [""], worst)[0]
 
-    @property
-    def hbm_cap(self) -> int:
-        """Bytes of device memory per rank, the least."""
-        return self._slowest.hbm_cap
+    @cached_property
+    def _lookups(self) -> LookupTable | None:
+        return LookupTable(self.lookup) if self.lookup else None
 
-    @property
-    def ddr_cap(self) -> int:
-        """Bytes of host memory per rank, the least."""
-        return self._slowest.ddr_cap
+    @cached_property
+    def _collectives(self) -> CollectiveTable:
+        return CollectiveTable(self.collectives)
 
-    @property
-    def ssd_cap(self) -> int:
-        """Bytes of disk per rank, the least."""
-        return self._slowest.ssd_cap
-
-    @property
-    def hbm_mem_bw(self) -> float:
-        """Device memory bandwidth in bytes per millisecond, the least."""
-        return self._slowest.hbm_mem_bw
-
-    @property
-    def ddr_mem_bw(self) -> float:
-        """Host memory bandwidth in bytes per millisecond, the least."""
-        return self._slowest.ddr_mem_bw
-
-    @property
-    def ssd_mem_bw(self) -> float:
-        """Disk bandwidth in bytes per millisecond, the least."""
-        return self._slowest.ssd_mem_bw
-
-    @property
-    def hbm_to_ddr_mem_bw(self) -> float:
-        """Bandwidth between device and host in bytes per millisecond, the least."""
-        return self._slowest.hbm_to_ddr_mem_bw
-
-    @property
-    def intra_host_bw(self) -> float:
-        """Bandwidth between ranks of a node in bytes per millisecond, the least."""
-        return self._slowest.intra_host_bw
-
-    @property
-    def inter_host_bw(self) -> float:
-        """Bandwidth between nodes in bytes per millisecond, the least."""
-        return self._slowest.inter_host_bw
-
-    @property
-    def memory_cap(self) -> int:
-        """Bytes per rank where tables live, the least: on device for "cuda", else on the host."""
-        return self._slowest.memory_cap
-
-    @property
-    def host_cap(self) -> int:
-        """Bytes of host memory per rank, the least."""
-        return self._slowest.ddr_cap
+    hbm_cap = property(attrgetter("slowest.hbm_cap"), doc="Bytes of device memory, the least.")
+    ddr_cap = property(attrgetter("slowest.ddr_cap"), doc="Bytes of host memory, the least.")
+    ssd_cap = property(attrgetter("slowest.ssd_cap"), doc="Bytes of disk, the least.")
+    hbm_mem_bw = property(attrgetter("slowest.hbm_mem_bw"), doc="Of device memory, the least.")
+    ddr_mem_bw = property(attrgetter("slowest.ddr_mem_bw"), doc="Of host memory, the least.")
+    ssd_mem_bw = property(attrgetter("slowest.ssd_mem_bw"), doc="Of disks, the least.")
+    hbm_to_ddr_mem_bw = property(
+        attrgetter("slowest.hbm_to_ddr_mem_bw"), doc="Between device and host, the least."
+    )
+    intra_host_bw = property(attrgetter("slowest.intra_host_bw"), doc="Inside nodes, the least.")
+    inter_host_bw = property(attrgetter("slowest.inter_host_bw"), doc="Across nodes, the least.")
+    memory_bw = property(attrgetter("slowest.memory_bw"), doc="Where tables live, the least.")
+    host_cap = ddr_cap
 
     @property
     def local_size(self) -> int:
@@ -380,14 +348,14 @@ class Topology:
         return self.local_world_size
 
     @property
-    def memory_bw(self) -> float:
-        """Bytes per millisecond where tables live, the least."""
-        return self._slowest.memory_bw
+    def memory_cap(self) -> int:
+        """Bytes per rank where tables live, the least: on device for "cuda", else on the host."""
+        return self.slowest.memory_cap
 
     @property
     def exchange_bw(self) -> float:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
-        return self.inter_host_bw if self.num_nodes > 1 else self.intra_host_bw
+        return self.slowest.inter_host_bw if self.num_nodes > 1 else self.slowest.intra_host_bw
 
     def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
         """Returns how fast rows are looked up and updated.
@@ -402,7 +370,7 @@ class Topology:
         """
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
-        memory_bw = (rank or self._slowest).memory_bw
+        memory_bw = (rank or self.slowest).memory_bw
         return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
     def collective_ms(
@@ -446,7 +414,7 @@ class Topology:
                 f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one "
                 f"on each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
             )
-        model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self._slowest)
+        model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self.slowest)
         near = self._collectives.nearest_world_size(kind, num_ranks)
         if near is None or num_nodes != consecutive or 1 in (near, num_ranks):
             return model
@@ -454,7 +422,7 @@ class Topology:
         if near == num_ranks:
             return measured
         near_nodes = math.ceil(near / self.local_world_size)
-        return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self._slowest)
+        return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self.slowest)
 
     def transfer_ms(
         self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
@@ -479,42 +447,18 @@ class Topology:
         if (near_nodes > 1) != (num_nodes > 1):
             return modelled  # other links
         longest, ms = self._collectives.longest(kind, near)
-        return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self._slowest)
+        return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self.slowest)
 
     def __str__(self) -> str:
         """A table with one column for each kind of rank."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         return (
             f"{self.world_size} {self.compute_device} ranks on {nodes}\n"
-            f"{hardware_table(self.hardware, self._kinds)}\n"
+            f"{hardware_table(self.hardware, self.kinds)}\n"
             f"measured: {len(self.lookup)} lookups, {len(self.collectives)} collectives"
         )
 
     __repr__ = __str__
-
-    def _set(
-        self,
-        local_world_size: int,
-        hardware: tuple[Hardware, ...],
-        lookup: tuple[LookupPoint, ...],
-        collectives: tuple[CollectivePoint, ...],
-    ) -> None:
-        distinct = {rank: kind for kind, rank in enumerate(dict.fromkeys(hardware))}
-        worst = {
-            name: [(max if name.endswith("_ms") else min)(getattr(r, name) for r in distinct)]
-            for name in NUMBERS
-        }
-        for name, value in (
-            ("local_world_size", local_world_size),
-            ("hardware", hardware),
-            ("lookup", lookup),
-            ("collectives", collectives),
-            ("_kinds", tuple(distinct[rank] for rank in hardware)),
-            ("_slowest", build_hardware(hardware[0].compute_device, [""], worst)[0]),
-            ("_lookups", LookupTable(lookup) if lookup else None),
-            ("_collectives", CollectiveTable(collectives)),
-        ):
-            object.__setattr__(self, name, value)
 
 
 def _check_size(name: str, value: int) -> None:

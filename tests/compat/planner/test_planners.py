@@ -175,7 +175,7 @@ class TestLoop:
         assert "per step" in plan.report(seconds=0)
         own = ours.EmbeddingShardingPlanner(machine()).rate(model(), SHARDERS, plan)
         assert own.rating is not None
-        assert plan.rating.rooms == own.rating.rooms
+        assert plan.rating.budgets == own.rating.budgets
         assert plan.rating.costs == own.rating.costs
 
     def test_estimates_are_what_the_rating_says(self) -> None:
@@ -287,7 +287,7 @@ class TestOwnSearch:
         )
         assert plan.rating is not None
         assert plan.rating.placement is not None
-        assert {room.device for room in plan.rating.rooms} == {1 << 29}
+        assert {room.device for room in plan.rating.budgets} == {1 << 29}
 
 
 def plan_together(fails: bool) -> list[tuple[str, str, list[int] | None]] | str:

@@ -83,12 +83,9 @@ def test_what_has_no_room_comes_last_and_says_by_how_much() -> None:
     others = alternatives(rating, table, table.options)
     assert others[-1].bytes_over > 0
     whole = next(o for o in others if o.option.sharding_type.value == "table_wise")
-    free = [
-        room.device - used.total.device
-        for room, used in zip(rating.rooms, rating.storage, strict=True)
-    ]
-    for rank, part in table.shards():
-        free[rank] += part.memory.device
+    free = [budget.device - used.device for used, budget in rating.memory]
+    for rank, shard in table.shards():
+        free[rank] += shard.memory.device
     assert whole.bytes_over == whole.option.shards[0].memory.device - max(free)
     fits = [o.bytes_over == 0 for o in others]
     assert fits == sorted(fits, reverse=True)

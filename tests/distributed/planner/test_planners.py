@@ -27,7 +27,7 @@ from recsys.distributed.planner import (
     PlannerErrorType,
     PoolingStats,
     Topology,
-    misfit,
+    advice,
 )
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.pooling_stats import FeatureStats
@@ -345,7 +345,7 @@ class TestMemory:
         names = {f"t{i}": size for i, size in enumerate(sizes)}
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(misfit, "_SECONDS", 0.0)  # to look for what would fit
+                patch.setattr(advice, "_SECONDS", 0.0)  # to look for what would fit
                 plan = plan_of(collection(names), world_size, mib).plan[""]
         except PlannerError:
             # a sample's buffers are at most 15 rows
@@ -525,7 +525,7 @@ def test_every_rank_gets_the_plan_of_rank_0(ranks: RankPool) -> None:
     assert first == second
     assert first.plan[""]["a"].sharding_type == "row_wise"
     assert first.rating.costs == second.rating.costs
-    assert first.rating.rooms == second.rating.rooms
+    assert first.rating.budgets == second.rating.budgets
     assert first.rating.placement == second.rating.placement
     assert "row_wise" in second.report()
 

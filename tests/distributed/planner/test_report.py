@@ -15,9 +15,10 @@ from recsys.distributed.planner import (
     ParameterConstraints,
     Topology,
 )
-from recsys.distributed.planner.explanation import Explanation, ms, size_of
+from recsys.distributed.planner.advice import fullness, plan_again, with_half_weights
+from recsys.distributed.planner.explanation import Explanation
 from recsys.distributed.planner.rating import RatedPlan
-from recsys.distributed.planner.what_if import fullness, plan_again, with_half_weights
+from recsys.distributed.planner.words import ms, size_of
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection
 
@@ -121,7 +122,7 @@ def test_gains_are_those_of_planning_again() -> None:
     assert "Lift the constraints on table 't20'" in gains
     halves = with_half_weights(tuple(rated.table for rated in rating.tables))
     assert {table.element_bytes for table in halves} == {2}
-    again = plan_again(rating.topology, rating.lister, halves, rating.rooms)
+    again = plan_again(rating.topology, rating.lister, halves, rating.budgets)
     assert again is not None
     text = "Keep weights in 16 bits (data_type=DataType.FP16)"
     assert gains.get(text, rating.slowest_ms) == pytest.approx(again.slowest_ms, rel=0.02)

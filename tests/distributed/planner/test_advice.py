@@ -13,7 +13,7 @@ from recsys.distributed.planner import (
     ParameterConstraints,
     PlannerError,
     Topology,
-    misfit,
+    advice,
 )
 from recsys.distributed.types import CacheParams
 from tests.distributed.planner.test_planners import MIB, SHARDERS, collection, only
@@ -55,10 +55,10 @@ def test_the_number_of_ranks_is_the_least_that_does(rows: int, nodes: int) -> No
     assert refused(sizes, 0.5, ranks - local, local_world_size=local) != "fits"
 
 
-def test_what_was_demanded_is_lifted() -> None:
+def test_constraints_are_lifted() -> None:
     sizes = {"a": (1500, 64), "b": (100, 64)}  # 0.37 MiB
     message = refused(sizes, 0.3, a=only("table_wise"))
-    assert "the tables without sharding_types and compute_kernels demanded; " in message
+    assert "the tables without constraints on sharding_types and compute_kernels; " in message
     assert "ranks like these" not in message  # the whole table must be on one
     assert refused(sizes, 0.3) == "fits"
 
@@ -118,9 +118,9 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 2.0
         return now[0]
 
-    monkeypatch.setattr(misfit.time, "monotonic", tick)
+    monkeypatch.setattr(advice.time, "monotonic", tick)
     tried = []
-    monkeypatch.setattr(misfit, "plan_again", lambda *args, **kwargs: tried.append(args))
+    monkeypatch.setattr(advice, "plan_again", lambda *args, **kwargs: tried.append(args))
     refused({f"t{i}": (16_000, 64) for i in range(3)}, 0.5)
     assert len(tried) == 1
     assert time.monotonic() > 0

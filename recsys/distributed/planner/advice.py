@@ -1,0 +1,368 @@
+"""Why tables do not fit, and what would help: changes are judged by planning again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, format_table
+from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.options import Reach, TableOption
+from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
+from recsys.distributed.planner.rating import Rating
+from recsys.distributed.planner.search import search
+from recsys.distributed.planner.tables import Bytes, PlannedTable
+from recsys.distributed.planner.topology import Topology
+from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from recsys.distributed.planner.words import mib, shorten
+
+_ANY_GAP = 1e4  # a tolerance with which the search ends at nearly any placement that fits
+_SECONDS = 3.0  # to look for what would fit
+_SEARCH_SECONDS = 1.0  # of one try
+_MOST_RANKS = 4096
+_FULL = 0.8  # share of a memory that is taken from which on more of it is tried
+
+Constraints = Mapping[str, ParameterConstraints]
+
+
+def problem_of(
+    topology: Topology, budgets: Sequence[Bytes], options: Sequence[Sequence[TableOption]]
+) -> Problem:
+    """Returns what the search is asked.
+
+    Args:
+        topology: the machine.
+        budgets: memory that is free for tables, per rank.
+        options: of each table.
+    """
+    ranks = Ranks(
+        memory_caps=[(max(budget.device, 0), max(budget.host, 0)) for budget in budgets],
+        kinds=topology.kinds,
+        node_size=topology.local_size,
+    )
+    return Problem(ranks=ranks, tables=options)
+
+
+def plan_again(
+    topology: Topology,
+    lister: OptionLister,
+    tables: Sequence[PlannedTable],
+    budgets: Sequence[Bytes],
+    *,
+    seconds: float | None = None,
+    tolerance: float = 1e-3,
+) -> Placement | None:
+    """Places tables on a machine.
+
+    Args:
+        topology: the machine.
+        lister: of the ways to place a table on it.
+        tables: to place.
+        budgets: memory that is free for them, per rank.
+        seconds: that the search may take; all that it likes if None.
+        tolerance: gap that is good enough.
+
+    Returns:
+        The placement; None if nothing was found to fit, or a table has no option.
+    """
+    options = [lister.options_of(table) for table in tables]
+    if not all(options):
+        return None
+    try:
+        problem = problem_of(topology, budgets, options)
+        return search(problem, time_limit=seconds, tolerance=tolerance)
+    except InfeasibleError:
+        return None
+
+
+def unconstrained(constraints: Constraints) -> dict[str, ParameterConstraints]:
+    """Returns constraints that leave sharding types and kernels free."""
+    return {
+        name: replace(of_table, sharding_types=None, compute_kernels=None, cache_params=None)
+        for name, of_table in constraints.items()
+    }
+
+
+def with_half_weights(tables: Sequence[PlannedTable]) -> tuple[PlannedTable, ...]:
+    """Returns tables whose weights have at most 16 bits."""
+    return tuple(replace(t, element_bytes=2) if t.element_bytes > 2 else t for t in tables)
+
+
+# -- what would make a plan faster -----------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """What a change would give.
+
+    Attributes:
+        text: the change.
+        slowest_ms: of the plan that was found with it.
+    """
+
+    text: str
+    slowest_ms: float
+
+
+def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) -> Iterator[Gain]:
+    """Plans again under each change, and yields those that make the slowest rank faster.
+
+    None where the user's own enumerator or partitioner plans, which would not plan like this.
+
+    Args:
+        rating: of the plan as it is.
+        left: returns the seconds that there are still.
+        least: share of the slowest rank's time that is worth a line.
+    """
+    for text, tables, budgets in () if rating.is_custom else _changes(rating):
+        if left() <= 0:
+            return
+        found = plan_again(rating.topology, rating.lister, tables, budgets, tolerance=least / 2)
+        if found is not None and found.slowest_ms <= rating.slowest_ms * (1 - least):
+            yield Gain(text=text, slowest_ms=found.slowest_ms)
+
+
+def _changes(
+    rating: Rating,
+) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
+    """Yields what a user could change, and the tables and budgets after it."""
+    tables = tuple(rated.table for rated in rating.tables)
+    budgets = rating.budgets
+    if rating.placement is None:
+        yield "Let the planner place all tables", tables, budgets
+    for text, freed in _freed(rating, tables):
+        yield text, freed, budgets
+    if rating.topology.world_size > 1 and any(max(t.wire_bytes) > 2 for t in tables):
+        there_and_back = [(min(t.wire_bytes[0], 2.0), min(t.wire_bytes[1], 2.0)) for t in tables]
+        pairs = zip(tables, there_and_back, strict=True)
+        narrow = tuple(replace(table, wire_bytes=wire) for table, wire in pairs)
+        text = "Send embeddings and their gradients in 16 bits (qcomm_codecs_registry)"
+        yield text, narrow, budgets
+    halves = with_half_weights(tables)
+    if halves != tables:
+        yield "Keep weights in 16 bits (data_type=DataType.FP16)", halves, budgets
+    if fullness(rating) > _FULL:
+        more = tuple(budget.plus(budget) for budget in budgets)
+        yield "Have twice the memory free for tables", tables, more
+
+
+def _freed(
+    rating: Rating, tables: tuple[PlannedTable, ...]
+) -> Iterator[tuple[str, tuple[PlannedTable, ...]]]:
+    """Yields what it is to lift the constraints on one costly table, and on all."""
+    freed = {(table.path, table.name): table for table in rating.unconstrained}
+    times = {
+        (rated.table.path, rated.table.name): ms
+        for ms, rated in rating.times_on(rating.slowest_rank)
+    }
+    costly = sorted(freed.keys() & times.keys(), key=lambda key: -times[key])[:2]
+    lifts = [(f"table {key[1]!r}", {key: freed[key]}) for key in costly]
+    if set(costly) != freed.keys():
+        lifts.append((f"all {len(freed)} tables that have some", freed))
+    for which, lifted in lifts:
+        text = f"Lift the constraints on {which}"
+        yield text, tuple(lifted.get((t.path, t.name), t) for t in tables)
+
+
+def fullness(rating: Rating) -> float:
+    """Returns the share that the fullest rank uses of a memory that is free for tables."""
+    return max(
+        used / max(free, 1) for both in rating.memory for used, free in zip(*both, strict=True)
+    )
+
+
+# -- when nothing fits -----------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Misfit:
+    """Tables that were not found to fit.
+
+    Args:
+        topology: the machine.
+        lister_on: makes what lists the ways to place a table on a machine.
+        tables: all of them.
+        options: of each table.
+        budgets: memory that is free for tables, per rank.
+        constraints: the user's, by table name.
+        tables_under: lists the tables under other constraints.
+        is_custom: whether the user's own enumerator or partitioner plans: changes are not tried.
+    """
+
+    topology: Topology
+    lister_on: Callable[[Topology], OptionLister]
+    tables: Sequence[PlannedTable]
+    options: Sequence[Sequence[TableOption]]
+    budgets: Sequence[Bytes]
+    constraints: Constraints
+    tables_under: Callable[[Constraints], Sequence[PlannedTable]]
+    is_custom: bool = False
+
+    def error(self, error: InfeasibleError) -> PlannerError:
+        """Returns what to raise: which tables, how many bytes, and what was found to fit."""
+        misfit = self._one_too_big(error) if error.too_big else self._all_too_big(error)
+        message = misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}"
+        return PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
+
+    def _one_too_big(self, error: InfeasibleError) -> str:
+        number = error.too_big[0].table
+        others = [f"{self.tables[big.table].name!r}" for big in error.too_big[1:]]
+        also = f"\nNor do {shorten(others)}." if others else ""
+        return (
+            f"{_describe(self.tables[number])} does not fit on {self._where()} of "
+            f"{self._tried(self.options[number])}{also}"
+        )
+
+    def _all_too_big(self, error: InfeasibleError) -> str:
+        over = ", and ".join(
+            f"{mib(size)} more of {name} memory than there is"
+            for size, name in zip(error.bytes_over, self._caps, strict=True)
+            if size
+        )
+        largest = sorted(self.tables, key=lambda t: -sum(t.whole))[:3]
+        verdict = "do not fit" if error.proven else "were not found to fit"
+        budget = max(self.budgets, key=sum)
+        return (
+            f"The {len(self.tables)} tables {verdict} on {self._where()} of "
+            f"{mib(self.topology.memory_cap)} each, of which {mib(max(budget.device, 0))} are free "
+            f"for tables: they need at least {over or 'memory that no rank has left'}. The "
+            f"largest: {'; '.join(map(_describe, largest))}."
+        )
+
+    def _where(self) -> str:
+        return f"the {self.topology.world_size} {self.topology.compute_device} ranks"
+
+    @property
+    def _caps(self) -> dict[str, int]:
+        """Bytes per rank of each memory, by its name."""
+        topology = self.topology
+        return {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
+
+    def _tried(self, options: Sequence[TableOption]) -> str:
+        """Returns the memory there is, and a table of what each option would need of it."""
+        rows, scarce = [], {}
+        for option in options:
+            # what is fixed goes to every rank, the smallest too
+            budget = (min if option.reach is Reach.FIXED else max)(self.budgets, key=sum)
+            for pool, memory in enumerate(self._caps):
+                needed = max(shard.memory[pool] for shard in option.shards)
+                if needed > budget[pool]:
+                    kind, ranks = option.sharding_type.value, str(option.num_ranks)
+                    rows.append((kind, ranks, mib(needed), mib(needed - budget[pool]), memory))
+                    scarce[memory] = budget[pool]
+        budgets = ", and ".join(
+            f"{mib(self._caps[memory])}{' of host memory' if memory == 'host' else ''} each, of "
+            f"which {mib(max(free, 0))} are free for it"
+            for memory, free in scarce.items()
+        )
+        head = ("sharding type", "ranks", "bytes per rank", "over by", "memory")
+        return f"{budgets}. Tried:\n{format_table(head, rows)}"
+
+    def _remedies(self, error: InfeasibleError) -> str:
+        """Returns the changes that make everything fit, each found by planning with it."""
+        deadline = time.monotonic() + _SECONDS
+        found = []
+        for text, tables in self._other_tables():
+            if time.monotonic() < deadline and self._fits(tables, self.topology):
+                found.append(text)
+        world_size = self._ranks_that_do(error, deadline)
+        if world_size is not None:
+            found.append(f"{world_size} ranks like these")
+        if found:
+            return f"What would fit, each by itself: {'; '.join(found)}."
+        return (
+            "Neither other sharding types, weights of 16 bits, tables in host memory nor more "
+            "ranks were found to help. Make tables smaller, or reserve less storage."
+        )
+
+    def _other_tables(self) -> Iterator[tuple[str, Sequence[PlannedTable]]]:
+        free = unconstrained(self.constraints)
+        if free != self.constraints:
+            text = "the tables without constraints on sharding_types and compute_kernels"
+            yield text, self.tables_under(free)
+        yield "weights of 16 bits (data_type=DataType.FP16)", with_half_weights(self.tables)
+        if self.topology.compute_device == "cuda":
+            kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+            in_host = {
+                table.name: replace(
+                    self.constraints.get(table.name, ParameterConstraints()),
+                    compute_kernels=[kernel],
+                    enforce_hbm=None,
+                )
+                for table in self.tables
+            }
+            text = f"tables in host memory (compute_kernels=[{kernel!r}])"
+            yield text, self.tables_under(in_host)
+
+    def _ranks_that_do(self, error: InfeasibleError, deadline: float) -> int | None:
+        """Returns the least number of ranks, in whole nodes, that was found to do."""
+        node, nodes = self.topology.local_size, self.topology.num_nodes
+
+        def fits(num_nodes: int) -> bool:
+            return self._fits(self.tables, self.topology.with_nodes(num_nodes))
+
+        too_few = nodes
+        enough = max(-(-(error.ranks_needed or 0) // node), too_few + 1)
+        while enough * node <= _MOST_RANKS and time.monotonic() < deadline:
+            if fits(enough):
+                break
+            too_few, enough = enough, 2 * enough
+        else:
+            return None
+        while enough - too_few > 1 and time.monotonic() < deadline:
+            middle = (too_few + enough) // 2
+            too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+        return enough * node
+
+    def _fits(self, tables: Sequence[PlannedTable], topology: Topology) -> bool:
+        """Returns whether tables are found to fit on this machine, or on one with more nodes."""
+        budgets = [self.budgets[r % len(self.budgets)] for r in range(topology.world_size)]
+        lister = self.lister_on(topology)
+        limits = {"seconds": _SEARCH_SECONDS, "tolerance": _ANY_GAP}
+        return plan_again(topology, lister, tables, budgets, **limits) is not None
+
+
+def check_fits(rating: Rating) -> None:
+    """Raises unless every rank has the memory that a plan takes.
+
+    Raises:
+        PlannerError: naming the fullest rank, its largest tables, and the bytes that it lacks.
+    """
+    over = [
+        (max(used - free, 0), rank, pool)
+        for rank, both in enumerate(rating.memory)
+        for pool, (used, free) in enumerate(zip(*both, strict=True))
+    ]
+    bytes_over, rank, pool = max(over, key=lambda entry: (entry[0], -entry[1]))
+    if not bytes_over:
+        return
+    sizes = [
+        (shard.memory[pool], rated.table)
+        for rated in rating.tables
+        for owner, shard in rated.shards()
+        if owner == rank
+    ]
+    largest = sorted(sizes, key=lambda entry: -entry[0])
+    tables = [f"{table.name!r} of module {table.path!r} ({mib(size)})" for size, table in largest]
+    memory = "host" if pool else rating.topology.compute_device
+    ranks = len({owner for missing, owner, _ in over if missing})
+    others = f"; {ranks - 1} other ranks lack some, too" if ranks > 1 else ""
+    needed, free = rating.memory[rank][0][pool], rating.memory[rank][1][pool]
+    raise PlannerError(
+        f"A plan must fit into memory; received one that needs {mib(needed)} of {memory} memory on "
+        f"rank {rank}, which has {mib(free)} free for tables: {mib(bytes_over)} too much{others}. "
+        f"On rank {rank} are {shorten(tables)}. Move or split some of them.",
+        PlannerErrorType.INSUFFICIENT_STORAGE,
+    )
+
+
+def _describe(table: PlannedTable) -> str:
+    state = "its gradient" if table.has_gradient else "optimizer state"
+    return (
+        f"Table {table.name!r} of module {table.path!r} ({table.rows} x {table.dim}, "
+        f"{mib(sum(table.whole))} with {state})"
+    )

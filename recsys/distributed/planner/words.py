@@ -1,0 +1,114 @@
+"""Times, sizes, ranks and options as people read them, in reports and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recsys.distributed.planner.options import TableOption
+
+
+def ms(milliseconds: float) -> str:
+    """Returns a time with three significant digits.
+
+    Example:
+        >>> ms(0.01204), ms(99.96), ms(1234.5)
+        ('0.0120 ms', '100 ms', '1,234 ms')
+    """
+    if milliseconds >= 99.95:
+        return f"{milliseconds:,.0f} ms"
+    return f"{milliseconds:#.3g} ms" if milliseconds >= 1e-4 else "0 ms"
+
+
+def size_of(num_bytes: int) -> str:
+    """Returns bytes in the largest unit that makes them at least 1.
+
+    Example:
+        >>> size_of(512), size_of(40_000_000_000)
+        ('512 B', '37.3 GiB')
+    """
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:,.0f} {units[0]}" if units[0] == "B" else f"{size:,.1f} {units[0]}"
+
+
+def mib(size: int) -> str:
+    """Returns bytes as MiB.
+
+    Example:
+        >>> mib(1536 << 10)
+        '1.5 MiB'
+    """
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def percent(share: float) -> str:
+    """Returns a share with one digit.
+
+    Example:
+        >>> percent(0.0234)
+        '2.3%'
+    """
+    return f"{share:.1%}"
+
+
+def shorten(texts: Sequence[str], most: int = 3) -> str:
+    """Returns texts as one, the last of many left out.
+
+    Example:
+        >>> shorten(["a", "b", "c", "d", "e"])
+        'a, b, c, ... and 2 more'
+    """
+    rest = [f"... and {len(texts) - most} more"] if len(texts) > most else []
+    return ", ".join([*texts[:most], *rest])
+
+
+def runs_of(ranks: Sequence[int]) -> list[list[int]]:
+    """Returns ranks in order, split where one does not follow the one before.
+
+    Example:
+        >>> runs_of([0, 1, 2, 5])
+        [[0, 1, 2], [5]]
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return runs
+
+
+def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
+    """Returns ranks in order as runs.
+
+    Example:
+        >>> show_ranks([0, 1, 2, 5])
+        '0-2, 5'
+    """
+    runs = runs_of(ranks)
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    rest = sum(map(len, runs[most:]))
+    return ", ".join([*texts[:most], *([f"... and {rest} more"] if rest else [])])
+
+
+def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
+    """Returns an option in words, such as "row_wise on all 8 ranks".
+
+    Args:
+        option: the way.
+        ranks: of its shards, if they are known.
+        world_size: how many ranks there are, if the ranks are known.
+    """
+    kernel = option.compute_kernel.value
+    known = "" if kernel in ("fused", "dense") else f" ({kernel})"
+    name = f"{option.sharding_type.value}{known} on"
+    distinct = sorted(set(ranks))
+    if not distinct:
+        return f"{name} {option.num_ranks} rank{'' if option.num_ranks == 1 else 's'}"
+    if len(distinct) == 1:
+        return f"{name} rank {distinct[0]}"
+    if len(distinct) == world_size:
+        return f"{name} all {world_size} ranks"
+    return f"{name} {len(distinct)} ranks ({show_ranks(distinct)})"
