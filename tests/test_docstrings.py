@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import pkgutil
 
 import pytest
 import torch
 
 import recsys
+from tests.offenders import check_each
 
 MODULES = [
     "recsys",
@@ -22,17 +25,25 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def room_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def examples_run(name: str) -> None:
     torch.manual_seed(0)
     module = importlib.import_module(name)
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert result.failed == 0, capsys.readouterr().out
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0, shown.getvalue()
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_public_names_have_docstrings(name: str) -> None:
+@pytest.mark.parametrize("room", sorted(set(map(room_of, MODULES))))
+def test_examples(room: str) -> None:
+    check_each(examples_run, [name for name in MODULES if room_of(name) == room])
+
+
+def public_names_have_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     assert (module.__doc__ or "").strip()
     undocumented = [
@@ -45,6 +56,10 @@ def test_public_names_have_docstrings(name: str) -> None:
         and (not value.__doc__ or value.__doc__.startswith(f"{attribute}("))
     ]
     assert undocumented == []
+
+
+def test_public_names_have_docstrings() -> None:
+    check_each(public_names_have_docstrings, MODULES)
 
 
 def test_there_are_examples() -> None:

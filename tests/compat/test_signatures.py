@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from recsys.compat.table import HOMES
+from tests.offenders import check_each
 
 
 class Fact(NamedTuple):
@@ -62,8 +61,7 @@ def arguments_of(function: object) -> list[inspect.Parameter]:
     return [p for p in parameters if p.name != "self"]
 
 
-@pytest.mark.parametrize("fact", [f for f in FACTS if f.is_enum], ids=lambda fact: fact.name)
-def test_members(fact: Fact) -> None:
+def has_members(fact: Fact) -> None:
     ours = find_ours(fact)
     assert isinstance(ours, enum.EnumMeta)
     names = {member.name for member in ours}
@@ -71,8 +69,11 @@ def test_members(fact: Fact) -> None:
     assert not names & set(fact.not_ours), "now ours: remove the minus in signatures.txt"
 
 
-@pytest.mark.parametrize("fact", [f for f in FACTS if not f.is_enum], ids=lambda fact: fact.name)
-def test_arguments(fact: Fact) -> None:
+def test_members() -> None:
+    check_each(has_members, [f for f in FACTS if f.is_enum])
+
+
+def has_arguments(fact: Fact) -> None:
     ours = arguments_of(find_ours(fact))
     names = [p.name for p in ours]
     assert set(fact.shared) <= set(names)
@@ -80,6 +81,10 @@ def test_arguments(fact: Fact) -> None:
     positional = [p.name for p in ours if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     # what follows an argument that we do not take is keyword-only
     assert all(a == b for a, b in zip(positional, fact.all, strict=False)), (positional, fact.all)
+
+
+def test_arguments() -> None:
+    check_each(has_arguments, [f for f in FACTS if not f.is_enum])
 
 
 def test_facts_cover_the_classes_that_users_build() -> None:

@@ -7,10 +7,9 @@ import inspect
 import pkgutil
 from pathlib import Path
 
-import pytest
-
 import recsys
 from recsys.compat.table import HOMES, INSTEAD, TABLE, Home
+from tests.offenders import check_each
 
 # Names that mean something else in TorchRec.
 OTHER_MEANING = {
@@ -48,8 +47,7 @@ def our_public_names() -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}<-{row[1]}")
-def test_rows_name_public_objects(row: tuple[str, str, str]) -> None:
+def names_public_objects(row: tuple[str, str, str]) -> None:
     theirs, _, clauses = row
     for clause in clauses.split(", "):
         name, _, alias = clause.partition(" as ")
@@ -59,6 +57,10 @@ def test_rows_name_public_objects(row: tuple[str, str, str]) -> None:
         if inspect.isclass(value) or inspect.isfunction(value):
             assert value.__module__.startswith("recsys.")
             assert (value.__doc__ or "").strip()
+
+
+def test_rows_name_public_objects() -> None:
+    check_each(names_public_objects, TABLE)
 
 
 def test_rows_are_sorted_within() -> None:

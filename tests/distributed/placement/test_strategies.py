@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from recsys.distributed.placement.layout import PlacedTable, Rect
@@ -21,6 +23,7 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from tests.offenders import check_each
 
 TW, RW, CW = ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE
 
@@ -47,18 +50,19 @@ def test_split_evenly(
     assert split_evenly(size, parts, multiple) == expected
 
 
-@pytest.mark.parametrize("sharding_type", list(STRATEGIES))
-@pytest.mark.parametrize("rows", [1, 2, 7, 8])
-@pytest.mark.parametrize("dim", [1, 4, 6, 32])
-@pytest.mark.parametrize("ranks", [[0], [2, 0, 1], [3, 3], [0, 1, 2, 3, 4]])
-def test_every_strategy_covers_the_table_once(
-    sharding_type: ShardingType, rows: int, dim: int, ranks: list[int]
-) -> None:
+def covers_the_table_once(case: tuple[ShardingType, int, int, list[int]]) -> None:
+    sharding_type, rows, dim, ranks = case
     sharding = parameter_sharding(sharding_type, rows, dim, ranks)
     rects = rects_of("t", rows, dim, sharding, world_size=5)
     # raises if the rectangles leave a gap or overlap
     placed = PlacedTable(name="t", num_rows=rows, dim=dim, features=(0,), group=0, rects=rects)
     assert {r.rank for r in placed.rects} <= set(ranks)
+
+
+def test_every_strategy_covers_the_table_once() -> None:
+    ranks = [[0], [2, 0, 1], [3, 3], [0, 1, 2, 3, 4]]
+    cases = itertools.product(STRATEGIES, [1, 2, 7, 8], [1, 4, 6, 32], ranks)
+    check_each(covers_the_table_once, cases)
 
 
 def test_shards_of_each_strategy() -> None:

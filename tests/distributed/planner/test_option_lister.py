@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
-import pytest
 import torch
 
 from recsys.distributed.placement.strategies import STRATEGIES
@@ -16,6 +16,7 @@ from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 from recsys.optim.specs import TableOptimizer, optimizer_spec
+from tests.offenders import check_each
 
 FUSED = EmbeddingComputeKernel.FUSED
 
@@ -88,9 +89,8 @@ def test_on_one_rank_a_table_is_whole_unless_asked_otherwise() -> None:
     assert [o.num_ranks for o in options(asked, 1, 1)] == [1, 1]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 1000, 1001])
-@pytest.mark.parametrize("dim", [4, 36, 64, 100, 128])
-def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
+def parts_are_rectangles(size: tuple[int, int]) -> None:
+    rows, dim = size
     of = table(rows, dim, min_partition=4)
     storage = StorageModel(Topology(8, "cpu", ddr_cap=1 << 30, local_world_size=4), 16)
     tried = 0
@@ -106,6 +106,11 @@ def test_parts_are_the_rectangles_of_the_plan(rows: int, dim: int) -> None:
         assert sizes == [part.memory for part in option.shards for _ in range(part.count)]
         tried += 1
     assert tried
+
+
+def test_parts_are_the_rectangles_of_the_plan() -> None:
+    sizes = itertools.product([1, 3, 7, 1000, 1001], [4, 36, 64, 100, 128])
+    check_each(parts_are_rectangles, sizes)
 
 
 def test_options_say_where_their_parts_may_go() -> None:
