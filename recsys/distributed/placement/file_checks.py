@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeAlias, TypeGuard
 
 from recsys.kernels.arguments import repeated, whole
 
@@ -69,6 +69,10 @@ class _KeyTwiceError(ValueError):
     """An object names a key twice."""
 
 
+Readers: TypeAlias = Mapping[str, Callable[[str, object], object]]
+"""By key, what checks a member of an object: takes how errors call it, and the member."""
+
+
 def members_of(
     subject: str,
     value: object,
@@ -109,8 +113,8 @@ def members_of(
 def read_members(
     subject: str,
     value: object,
-    required: Mapping[str, Callable[[str, object], object]],
-    optional: Mapping[str, Callable[[str, object], object]] = MappingProxyType({}),
+    required: Readers,
+    optional: Readers = MappingProxyType({}),
     hint: str = "",
 ) -> dict[str, Any]:
     """Returns what an object says, each member as its reader has it; absent ones are left out.
@@ -165,14 +169,32 @@ def object_of(subject: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def list_of(subject: str, value: object) -> list[Any]:
+def list_of(
+    subject: str, value: object, each: Callable[[str, object], object] | None = None
+) -> list[Any]:
     """Returns a list.
 
+    Args:
+        subject: how errors call it.
+        value: what should be one.
+        each: reads a member, as in :func:`read_members`; they are returned as they are if None.
+
     Raises:
-        TypeError: if it is none.
+        TypeError: if it is none, or a reader says so.
     """
     if not isinstance(value, list):
         wrong_type(subject, "a list", value)
+    return value if each is None else [each(f"{subject}[{i}]", of) for i, of in enumerate(value)]
+
+
+def flag_of(subject: str, value: object) -> bool:
+    """Returns whether something holds.
+
+    Raises:
+        TypeError: if it is neither true nor false.
+    """
+    if not isinstance(value, bool):
+        wrong_type(subject, "true or false", value)
     return value
 
 

@@ -29,6 +29,8 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableCollection
 from recsys.optim.specs import TableOptimizer
 
+_OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")
+
 
 def tables_of(
     module: nn.Module,
@@ -44,7 +46,7 @@ def tables_of(
     Args:
         module: the model; may be on the ``meta`` device.
         sharders: one per module type to shard.
-        constraints: demands by table name.
+        constraints: by table name.
         device: "cpu" or "cuda".
         batch_size: samples per rank and step.
         pooling_stats: what batches say of features; constraints say it better.
@@ -53,35 +55,32 @@ def tables_of(
         PlannerError: if a constraint is for no table, or does not fit its table or module.
     """
     tables: list[PlannedTable] = []
-    known: set[str] = set()
-    met: set[str] = set()
-    none = ParameterConstraints()
+    known: dict[str, bool] = {}  # names, and whether some constraints are for one of them
     by_type = {sharder.module_type: sharder for sharder in sharders}
+    stats = {} if pooling_stats is None else pooling_stats.features
     for path, child in outermost(module, lambda found: type(found) in by_type):
-        reader = _ModuleReader(path, child, by_type[type(child)], device, batch_size)
-        demands = {name: reader.demands_on(name, constraints.get(name)) for name in reader.weights}
-        known.update(demands)
-        met.update(name for name, found in demands.items() if found is not None)
-        tables += reader.tables(
-            {name: found or none for name, found in demands.items()},
-            {} if pooling_stats is None else pooling_stats.features,
-        )
-    for name in sorted(constraints.keys() - met):
-        if name in known:
-            raise PlannerError(
+        reader = _ModuleReader(path, child, by_type[type(child)], device, batch_size, constraints)
+        for name, own in reader.constraints.items():
+            known[name] = known.get(name, False) or own is constraints.get(name)
+        tables += reader.tables(stats)
+    unknown = sorted(constraints.keys() - known.keys())
+    for name in sorted(constraints.keys() & known.keys()):
+        if not known[name]:
+            raise _refusal(
                 f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
                 f"table of that name; received {constraints[name].feature_names}. Name them all, "
-                "or leave it None.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                "or leave it None."
             )
-    unknown = sorted(constraints.keys() - known)
     if unknown:
-        raise PlannerError(
+        raise _refusal(
             f"Constraints are given for the tables {unknown}, which the model does not have; "
-            f"its tables are {sorted(known)}.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            f"its tables are {sorted(known)}."
         )
     return tables
+
+
+def _refusal(message: str) -> PlannerError:
+    return PlannerError(message, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
 @final
@@ -104,7 +103,7 @@ class _Traffic:
 
 @final
 class _ModuleReader:
-    """What a module says of its tables."""
+    """What a module says of its tables, and the user's constraints on them."""
 
     def __init__(
         self,
@@ -113,13 +112,12 @@ class _ModuleReader:
         sharder: ModuleSharder[Any],
         device: str,
         batch_size: int,
+        constraints: Mapping[str, ParameterConstraints],
     ) -> None:
-        self._path = path
-        self._sharder = sharder
-        self._device = device
+        self._path, self._sharder, self._device = path, sharder, device
         self._batch_size = batch_size
         self.weights = sharder.shardable_parameters(module)
-        self._features: dict[str, list[str]] = {}
+        self._features = {name: [name] for name in self.weights}
         self._poolings: dict[str, PoolingMode] = {}
         self._is_weighted = False
         for part in module.modules():
@@ -129,46 +127,32 @@ class _ModuleReader:
                     self._poolings[config.name] = pooling
                 self._is_weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
         self._is_pooled = PoolingMode.NONE not in self._poolings.values()
+        none = ParameterConstraints()
+        self.constraints = {name: constraints.get(name, none) for name in self.weights}
+        for name, own in self.constraints.items():
+            features = own.feature_names
+            if features is not None and sorted(features) != sorted(self._features[name]):
+                self.constraints[name] = none  # they are for another table of this name
 
-    def features_of(self, name: str) -> list[str]:
-        """Returns the names of a table's features."""
-        return self._features.get(name, [name])
-
-    def demands_on(
-        self, name: str, constraints: ParameterConstraints | None
-    ) -> ParameterConstraints | None:
-        """Returns the demands if they are for this module's table of that name."""
-        if constraints is None or constraints.feature_names is None:
-            return constraints
-        same = sorted(constraints.feature_names) == sorted(self.features_of(name))
-        return constraints if same else None
-
-    def tables(
-        self, demands: Mapping[str, ParameterConstraints], stats: Mapping[str, Any]
-    ) -> Iterator[PlannedTable]:
+    def tables(self, stats: Mapping[str, Any]) -> Iterator[PlannedTable]:
         """Yields the tables, none if they are for another device."""
-        if self._is_elsewhere(demands):
+        if self._is_elsewhere():
             return
-        self._check_bounds_modes(demands)
+        self._check_bounds_modes()
         longest_seen = max((of.batch_size for of in stats.values()), default=0.0)
-        traffic = {
-            name: self._traffic(name, of, stats, longest_seen) for name, of in demands.items()
-        }
+        traffic = {name: self._traffic(name, stats, longest_seen) for name in self.weights}
         # the samples of features with fewer are filled up with empty bags
         longest = max((t.bags for of in traffic.values() for t in of), default=1.0)
         names = POOLED_OPS if self._is_pooled else SEQUENCE_OPS
         there, back = codecs_for(getattr(self._sharder, "qcomm_codecs_registry", None), *names)
         usual = _kernels(self._sharder, None, None, self._device)
         for name, weight in self.weights.items():
+            constraints, of_table = self.constraints[name], traffic[name]
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
-            _check_rounding(name, demands[name], optimizer)
-            of_table = traffic[name]
+            _check_rounding(name, constraints, optimizer)
             draws = sum(t.draws for t in of_table)
-            types, kernels = demands[name].sharding_types, demands[name].compute_kernels
-            if (types, kernels) != (None, None):
-                allowed = _kernels(self._sharder, types, kernels, self._device)
-            else:
-                allowed = usual
+            asked = constraints.sharding_types, constraints.compute_kernels
+            is_free = asked == (None, None)
             yield PlannedTable(
                 path=self._path,
                 name=name,
@@ -186,10 +170,10 @@ class _ModuleReader:
                 skews=tuple((t.draws / draws, t.skew) for t in of_table) if draws else (),
                 is_pooled=self._is_pooled,
                 is_mean=self._poolings.get(name) is PoolingMode.MEAN,
-                is_weighted=self._is_weighted or demands[name].is_weighted,
+                is_weighted=self._is_weighted or constraints.is_weighted,
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
-                constraints=demands[name],
-                kernels=allowed,
+                constraints=constraints,
+                kernels=usual if is_free else _kernels(self._sharder, *asked, self._device),
             )
 
     def _runs_on_torch(
@@ -211,66 +195,57 @@ class _ModuleReader:
         )
         return choose_backend(settings).backend == "torch"
 
-    def _is_elsewhere(self, demands: Mapping[str, ParameterConstraints]) -> bool:
-        others = [n for n, of in demands.items() if of.device_group not in (None, self._device)]
-        if others and len(others) < len(demands):
-            raise PlannerError(
+    def _is_elsewhere(self) -> bool:
+        groups = {name: own.device_group for name, own in self.constraints.items()}
+        others = [name for name, group in groups.items() if group not in (None, self._device)]
+        if others and len(others) < len(groups):
+            raise _refusal(
                 f"The tables of one module are on one device; of module {self._path!r} "
                 f"device_group puts {others[:5]} elsewhere than on {self._device}, but not all of "
-                f"its {len(demands)} tables. Give all of them one device_group, or split the "
-                "module.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                f"its {len(groups)} tables. Give all of them one device_group, or split the "
+                "module."
             )
         return bool(others)
 
-    def _check_bounds_modes(self, demands: Mapping[str, ParameterConstraints]) -> None:
-        modes = {of.bounds_check_mode for of in demands.values()} - {None}
+    def _check_bounds_modes(self) -> None:
+        modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
         if len(modes) > 1:
-            raise PlannerError(
+            raise _refusal(
                 f"The tables of one module share one bounds_check_mode; the constraints on those "
-                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
             )
 
-    def _traffic(
-        self,
-        name: str,
-        demands: ParameterConstraints,
-        stats: Mapping[str, Any],
-        longest: float,
-    ) -> list[_Traffic]:
-        features, rows = self.features_of(name), self.weights[name].shape[0]
-        given = {
-            field: getattr(demands, field)
-            for field in ("pooling_factors", "num_poolings", "batch_sizes")
-        }
+    def _traffic(self, name: str, stats: Mapping[str, Any], longest: float) -> list[_Traffic]:
+        own, features, rows = (
+            self.constraints[name],
+            self._features[name],
+            self.weights[name].shape[0],
+        )
+        given = {field: getattr(own, field) for field in _OF_FEATURES}
         for field, numbers in given.items():
             if numbers and len(numbers) != len(features):
-                raise PlannerError(
+                raise _refusal(
                     f"ParameterConstraints.{field} of table {name!r} must have one number for each "
-                    f"of its features {features}; received {numbers}.",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
+                    f"of its features {features}; received {numbers}."
                 )
         if not stats and not any(given.values()):
             return [self._of_feature(1.0, 1.0, None, rows)] * len(features)
-        places = {feature: place for place, feature in enumerate(demands.feature_names or features)}
+        order = own.feature_names or features
         found = []
         for feature in features:
-            place = places[feature]
-            seen = stats.get(feature)
-            factor, bags = 1.0, 1.0
-            if given["pooling_factors"]:
-                factor = given["pooling_factors"][place]
-            elif seen is not None:
-                factor = seen.ids_per_sample
-            if given["batch_sizes"]:
-                bags = given["batch_sizes"][place] / self._batch_size
-            elif seen is not None and longest:
-                bags = seen.batch_size / longest
-            if given["num_poolings"]:
-                bags *= given["num_poolings"][place]
-            skew = None if seen is None or not seen.histogram else IdSkew(seen, rows)
-            found.append(self._of_feature(factor * bags, bags, skew, rows))
+            place, seen = order.index(feature), stats.get(feature)
+            ids, bags, skew = 1.0, 1.0, None
+            if seen is not None:
+                ids = seen.ids_per_sample
+                bags = seen.batch_size / longest if longest else 1.0
+                skew = IdSkew(seen, rows) if seen.histogram else None
+            if own.pooling_factors:
+                ids = own.pooling_factors[place]
+            if own.batch_sizes:
+                bags = own.batch_sizes[place] / self._batch_size
+            if own.num_poolings:
+                bags *= own.num_poolings[place]
+            found.append(self._of_feature(ids * bags, bags, skew, rows))
         return found
 
     def _of_feature(self, draws: float, bags: float, skew: IdSkew | None, rows: int) -> _Traffic:
@@ -283,15 +258,14 @@ class _ModuleReader:
 
 
 def _check_rounding(
-    name: str, demands: ParameterConstraints, optimizer: TableOptimizer | None
+    name: str, constraints: ParameterConstraints, optimizer: TableOptimizer | None
 ) -> None:
     rounds = optimizer is not None and optimizer.spec.stochastic_rounding
-    if demands.stochastic_rounding not in (None, rounds):
-        raise PlannerError(
+    if constraints.stochastic_rounding not in (None, rounds):
+        raise _refusal(
             f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; constraints ask "
-            f"for {demands.stochastic_rounding}. Set it where the optimizer is set: in "
-            "fused_params, or in apply_optimizer_in_backward.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            f"for {constraints.stochastic_rounding}. Set it where the optimizer is set: in "
+            "fused_params, or in apply_optimizer_in_backward."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import final
+from typing import TypeAlias, final
 
 from recsys.distributed.placement.layout import PlacedTable, adds_up_in_node
 from recsys.distributed.placement.plan import (
@@ -21,6 +21,15 @@ from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 
 _MIN_PARTITION = 32
+_BY_NODE = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+_TYPES = (
+    *(ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.ROW_WISE),
+    *(ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD),
+    ShardingType.DATA_PARALLEL,
+)
+"""In the order of options: the simplest first."""
+_Block: TypeAlias = tuple[int, int, int]
+"""So many shards of rows x columns."""
 
 
 @final
@@ -62,19 +71,11 @@ class OptionLister:
 
     def _options_of(self, table: PlannedTable) -> list[TableOption]:
         return [
-            option
-            for sharding_type, of_type in (
-                (ShardingType.TABLE_WISE, self._table_wise),
-                (ShardingType.COLUMN_WISE, self._column_wise),
-                (ShardingType.ROW_WISE, self._row_wise),
-                (ShardingType.TABLE_ROW_WISE, self._table_row_wise),
-                (ShardingType.TABLE_COLUMN_WISE, self._table_column_wise),
-                (ShardingType.GRID_SHARD, self._grid),
-                (ShardingType.DATA_PARALLEL, self._data_parallel),
-            )
-            for kernel in table.kernels.get(sharding_type, ())
-            if table.allows(sharding_type, kernel)
-            for option in of_type(table, kernel)
+            self._option(table, kind, kernel, reach, blocks)
+            for kind in _TYPES
+            for kernel in table.kernels.get(kind, ())
+            if table.allows(kind, kernel)
+            for reach, blocks in self._splits(table, kind)
         ]
 
     def estimated(self, table: PlannedTable, options: Iterable[TableOption]) -> list[TableOption]:
@@ -96,7 +97,9 @@ class OptionLister:
         kernel = EmbeddingComputeKernel(sharding.compute_kernel)
         world_size = self._topology.world_size
         if kind is ShardingType.DATA_PARALLEL:
-            [option] = self.estimated(table, [self._replicas(table, kernel)])
+            whole = [(world_size, table.rows, table.dim)]
+            option = self._option(table, kind, kernel, Reach.FIXED, whole)
+            [option] = self.estimated(table, [option])
             return option, tuple(range(world_size))
         rects = rects_of(
             table.name, table.rows, table.dim, sharding, world_size, self._topology.local_world_size
@@ -112,143 +115,102 @@ class OptionLister:
         sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
         blocks = [(len(list(alike)), rows, cols) for (rows, cols), alike in sizes]
         # row_wise that happens to lie in one node is rated as the search counts it: anywhere
-        by_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
-        in_node = by_node and adds_up_in_node(placed, self._topology.local_size)
+        in_node = kind in _BY_NODE and adds_up_in_node(placed, self._topology.local_size)
         option = self._option(table, kind, kernel, Reach.ANYWHERE, blocks, in_node=in_node)
         [option] = self.estimated(table, [option])
         return option, tuple(rect.rank for rect in rects)
 
-    def _asked(self, table: PlannedTable) -> bool:
-        """Whether the user wants certain types, also where they do nothing."""
-        return table.constraints.sharding_types is not None
-
     def _option(
         self,
         table: PlannedTable,
-        sharding_type: ShardingType,
+        kind: ShardingType,
         kernel: EmbeddingComputeKernel,
         reach: Reach,
-        blocks: Sequence[tuple[int, int, int]],
+        blocks: Sequence[_Block],
         *,
-        in_node: bool = False,
+        in_node: bool | None = None,
     ) -> TableOption:
-        """Returns the option whose shards are, each so many of rows x cols."""
-        shards = tuple(
-            Shards(
-                count=count,
-                rows=rows,
-                cols=cols,
-                costs=tuple(
-                    of_kind.of_shard(table, rows, cols, kernel, in_node=in_node)
-                    for of_kind in self._costs
-                ),
-                storage=self.storage.of_shard(table, rows, cols, kernel, in_node=in_node),
-            )
-            for count, rows, cols in blocks
-        )
+        """Returns the option whose shards are these blocks.
+
+        Args:
+            table: to be placed.
+            kind: the strategy.
+            kernel: where the shards live.
+            reach: where they may go.
+            blocks: so many shards of rows x columns each.
+            in_node: whether all row shards of some columns lie in one node; as usual for the
+                strategy if None.
+        """
+        if in_node is None:
+            in_node = kind in _BY_NODE
+        replicated = kind is ShardingType.DATA_PARALLEL
+        shards = []
+        for count, rows, cols in blocks:
+            if replicated:
+                costs = tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs)
+                storage = self.storage.of_replica(table, kernel)
+            else:
+                size = (table, rows, cols, kernel)
+                costs = tuple(of.of_shard(*size, in_node=in_node) for of in self._costs)
+                storage = self.storage.of_shard(*size, in_node=in_node)
+            shards.append(Shards(count=count, rows=rows, cols=cols, costs=costs, storage=storage))
         return TableOption(
-            sharding_type=sharding_type, compute_kernel=kernel, reach=reach, shards=shards
+            sharding_type=kind, compute_kernel=kernel, reach=reach, shards=tuple(shards)
         )
 
-    def _table_wise(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[TableOption]:
-        whole = [(1, table.rows, table.dim)]
-        yield self._option(table, ShardingType.TABLE_WISE, kernel, Reach.ANYWHERE, whole)
+    def _splits(
+        self, table: PlannedTable, kind: ShardingType
+    ) -> Iterator[tuple[Reach, Sequence[_Block]]]:
+        """Yields the splits of a table by a strategy: where the shards may go, and their sizes."""
+        world_size, node_size = self._topology.world_size, self._topology.local_size
+        # also where it does nothing, or costs what another costs and goes to fewer places
+        is_asked_for = table.constraints.sharding_types is not None
+        rows, dim = table.rows, table.dim
+        if kind is ShardingType.TABLE_WISE:
+            yield Reach.ANYWHERE, [(1, rows, dim)]
+        elif kind is ShardingType.COLUMN_WISE:
+            for columns in self._column_splits(table, world_size):
+                yield Reach.ANYWHERE, [(count, rows, cols) for count, cols in columns]
+        elif kind is ShardingType.TABLE_COLUMN_WISE and is_asked_for:
+            for columns in self._column_splits(table, node_size):
+                yield Reach.ONE_NODE, [(count, rows, cols) for count, cols in columns]
+        elif kind is ShardingType.TABLE_ROW_WISE and (node_size < world_size or is_asked_for):
+            yield Reach.ONE_NODE, [(n, size, dim) for n, size in _split(rows, node_size)]
+        elif kind is ShardingType.GRID_SHARD:
+            yield from self._grids(table)
+        elif kind is ShardingType.ROW_WISE and (world_size > 1 or is_asked_for):
+            sizes = [2**i for i in range(1, world_size.bit_length()) if 2**i < world_size]
+            for num_ranks in [world_size, *reversed(sizes)]:
+                reach = Reach.FIXED if num_ranks == world_size else Reach.ANYWHERE
+                yield reach, [(n, size, dim) for n, size in _split(rows, num_ranks)]
+        elif kind is ShardingType.DATA_PARALLEL and (world_size > 1 or is_asked_for):
+            yield Reach.FIXED, [(world_size, rows, dim)]
 
-    def _column_wise(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[TableOption]:
-        for cuts in self._column_cuts(table, self._topology.world_size):
-            blocks = [(count, table.rows, cols) for count, cols in cuts]
-            yield self._option(table, ShardingType.COLUMN_WISE, kernel, Reach.ANYWHERE, blocks)
-
-    def _table_column_wise(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[TableOption]:
-        if not self._asked(table):
-            return  # costs what column_wise costs, and goes to fewer places
-        for cuts in self._column_cuts(table, self._topology.local_size):
-            blocks = [(count, table.rows, cols) for count, cols in cuts]
-            kind = ShardingType.TABLE_COLUMN_WISE
-            yield self._option(table, kind, kernel, Reach.ONE_NODE, blocks)
-
-    def _row_wise(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[TableOption]:
-        world_size = self._topology.world_size
-        if world_size == 1 and not self._asked(table):
-            return
-        sizes = [2**i for i in range(1, world_size.bit_length()) if 2**i < world_size]
-        for num_ranks in [world_size, *reversed(sizes)]:
-            blocks = [(n, rows, table.dim) for n, rows in _cut(table.rows, num_ranks)]
-            reach = Reach.FIXED if num_ranks == world_size else Reach.ANYWHERE
-            yield self._option(table, ShardingType.ROW_WISE, kernel, reach, blocks)
-
-    def _table_row_wise(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[TableOption]:
-        topology = self._topology
-        if topology.local_size == topology.world_size and not self._asked(table):
-            return
-        blocks = [(n, rows, table.dim) for n, rows in _cut(table.rows, topology.local_size)]
-        kind = ShardingType.TABLE_ROW_WISE
-        yield self._option(table, kind, kernel, Reach.ONE_NODE, blocks, in_node=True)
-
-    def _grid(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Iterator[TableOption]:
-        topology = self._topology
-        rows = _cut(table.rows, topology.local_size)
-        if sum(count for count, _ in rows) < topology.local_size:
+    def _grids(self, table: PlannedTable) -> Iterator[tuple[Reach, Sequence[_Block]]]:
+        node_size = self._topology.local_size
+        of_node = _split(table.rows, node_size)
+        if sum(count for count, _ in of_node) < node_size:
             return  # a node would have ranks without a shard
-        for cuts in self._column_cuts(table, topology.world_size // topology.local_size):
-            blocks = [
-                (count, num_rows, cols)
-                for num_nodes, cols in cuts
-                for _ in range(num_nodes)
-                for count, num_rows in rows
-            ]
-            kind = ShardingType.GRID_SHARD
-            yield self._option(table, kind, kernel, Reach.NODES, blocks, in_node=True)
+        for columns in self._column_splits(table, self._topology.num_nodes):
+            widths = [cols for num_nodes, cols in columns for _ in range(num_nodes)]
+            yield Reach.NODES, [(count, rows, cols) for cols in widths for count, rows in of_node]
 
-    def _data_parallel(
-        self, table: PlannedTable, kernel: EmbeddingComputeKernel
-    ) -> Iterator[TableOption]:
-        world_size = self._topology.world_size
-        if world_size == 1 and not self._asked(table):
-            return
-        yield self._replicas(table, kernel)
-
-    def _replicas(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> TableOption:
-        replicas = Shards(
-            count=self._topology.world_size,
-            rows=table.rows,
-            cols=table.dim,
-            costs=tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs),
-            storage=self.storage.of_replica(table, kernel),
-        )
-        return TableOption(
-            sharding_type=ShardingType.DATA_PARALLEL,
-            compute_kernel=kernel,
-            reach=Reach.FIXED,
-            shards=(replicas,),
-        )
-
-    def _column_cuts(self, table: PlannedTable, most: int) -> Iterator[list[tuple[int, int]]]:
-        """Yields the cuts into 2, 3 ... parts of different widths; into 1 if asked for no other."""
+    def _column_splits(self, table: PlannedTable, most: int) -> Iterator[list[tuple[int, int]]]:
+        """Yields the splits into 2, 3 ... shards of different widths; into 1 if nothing else is."""
         least = table.constraints.min_partition or _MIN_PARTITION
         most = min(most, table.dim // least)
         seen: set[int] = set()
         for parts in range(2, most + 1):
-            cuts = _cut(table.dim, parts, MIN_COLUMNS)
-            count = sum(n for n, _ in cuts)
+            columns = _split(table.dim, parts, MIN_COLUMNS)
+            count = sum(n for n, _ in columns)
             if count not in seen:
                 seen.add(count)
-                yield cuts
-        if most < 2 and self._asked(table):
+                yield columns
+        if most < 2 and table.constraints.sharding_types is not None:
             yield [(1, table.dim)]
 
 
-def _cut(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
+def _split(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Returns the blocks of :func:`split_evenly` as (how many, how large)."""
     block = even_block(size, parts, multiple)
     full, rest = divmod(size, block)

@@ -16,11 +16,14 @@ from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.placement.file_checks import (
+    Readers,
     choice_of,
+    flag_of,
     is_number,
     list_of,
     members_of,
     parse_json,
+    read_members,
     text_of,
     whole_of,
     wrong_type,
@@ -44,19 +47,28 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
 }
 """By the name in a file; none leaves a gradient as large as the table."""
 
-_DATA_TYPES = ("FP32", "FP16", "BF16")
-_FILE = ("batch_size", "optimizer", "data_type", "wire")
-_TABLE = (
-    "features",
-    "pooling_factors",
-    "pooling",
-    "weighted",
-    "data_type",
-    "optimizer",
-    "module",
-    "constraints",
-)
-_CONSTRAINTS = ("sharding_types", "compute_kernels", "min_partition")
+_ONE_OF_THE_TYPES = partial(choice_of, choices=("FP32", "FP16", "BF16"))
+_OPTIMIZER = partial(choice_of, choices=[*OPTIMIZERS])
+_NAMED: Readers = {"name": text_of, "rows": whole_of, "dim": whole_of}
+_CONSTRAINTS: Readers = {
+    "sharding_types": partial(
+        list_of, each=partial(choice_of, choices=[kind.value for kind in ShardingType])
+    ),
+    "compute_kernels": partial(
+        list_of, each=partial(choice_of, choices=[kind.value for kind in EmbeddingComputeKernel])
+    ),
+    "min_partition": whole_of,
+}
+_TABLE: Readers = {
+    "features": partial(list_of, each=text_of),
+    "pooling_factors": lambda subject, value: value,  # their number is that of the features
+    "pooling": partial(choice_of, choices=[kind.name for kind in PoolingType]),
+    "weighted": flag_of,
+    "data_type": _ONE_OF_THE_TYPES,
+    "optimizer": _OPTIMIZER,
+    "module": text_of,
+    "constraints": partial(read_members, required={}, optional=_CONSTRAINTS),
+}
 
 
 @final
@@ -67,7 +79,7 @@ class TablesFile:
     Attributes:
         model: the tables, on the ``meta`` device.
         sharders: that place them.
-        constraints: demands by table name.
+        constraints: by table name.
         batch_size: samples per rank and step, if it says so.
     """
 
@@ -102,51 +114,42 @@ def read_tables(path: str | Path) -> TablesFile:
     """
     path, subject = Path(path), f"Tables file {path}"
     text = path.read_text(encoding="utf-8")
-    is_json = path.suffix == ".json"
-    data = parse_json(text, subject) if is_json else _parse_yaml(text, subject)
-    members = members_of(subject, data, ("tables",), _FILE)
-    rows = list_of(f"{subject}: tables", members["tables"])
-    if not rows:
+    data = parse_json(text, subject) if path.suffix == ".json" else _parse_yaml(text, subject)
+    defaults: Readers = {
+        "batch_size": whole_of,
+        "optimizer": _OPTIMIZER,
+        "data_type": _ONE_OF_THE_TYPES,
+    }
+    members = read_members(subject, data, {"tables": list_of}, {**defaults, "wire": _sharders})
+    if not members["tables"]:
         raise ValueError(f"{subject}: tables must hold at least one table; received none.")
     modules: dict[str, _Module] = {}
     constraints: dict[str, ParameterConstraints] = {}
-    for index, row in enumerate(rows):
-        _read_table(subject, index, row, members, modules, constraints)
-    batch_size = members.get("batch_size")
+    for index, row in enumerate(members["tables"]):
+        numbered = f"{subject}: tables[{index}]"
+        name = members_of(numbered, row, [*_NAMED], [*_TABLE])["name"]
+        owner = f"{subject}: table {text_of(f'{numbered}.name', name)!r}"
+        if name in constraints:
+            raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
+        table = {**members, **read_members(owner, row, _NAMED, _TABLE)}
+        _add_table(owner, table, modules)
+        constraints[name] = _constraints(owner, table)
     return TablesFile(
         model=_model(subject, modules),
-        sharders=_sharders(f"{subject}: wire", members.get("wire")),
+        sharders=members.get("wire", get_default_sharders()),
         constraints=constraints,
-        batch_size=None if batch_size is None else whole_of(f"{subject}: batch_size", batch_size),
+        batch_size=members.get("batch_size"),
     )
 
 
-def _read_table(
-    subject: str,
-    index: int,
-    row: object,
-    defaults: Mapping[str, Any],
-    modules: dict[str, _Module],
-    constraints: dict[str, ParameterConstraints],
-) -> None:
-    numbered = f"{subject}: tables[{index}]"
-    members = members_of(numbered, row, ("name", "rows", "dim"), _TABLE)
-    name = text_of(f"{numbered}.name", members["name"])
-    owner = f"{subject}: table {name!r}"
-    if name in constraints:
-        raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
-    named = list_of(f"{owner}: features", members.get("features", [name]))
-    features = [text_of(f"{owner}: features[{i}]", feature) for i, feature in enumerate(named)]
-    poolings = [kind.name for kind in PoolingType]
-    pooling = choice_of(f"{owner}: pooling", members.get("pooling", "SUM"), poolings)
-    weighted = members.get("weighted", False)
-    if not isinstance(weighted, bool):
-        wrong_type(f"{owner}: weighted", "true or false", weighted)
+def _add_table(owner: str, table: Mapping[str, Any], modules: dict[str, _Module]) -> None:
+    """Adds a table to its module."""
+    pooling, weighted = table.get("pooling", "SUM"), table.get("weighted", False)
     is_pooled = pooling != PoolingType.NONE.value
     if weighted and not is_pooled:
         raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
     usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
-    path = text_of(f"{owner}: module", members.get("module", usual))
+    path = table.get("module", usual)
     module = modules.setdefault(path, _Module(is_pooled=is_pooled, is_weighted=weighted))
     if (module.is_pooled, module.is_weighted) != (is_pooled, weighted):
         raise ValueError(
@@ -154,55 +157,38 @@ def _read_table(
             f"received pooling {pooling} and weighted {str(weighted).lower()}. Give it another "
             "module."
         )
-    optimizer = members.get("optimizer", defaults.get("optimizer"))
-    if optimizer is None:
+    if "optimizer" not in table:
         raise ValueError(
             f"{owner} must have an optimizer, one of {', '.join(OPTIMIZERS)}; received none. Give "
             "it one, or the whole file."
         )
-    module.optimizers[name] = choice_of(f"{owner}: optimizer", optimizer, [*OPTIMIZERS])
-    data_type = members.get("data_type", defaults.get("data_type", "FP32"))
+    module.optimizers[table["name"]] = table["optimizer"]
     config = (
         partial(EmbeddingBagConfig, pooling=PoolingType[pooling]) if is_pooled else EmbeddingConfig
     )
     module.configs.append(
         config(
-            num_embeddings=whole_of(f"{owner}: rows", members["rows"]),
-            embedding_dim=whole_of(f"{owner}: dim", members["dim"]),
-            name=name,
-            data_type=DataType[choice_of(f"{owner}: data_type", data_type, _DATA_TYPES)],
-            feature_names=features,
+            num_embeddings=table["rows"],
+            embedding_dim=table["dim"],
+            name=table["name"],
+            data_type=DataType[table.get("data_type", "FP32")],
+            feature_names=table.get("features", [table["name"]]),
         )
     )
-    constraints[name] = _constraints(owner, members, len(features))
 
 
-def _constraints(owner: str, members: Mapping[str, Any], num_features: int) -> ParameterConstraints:
-    factors = members.get("pooling_factors", 1.0)
+def _constraints(owner: str, table: Mapping[str, Any]) -> ParameterConstraints:
+    num_features = len(table.get("features", "1"))
+    factors = table.get("pooling_factors", 1.0)
     numbers = factors if isinstance(factors, list) else [factors] * num_features
     if not all(map(is_number, numbers)) or len(numbers) != num_features:
         rule = f"a number, or a list of one for each of {num_features} features"
         wrong_type(f"{owner}: pooling_factors", rule, factors)
     if any(number < 0 for number in numbers):
         raise ValueError(f"{owner}: pooling_factors must not be negative; received {factors}.")
-    demands = members_of(f"{owner}: constraints", members.get("constraints", {}), (), _CONSTRAINTS)
-
-    def chosen(key: str, choices: Sequence[str]) -> list[str] | None:
-        if key not in demands:
-            return None
-        subject = f"{owner}: constraints.{key}"
-        values = list_of(subject, demands[key])
-        return [choice_of(f"{subject}[{i}]", value, choices) for i, value in enumerate(values)]
-
-    least = demands.get("min_partition")
     try:
         return ParameterConstraints(
-            sharding_types=chosen("sharding_types", [t.value for t in ShardingType]),
-            compute_kernels=chosen("compute_kernels", [k.value for k in EmbeddingComputeKernel]),
-            min_partition=None
-            if least is None
-            else whole_of(f"{owner}: constraints.min_partition", least),
-            pooling_factors=[float(number) for number in numbers],
+            **table.get("constraints", {}), pooling_factors=[float(number) for number in numbers]
         )
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
@@ -257,19 +243,13 @@ def _put(root: nn.Module, path: str, module: nn.Module, subject: str) -> None:
 
 
 def _sharders(subject: str, wire: object) -> Sequence[ModuleSharder[Any]]:
-    if wire is None:
-        return get_default_sharders()
-    names = [kind.name for kind in CommType]
-    directions = members_of(subject, wire, (), ("forward_precision", "backward_precision"))
-    precisions = {
-        key: CommType[choice_of(f"{subject}.{key}", value, names)]
-        for key, value in directions.items()
-    }
+    """Returns sharders that send as a file says."""
+    precision = partial(choice_of, choices=[kind.name for kind in CommType])
+    directions: Readers = {"forward_precision": precision, "backward_precision": precision}
+    chosen = read_members(subject, wire, {}, directions)
+    there, back = (CommType[chosen.get(key, "FP32")] for key in directions)
     registry = get_qcomm_codecs_registry(
-        QCommsConfig(
-            forward_precision=precisions.get("forward_precision", CommType.FP32),
-            backward_precision=precisions.get("backward_precision", CommType.FP32),
-        )
+        QCommsConfig(forward_precision=there, backward_precision=back)
     )
     return [
         EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),

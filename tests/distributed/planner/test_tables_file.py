@@ -115,12 +115,12 @@ def other(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"constraints": {"sharding_types": ["row_wize"]}},
-            r"table 't': constraints.sharding_types\[0\] must be .* The nearest is 'row_wise'",
+            r"table 't': constraints: sharding_types\[0\] must be .* The nearest is 'row_wise'",
         ),
         ({"constraints": {"sharding_types": []}}, r"sharding_types must name some of .* \[\]"),
         ({"constraints": {"min_partition": 0}}, "min_partition must be positive; received 0"),
         ({"wire": {"forward": "BF16"}}, "wire has keys among .* is 'forward_precision'"),
-        ({"wire": {"forward_precision": "BF"}}, "wire.forward_precision must be one of FP32"),
+        ({"wire": {"forward_precision": "BF"}}, "wire: forward_precision must be one of FP32"),
         (
             {"tables": [other(optimizer="SGD"), other(optimizer="SGD")]},
             r"table 'u' must be there once; received it again as tables\[1\]",
