@@ -154,8 +154,8 @@ class TableBatchedEmbedding:
             f"{type(self).__name__}(tables={len(layout.tables)}, features={layout.num_features}, "
             f"dims={sorted({t.dim for t in layout.tables})}, rows={layout.num_rows}, "
             f"pooling={self.pooling.name}, update={self.update_mode.name}{rule}, "
-            f"weights={self.storage.dtype}, device={layout.device}, backend={self.backend}: "
-            f"{self.backend_reason})"
+            f"weights={self.storage.dtype}, device={layout.device}, lookup={self._looker.name}, "
+            f"backend={self.backend}: {self.backend_reason})"
         )
 
     @property

@@ -162,14 +162,8 @@ class FbgemmCpuKernel(TorchKernel):
         ),
     )
 
-    def __init__(
-        self,
-        layout: StorageLayout,
-        settings: LookupSettings,
-        storage: Tensor | None = None,
-        states: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(layout, settings, storage, states)
+    def _prepare(self) -> None:
+        layout = self.layout
         self._geometry = Geometry.of(layout, range(layout.num_features))
         group = next(g for g in layout.groups if g.features)
         rows = [0, max(group.num_rows, 1)]

@@ -104,15 +104,8 @@ class FbgemmCudaLookup(TorchKernel):
     )
     update_limits = (Limit("it looks up only", lambda s: True),)
 
-    def __init__(
-        self,
-        layout: StorageLayout,
-        settings: LookupSettings,
-        storage: Tensor | None = None,
-        states: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(layout, settings, storage, states)
-        self._geometry = Geometry.of(layout, range(layout.num_features))
+    def _prepare(self) -> None:
+        self._geometry = Geometry.of(self.layout, range(self.layout.num_features))
 
     def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""

@@ -164,6 +164,10 @@ class TorchKernel:
         self.states = layout.new_states(settings.owned) if states is None else states
         self.rates: Rates = 0.0 if self.optimizer is None else self.optimizer.learning_rate
         self._rates_of_groups: tuple[Rates, dict[int, float | Tensor]] | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Called last when a kernel is made; for other backends."""
 
     @classmethod
     def refusal(cls, settings: LookupSettings, role: Role) -> str | None:

@@ -8,10 +8,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from recsys.kernels.support import BACKENDS
 from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.kernels.tbe_fbgemm import has_cpu_ops
 from recsys.kernels.types import OptimizerSpec, PoolingMode, TableSpec, UpdateMode
 
 CPU = torch.device("cpu")
+CPU_BACKENDS = [
+    backend.name
+    for backend in BACKENDS
+    if (backend.device_types is None or "cpu" in backend.device_types)
+    and (backend.name != "fbgemm" or has_cpu_ops())
+]
+"""Every one goes through the common tests."""
 
 
 @dataclass(frozen=True)

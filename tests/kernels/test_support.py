@@ -16,6 +16,7 @@ from recsys.kernels.support import (
     fbgemm_element_type,
 )
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmCpuKernel, has_cpu_ops
+from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, TorchKernel
 from recsys.kernels.types import (
@@ -199,6 +200,32 @@ def test_cuda_choices(
     choice = choose_backend(settings(device="cuda", **changes))  # type: ignore[arg-type]
     assert choice.backend == ("fbgemm" if reason is None else "torch")
     assert reason is None or reason in choice.reason
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize(
+    "algorithm", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.PARTIAL_ROWWISE_LAMB]
+)
+def test_on_cuda_fbgemm_looks_up_in_every_mode(
+    mode: UpdateMode, algorithm: EmbOptimType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: True)
+    served = settings(device="cuda", mode=mode, optimizer=OptimizerSpec(algorithm=algorithm))
+    is_fused = mode is UpdateMode.FUSED and algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    assert choose_backend(served, "lookup").kernel is (
+        FbgemmCudaKernel if is_fused else FbgemmCudaLookup
+    )
+    assert choose_backend(served, "update").kernel is (
+        FbgemmCudaKernel if is_fused else TorchKernel
+    )
+    thin = settings(device="cuda", mode=mode, dims=(4, 6))
+    assert choose_backend(thin, "lookup").kernel is TorchKernel
+
+
+def test_a_backend_that_does_not_exist_is_no_choice() -> None:
+    with pytest.raises(ValueError, match="backend='triton' cannot serve"):
+        choose_backend(settings(), wanted="triton")
 
 
 def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:

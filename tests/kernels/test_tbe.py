@@ -18,7 +18,14 @@ from recsys.kernels.types import (
     UpdateMode,
     WeightDecayMode,
 )
-from tests.kernels.lookup_cases import CPU, Case, cases, output_gradient, reference_lookup
+from tests.kernels.lookup_cases import (
+    CPU,
+    CPU_BACKENDS,
+    Case,
+    cases,
+    output_gradient,
+    reference_lookup,
+)
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 needs_fbgemm = pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed")
@@ -71,7 +78,7 @@ def assert_same(
             torch.testing.assert_close(state_a[name], state_b[name], rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("fbgemm", marks=needs_fbgemm), "torch"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @few
 @given(case=cases(neighbours=True))
 def test_forward_and_gradients_equal_a_loop_over_bags(backend: str, case: Case) -> None:
@@ -94,16 +101,21 @@ def test_forward_and_gradients_equal_a_loop_over_bags(backend: str, case: Case) 
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-@needs_fbgemm
+@pytest.mark.parametrize("backend", [name for name in CPU_BACKENDS if name != "torch"])
 @few
-@given(case=cases(neighbours=True), algorithm=st.sampled_from(list(FUSED_ON_CPU)))
-def test_fbgemm_and_torch_train_alike(case: Case, algorithm: EmbOptimType) -> None:
+@given(case=cases(neighbours=True), algorithm=st.sampled_from(list(EmbOptimType)))
+def test_backends_train_as_torch_does(backend: str, case: Case, algorithm: EmbOptimType) -> None:
     spec = spec_of(algorithm)
-    fbgemm = case.build(spec, UpdateMode.FUSED, "fbgemm")
+    if backend == "fbgemm" and algorithm not in FUSED_ON_CPU:
+        with pytest.raises(ValueError, match="its CPU kernels fuse only SGD"):
+            case.build(spec, UpdateMode.FUSED, backend)
+        return
+    other = case.build(spec, UpdateMode.FUSED, backend)
+    assert other.backend == backend
     plain = case.build(spec, UpdateMode.FUSED, "torch")
-    for a, b in zip(train(fbgemm, case), train(plain, case), strict=True):
+    for a, b in zip(train(other, case), train(plain, case), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert_same(fbgemm, plain)
+    assert_same(other, plain)
 
 
 @few
@@ -242,7 +254,7 @@ def test_adam_counts_a_step_without_ids(mode: UpdateMode) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tbe.weights, before, strict=True))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("fbgemm", marks=needs_fbgemm), "torch"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_a_batch_of_no_samples(mode: UpdateMode, backend: str) -> None:
     optimizer = None if mode is UpdateMode.GRADIENT else spec_of(EmbOptimType.EXACT_ADAGRAD)
@@ -454,6 +466,52 @@ def test_repr_names_the_backend_and_why() -> None:
     if has_cpu_ops():
         assert "ignore weight decay" in repr(decayed)
         assert "backend=fbgemm" in repr(SMALL.build(None, UpdateMode.GRADIENT))
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
+def test_fbgemm_looks_up_what_torch_updates(mode: UpdateMode) -> None:
+    """One backend for the values, another for the update: to the bit what torch alone does."""
+    tbe = SMALL.build(spec_of(EmbOptimType.ADAM), mode)
+    plain = SMALL.build(spec_of(EmbOptimType.ADAM), mode, "torch")
+    assert "lookup=fbgemm" in repr(tbe)
+    assert "lookup=torch" in repr(plain)
+    if mode is UpdateMode.FUSED:
+        assert tbe.backend == "torch"
+    for a, b in zip(train(tbe, SMALL), train(plain, SMALL), strict=True):
+        assert torch.equal(a, b)
+    assert_same(tbe, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_rows_that_are_reset_train_as_at_first(backend: str) -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD), UpdateMode.FUSED, backend)
+    fresh = SMALL.build(spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD), UpdateMode.FUSED, backend)
+    train(tbe, SMALL)
+    before, state = tbe.weights[0].clone(), tbe.states[0]["sum"].clone()
+    rows = torch.tensor([4, 1])
+    tbe.reset_rows(0, rows, fresh.weights[0][rows])
+    assert torch.equal(tbe.weights[0][rows], fresh.weights[0][rows])
+    kept = torch.tensor([0, 2, 3, 5, 6])
+    assert torch.equal(tbe.weights[0][kept], before[kept])
+    assert state[rows].all()
+    assert torch.equal(tbe.states[0]["sum"], state.index_fill(0, rows, 0.0))
+    ids, offsets = torch.tensor([1, 4]), torch.tensor([0, 2, *[2] * 11])
+    for each in (tbe, fresh):
+        each.prefetch(ids, offsets)  # nothing to do on a CPU
+        each.forward(ids, offsets).sum().backward()
+        each.flush()
+    assert torch.equal(tbe.weights[0][rows], fresh.weights[0][rows])
+    assert torch.equal(tbe.states[0]["sum"][rows], fresh.states[0]["sum"][rows])
+
+
+def test_a_reset_row_keeps_its_tables_count_of_updates() -> None:
+    tbe = SMALL.build(spec_of(EmbOptimType.ADAM), UpdateMode.FUSED)
+    train(tbe, SMALL, steps=2)
+    tbe.reset_rows(1, torch.tensor([0]), torch.zeros(1, 8))
+    assert tbe.states[1]["step"] == 2
+    assert not tbe.states[1]["exp_avg"][0].any()
+    assert tbe.states[1]["exp_avg"][1:].any()
 
 
 @needs_fbgemm

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
-from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel
+from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch
+from recsys.kernels.tbe_torch import Batch, TorchKernel
 from recsys.kernels.types import (
     EmbOptimType,
     LookupSettings,
@@ -184,3 +184,38 @@ def test_the_share_of_rows_in_the_cache_is_handed_on(
     monkeypatch.setattr(module, "__init__", record)
     build(OptimizerSpec(algorithm=EmbOptimType.SGD), asked)
     assert seen == [given]
+
+
+@pytest.mark.parametrize(
+    ("pooling", "weighted"),
+    [
+        *itertools.product((PoolingMode.SUM, PoolingMode.MEAN), (False, True)),
+        (PoolingMode.NONE, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_cuda_lookup_equals_torchs(
+    pooling: PoolingMode, weighted: bool, dtype: torch.dtype
+) -> None:
+    """Its op has a CPU twin of the same arguments."""
+    specs = SMALL.specs if pooling is not PoolingMode.NONE else SMALL.specs[:1]
+    features = SMALL.feature_table_map if pooling is not PoolingMode.NONE else (0, 0, 0, 0)
+    layout = StorageLayout(specs, features, torch.device("cpu"))
+    settings = LookupSettings(
+        device=layout.device,
+        weights_dtype=dtype,
+        dims=[spec.dim for spec in specs],
+        feature_table_map=features,
+        pooling=pooling,
+        optimizer=None,
+        update_mode=UpdateMode.GRADIENT,
+    )
+    plain = TorchKernel(layout, settings)
+    plain.storage.normal_()
+    kernel = FbgemmCudaLookup(layout, settings, plain.storage, plain.states)
+    indices, offsets, _ = SMALL.batch(0)
+    indices = indices % 5
+    weights = torch.rand(indices.numel()) if weighted else None
+    with torch.no_grad():
+        for batch in (Batch(indices, offsets, weights), Batch(indices[:0], offsets * 0)):
+            torch.testing.assert_close(kernel.lookup(batch), plain.lookup(batch))
