@@ -1,51 +1,83 @@
-"""``import recsys`` costs nothing: no torch, no CUDA, no process group, no optional package."""
+"""``import recsys`` costs nothing: no torch, no CUDA, no process group, no optional package.
+
+One interpreter of its own serves all that must be seen in a fresh one.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 OPTIONAL = {"matplotlib", "pandas", "scipy", "sklearn", "torchrec", "tqdm", "yaml"}
-
-# Every public module of the package; they may import torch and fbgemm_gpu, and nothing else.
-EVERYTHING = """
-import pkgutil, recsys, importlib
+# Reached from the package alone.
+NAMES = [
+    "distributed.DistributedModelParallel",
+    "distributed.model_parallel.DistributedModelParallel",
+    "distributed.planner.EmbeddingShardingPlanner",
+    "distributed.embeddingbag.EmbeddingBagCollectionSharder",
+    "modules.embedding_configs.EmbeddingBagConfig",
+    "modules.dlrm.DLRM",
+    "sparse.KeyedJaggedTensor",
+    "optim.keyed.KeyedOptimizerWrapper",
+    "datasets.random.RandomRecDataset",
+    "inference.quantize_embeddings",
+    "compat.torchrec.install",
+]
+SCRIPT = """
+import contextlib, functools, importlib, json, pkgutil, sys
+def modules():
+    return sorted({name.partition(".")[0] for name in sys.modules})
+import recsys
+found = {"alone": modules()}
+import torch
+with contextlib.suppress(ImportError):
+    import fbgemm_gpu
+found["by_torch"] = modules()
+found["names"] = [functools.reduce(getattr, n.split("."), recsys).__name__ for n in NAMES]
 for info in pkgutil.walk_packages(recsys.__path__, "recsys."):
     if not info.name.endswith("__main__"):
         importlib.import_module(info.name)
-"""
-REPORT = """
-import json, sys
-torch = sys.modules.get("torch")
-print(json.dumps({
-    "modules": sorted({name.partition(".")[0] for name in sys.modules}),
-    "cuda": torch is not None and torch.cuda.is_initialized(),
-    "process_group": torch is not None and torch.distributed.is_initialized(),
-}))
+found["everything"] = modules()
+found["cuda"] = torch.cuda.is_initialized()
+found["process_group"] = torch.distributed.is_initialized()
+found["debug"] = recsys.sparse.is_debug()
+print(json.dumps(found))
 """
 
 
-def state_after(code: str) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", code + REPORT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"NAMES = {NAMES}\n{SCRIPT}"],
+        env=os.environ | {"RECSYS_DEBUG": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    state: dict[str, object] = json.loads(done.stdout)
+    state: dict[str, Any] = json.loads(done.stdout)
     return state
 
 
-def test_the_package_alone_does_not_even_import_torch() -> None:
-    state = state_after("import recsys")
-    assert "torch" not in state["modules"]  # type: ignore[operator]
+def test_the_package_alone_does_not_even_import_torch(found: dict[str, Any]) -> None:
+    assert "recsys" in found["alone"]
+    assert "torch" not in found["alone"]
 
 
-def test_all_modules_leave_cuda_and_processes_alone() -> None:
+def test_the_package_alone_reaches_the_documented_names(found: dict[str, Any]) -> None:
+    assert found["names"] == [name.rpartition(".")[2] for name in NAMES]
+
+
+def test_all_modules_leave_cuda_and_processes_alone(found: dict[str, Any]) -> None:
+    assert found["cuda"] is False
+    assert found["process_group"] is False
     # Packages that torch itself imports where they are installed are not ours.
-    suppressed = (
-        "import contextlib, torch\nwith contextlib.suppress(ImportError): import fbgemm_gpu"
-    )
-    by_torch = set(state_after(suppressed)["modules"])  # type: ignore[call-overload]
-    state = state_after(EVERYTHING)
-    assert state["cuda"] is False
-    assert state["process_group"] is False
-    assert OPTIONAL & (set(state["modules"]) - by_torch) == set()  # type: ignore[call-overload]
+    assert OPTIONAL & (set(found["everything"]) - set(found["by_torch"])) == set()
+
+
+def test_the_environment_turns_full_checks_on(found: dict[str, Any]) -> None:
+    assert found["debug"] is True
