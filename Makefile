@@ -2,6 +2,7 @@
 #
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
+#   make test SLOW=1  the test suite with its slow cases, as CI runs it
 #   make conformance  every way to shard, against the unsharded model and TorchRec; about an hour
 #   make bench      CPU benchmarks against TorchRec
 #   make gpu        tests and benchmarks that need a GPU
@@ -34,7 +35,7 @@ train: $(BASE)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/dlrm/train.py $(ARGS)
 
 test: $(call stamp,test)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(ARGS)
 
 conformance: $(call stamp,test) $(call stamp,peers)
 	$(BIN)/python -m tests.conformance $(ARGS)

@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import RankPool
+from tests.slow import is_slow
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases of the slow tier."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

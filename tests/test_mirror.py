@@ -28,6 +28,7 @@ BROAD = {
     "test_mirror.py",
     "test_public_surface.py",
     "test_ranks.py",
+    "test_slow.py",
 }
 
 # Source files with public names that are tested through what uses them.

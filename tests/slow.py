@@ -1,0 +1,90 @@
+"""The cases that `make test` leaves to `make test SLOW=1`: over 5 s, beside a quick case each.
+
+Measured on two cores that were otherwise in use. A case is slow by its id, or by its test's.
+"""
+
+from __future__ import annotations
+
+COMPAT = "tests/compat"
+PLANNER = "tests/distributed/planner"
+LAYOUT_PLOT = "tests/distributed/placement/test_layout_plot.py"
+NARROW_WIRES = (
+    "tests/distributed/ranks/test_wire.py::test_tables_of_few_columns_travel_in_any_format"
+)
+
+QUICK_CASE_OF: dict[str, str] = {
+    f"{COMPAT}/planner/test_partitioners.py::test_ranks_are_those_of_torchrec": (
+        f"{COMPAT}/planner/test_partitioners.py::test_it_asks_for_estimates"
+    ),
+    f"{COMPAT}/planner/test_planners.py::TestParts::test_they_make_these_plans": (
+        f"{COMPAT}/planner/test_planners.py::TestParts::test_a_model_runs_under_the_plan"
+    ),
+    f"{COMPAT}/planner/test_planners.py::TestParts::test_torchrec_makes_the_same": (
+        f"{COMPAT}/planner/test_planners.py::TestParts::test_a_model_runs_under_the_plan"
+    ),
+    f"{COMPAT}/test_spec.py::test_a_document_is_run_under_both_names": (
+        f"{COMPAT}/test_spec.py::test_paragraphs_of_a_page_without_blocks"
+    ),
+    f"{COMPAT}/test_torchrec.py::test_a_script_runs_with_two_more_lines": (
+        f"{COMPAT}/test_torchrec.py::test_a_script_runs_unchanged"
+    ),
+    f"{COMPAT}/test_torchrec.py::test_the_snippets_of_the_guide_run": (
+        f"{COMPAT}/test_torchrec.py::test_a_script_runs_unchanged"
+    ),
+    f"{COMPAT}/test_tutorial.py::test_the_introduction_does_what_it_shows": (
+        "tests/docs/test_tutorials.py::test_blocks_run_and_print_what_is_shown"
+    ),
+    "tests/conformance/test_checkpoints.py::test_training_goes_on_under_another_plan": (
+        "tests/distributed/checkpoint/test_load.py::test_loads_under_another_plan_and_world_size"
+    ),
+    "tests/conformance/test_matrix.py::test_sharded_models_equal_the_unsharded[2x2]": (
+        "tests/conformance/test_matrix.py::test_sharded_models_equal_the_unsharded[2x1]"
+    ),
+    "tests/conformance/test_matrix.py::test_sharded_models_equal_the_unsharded[4]": (
+        "tests/conformance/test_matrix.py::test_sharded_models_equal_the_unsharded[2]"
+    ),
+    "tests/distributed/checkpoint/test_save.py::test_killed_jobs_leave_the_last_version": (
+        "tests/distributed/checkpoint/test_save.py::test_a_full_disk_leaves_the_version_before"
+    ),
+    f"{LAYOUT_PLOT}::test_draws_any_layout_alike_each_time[200-64-8]": (
+        f"{LAYOUT_PLOT}::test_draws_any_layout_alike_each_time[3-4-2]"
+    ),
+    f"{PLANNER}/test_planners.py::TestMemory::test_no_rank_gets_more_than_it_has": (
+        f"{PLANNER}/test_planners.py::TestMemory::test_tables_go_where_there_is_room"
+    ),
+    f"{PLANNER}/test_search.py::test_equals_brute_force": (
+        f"{PLANNER}/test_exact.py::test_equals_brute_force"
+    ),
+    f"{PLANNER}/test_storage.py::test_all_bytes_of_ten_random_plans": (
+        f"{PLANNER}/test_storage.py::test_a_grid_over_two_nodes"
+    ),
+    f"{PLANNER}/test_storage.py::test_buffers_of_every_kind_of_batch": (
+        f"{PLANNER}/test_storage.py::test_a_grid_over_two_nodes"
+    ),
+    f"{PLANNER}/test_storage.py::test_weights_and_state_to_the_byte": (
+        f"{PLANNER}/test_storage.py::test_a_grid_over_two_nodes"
+    ),
+    "tests/docs/test_tutorials.py::test_the_readme_runs_by_python_and_by_torchrun[2]": (
+        "tests/docs/test_tutorials.py::test_tutorial_runs_as_a_job_of_several_processes[2]"
+    ),
+    "tests/docs/test_tutorials.py::test_the_readme_runs_by_python_and_by_torchrun[None]": (
+        "tests/docs/test_tutorials.py::test_tutorial_runs_as_a_job_of_several_processes[1]"
+    ),
+    **{
+        f"tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[{optimizer}]": (
+            "tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[LAMB]"
+        )
+        for optimizer in ("Adagrad", "Adam", "PartialRowWiseAdam", "RowWiseAdagrad", "SGD")
+    },
+    **{
+        f"{NARROW_WIRES}[{kind}-{wire}]": (f"{NARROW_WIRES}[{kind}-int8]")
+        for kind in ("pooled", "sequence")
+        for wire in ("bf16", "fp16", "fp8")
+    },
+}
+"""Each slow case, or test, and a quick one of the same stage and strategy that stays."""
+
+
+def is_slow(nodeid: str) -> bool:
+    """Whether a case is left to the slow tier."""
+    return nodeid in QUICK_CASE_OF or nodeid.partition("[")[0] in QUICK_CASE_OF
