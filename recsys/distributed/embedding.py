@@ -14,7 +14,7 @@ from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.batch_segments import BatchCutter
-from recsys.distributed.stages.input_dist import LocalIds
+from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig
@@ -100,14 +100,14 @@ class ShardedEmbeddingCollection(ShardedCollection):
             self._finisher.table_updates,
         )
 
-    def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def compute_and_output_dist(self, trip: Trip) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up the ids and starts sending the embeddings back."""
-        route = ids.receipt.route
+        route = trip.route
         assert route is not None
         self._finisher.forget_failed_backward()
         values = self._output_dist.start(
-            self._lookups.forward(ids.lookups),
-            self._replicas.forward(ids.replicas),
+            self._lookups.forward(trip.lookups),
+            self._replicas.forward(trip.replicas),
             route,
             self._trains and torch.is_grad_enabled(),
         )
@@ -118,7 +118,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 rows, order = self._output_dist.repeat(rows, route, route.inverse), None
             if rows.dtype is not self._output_dtype:
                 rows = rows.to(self._output_dtype)
-            features = ids.receipt.features
+            features = trip.features
             slots, strides = route.slot_keys, features.stride_per_key()
             lengths = features.lengths().split_with_sizes(strides)
             indices = None
@@ -158,7 +158,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 integers.
             ValueError: on every rank, if lengths or offsets of a rank do not fit.
         """
-        return self.compute_and_output_dist(self._local_ids(features))
+        return self.compute_and_output_dist(self._trip(features))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configuration of each table."""

@@ -12,7 +12,7 @@ from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.batch_segments import BatchCutter
-from recsys.distributed.stages.input_dist import LocalIds
+from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.stages.output_dist import OutputDist
 from recsys.kernels.types import PoolingMode
 from recsys.modules.eager import eager_under_compile
@@ -69,17 +69,17 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._finisher.table_updates,
         )
 
-    def compute_and_output_dist(self, ids: LocalIds) -> LazyAwaitable[KeyedTensor]:
+    def compute_and_output_dist(self, trip: Trip) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids and starts sending the embeddings back."""
         self._finisher.forget_failed_backward()
         trains = self._trains and torch.is_grad_enabled()
         values = self._output_dist.start(
-            self._lookups.forward(ids.lookups),
-            self._replicas.forward(ids.replicas),
-            ids.receipt,
+            self._lookups.forward(trip.lookups),
+            self._replicas.forward(trip.replicas),
+            trip,
             trains,
         )
-        features = ids.receipt.features
+        features = trip.features
 
         def finish() -> KeyedTensor:
             pooled_BD = values.wait()
@@ -110,7 +110,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             ValueError: on every rank, if lengths, offsets, weights or inverse indices of a rank
                 do not fit.
         """
-        return self.compute_and_output_dist(self._local_ids(features))
+        return self.compute_and_output_dist(self._trip(features))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configuration of each table."""

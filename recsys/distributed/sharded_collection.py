@@ -32,7 +32,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
 from recsys.distributed.stages.batch_segments import BatchCutter
-from recsys.distributed.stages.input_dist import HeaderExchange, IdExchange, InputDist, LocalIds
+from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.lookup import GroupSettings, Lookups, needs_one_width
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.state.fused_params import with_table_settings
@@ -74,7 +74,7 @@ class ShardedCollection(ShardedModule):
 
     tables_name: ClassVar[str]
     """The attribute that holds the tables, as in the unsharded collection."""
-    sent_ahead: Callable[[ShardedCollection, KeyedJaggedTensor], IdExchange | None] | None
+    sent_ahead: Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None] | None
     """Asked at each call for the exchange of these features, if it has been started already."""
 
     def __init__(
@@ -270,7 +270,7 @@ class ShardedCollection(ShardedModule):
         tables: dict[str, TableShards] = dict(getattr(self, self.tables_name).items())
         return tables
 
-    def input_dist(self, features: KeyedJaggedTensor) -> HeaderExchange:
+    def input_dist(self, features: KeyedJaggedTensor) -> Trip:
         """Starts sending ids to the ranks that own their rows."""
         return self._input_dist.start(features)
 
@@ -279,10 +279,10 @@ class ShardedCollection(ShardedModule):
         """The stage that sends ids to the ranks that own their rows."""
         return self._input_dist
 
-    def _local_ids(self, features: KeyedJaggedTensor) -> LocalIds:
-        """Returns the ids this rank looks up, of exchanges that start now or started ahead."""
+    def _trip(self, features: KeyedJaggedTensor) -> Trip:
+        """Returns a batch's trip with the ids this rank looks up; it may have started ahead."""
         ahead = None if self.sent_ahead is None else self.sent_ahead(self, features)
-        return (ahead or self.input_dist(features).send()).wait()
+        return (ahead or self.input_dist(features).send()).ids()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 import torch
@@ -24,20 +24,6 @@ from recsys.kernels.bounds import bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_inputs import check_features, safe_features
 from recsys.sparse import KeyedJaggedTensor
-
-
-class HostCounts(NamedTuple):
-    """Ids of a batch, as the host knows them once it has read the header.
-
-    Attributes:
-        of_segments: ``counts_G`` of :class:`Segments`.
-        given: its ``given_counts``.
-        to_ranks: ids sent to each rank.
-    """
-
-    of_segments: np.ndarray
-    given: np.ndarray
-    to_ranks: list[int]
 
 
 @final
@@ -92,32 +78,40 @@ class Segments:
             return ValueError("The lengths or inverse indices of the batch do not fit its ids.")
         return None
 
-    def sent_places(self, host: HostCounts) -> Tensor:
-        """Returns the places in the batch of the ids sent, rank by rank and stream by stream."""
+    def sent_places(self, to_ranks: Sequence[int]) -> Tensor:
+        """Returns the places in the batch of the ids sent, rank by rank and stream by stream.
+
+        Args:
+            to_ranks: ids sent to each rank.
+        """
         routes = self.routes
         if not self.places:
             return self.counts_G.new_empty(0)
         counts = self.counts_G if routes.use_raw else self.counts_G[routes.num_keys :]
         places = _cat(self.places)
-        _, sent, _ = ops.permute_1d(routes.sent, counts, places, None, sum(host.to_ranks))
+        _, sent, _ = ops.permute_1d(routes.sent, counts, places, None, sum(to_ranks))
         return sent
 
     def id_route(
         self,
-        host: HostCounts,
+        counts_G: np.ndarray,
+        given_counts: np.ndarray,
+        to_ranks: Sequence[int],
         received_counts: np.ndarray,
         replica_places: Sequence[Tensor],
     ) -> IdRoute:
         """Returns how embeddings find back to the ids of this batch.
 
         Args:
-            host: counts of this batch.
+            counts_G: on the host.
+            given_counts: on the host.
+            to_ranks: ids sent to each rank.
             received_counts: ids received from each rank in each stream of this rank.
             replica_places: places in the batch of the ids of each replica group.
         """
         routes = self.routes
         slots = routes.slot_keys
-        counts_G, counts_K = host.of_segments, host.of_segments[: routes.num_keys]
+        counts_K = counts_G[: routes.num_keys]
         starts_K = np.cumsum(counts_K) - counts_K
         sent_counts = np.concatenate(
             [np.zeros(0, dtype=np.int64)]
@@ -125,14 +119,14 @@ class Segments:
             + [counts_K[p] for p in routes.replica_positions]
         )
         return IdRoute(
-            positions=_cat([self.sent_places(host), *replica_places]),
+            positions=_cat([self.sent_places(to_ranks), *replica_places]),
             sent_counts=sent_counts,
             received_counts=received_counts,
             slot_counts=counts_K[slots],
             slot_starts=starts_K[slots],
             inverse=self.inverse,
             slot_keys=slots,
-            key_counts=counts_K if self.inverse is None else host.given,
+            key_counts=counts_K if self.inverse is None else given_counts,
         )
 
 

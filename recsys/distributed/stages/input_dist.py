@@ -24,7 +24,7 @@ from torch import Tensor
 from recsys.distributed.placement.layout import LookupGroup
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.stages.batch_segments import BatchCutter, HostCounts, Segments
+from recsys.distributed.stages.batch_segments import BatchCutter, Segments
 from recsys.distributed.stages.id_routes import (
     BATCH,
     COUNTS,
@@ -87,38 +87,6 @@ class Bags:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Receipt:
-    """What the output stage must know of a batch.
-
-    Attributes:
-        features: the batch as given.
-        batch_sizes: samples of each rank.
-        counts: ``[len(split_slots), B]`` ids per bag of the row-split slots, or None if there are
-            none.
-        route: for embeddings that are not pooled.
-        anchor: ``[0]``, through which a backward pass reaches the weights' way back on every rank;
-            None if no rank's weights need gradients.
-    """
-
-    features: KeyedJaggedTensor
-    batch_sizes: tuple[int, ...]
-    counts: Tensor | None
-    route: IdRoute | None
-    anchor: Tensor | None
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalIds:
-    """The ids this rank looks up: one :class:`Bags` per lookup group and per replica group."""
-
-    lookups: tuple[Bags, ...]
-    replicas: tuple[Bags, ...]
-    receipt: Receipt
-
-
-@final
 class InputDist:
     """Sends ids to their owners.
 
@@ -154,10 +122,10 @@ class InputDist:
             np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (parts - 1))]), device
         )
 
-    def start(self, features: KeyedJaggedTensor) -> HeaderExchange:
+    def start(self, features: KeyedJaggedTensor) -> Trip:
         """Checks the batch, cuts it into segments, and starts the header exchange."""
-        (started,) = start_together([(self, features)])
-        return started
+        (trip,) = start_together([(self, features)])
+        return trip
 
     def cut(self, features: KeyedJaggedTensor | Exception) -> Segments | Exception:
         """Checks and cuts a batch; every rank hears of an error, which raises from the header."""
@@ -335,10 +303,8 @@ class _Header:
         return self._read[module]
 
 
-def start_together(
-    requests: Sequence[tuple[InputDist, KeyedJaggedTensor]],
-) -> list[HeaderExchange]:
-    """Starts the input stages of several modules of the same ranks with one header exchange.
+def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> list[Trip]:
+    """Starts the trips of several modules of the same ranks with one header exchange.
 
     Args:
         requests: stages and their batches, in the same order on every rank.
@@ -347,35 +313,89 @@ def start_together(
     batches = [stage.cut(features) for stage, features in requests]
     header = _Header(stages, batches)
     return [
-        HeaderExchange(stage, batch, header, module)
+        Trip(stage, batch, header, module)
         for module, (stage, batch) in enumerate(zip(stages, batches, strict=True))
     ]
 
 
 @final
-class HeaderExchange:
-    """The header is under way; :meth:`send` reads it and sends the ids."""
+class Trip:
+    """One batch of one module on its way through the stages: all that belongs to it.
+
+    :func:`start_together` has sent its header; :meth:`send` reads the headers and sends the ids;
+    :meth:`ids` waits for those that this rank looks up. The output stage reads the rest.
+
+    Attributes:
+        features: the batch as given.
+        batch_sizes: samples of each rank.
+        lookups: the bags of each lookup group.
+        replicas: the bags of each replica group.
+        bag_counts: ``[len(split_slots), B]`` ids per bag of the row-split slots, or None if there
+            are none.
+        route: for embeddings that are not pooled.
+        anchor: ``[0]``, through which a backward pass reaches the weights' way back on every rank;
+            None if no rank's weights need gradients.
+    """
+
+    features: KeyedJaggedTensor
+    batch_sizes: tuple[int, ...]
+    lookups: tuple[Bags, ...] = ()
+    replicas: tuple[Bags, ...] = ()
+    bag_counts: Tensor | None
+    route: IdRoute | None = None
+    anchor: Tensor | None = None
 
     def __init__(
         self, stage: InputDist, batch: Segments | Exception, header: _Header, module: int
     ) -> None:
         self._stage = stage
-        self._batch = batch
-        self._header = header
+        self._batch: Segments | Exception | None = batch
+        self._header: _Header | None = header
         self._module = module
+        self._received: comm.Pending | None = None
 
-    def send(self) -> IdExchange:
-        """Waits for the header and starts the payload exchange.
+    def send(self) -> Trip:
+        """Waits for the headers and starts sending ids.
 
         Raises:
             Exception: the error of the lowest rank that found one in its input, on every rank.
         """
         stage, batch = self._stage, self._batch
+        assert self._header is not None
         header_RH, host_RH, counts_G, given_counts = self._header.read(self._module)
+        self._header = None  # it holds the batches of all modules
+        self._header_RH, self._host_RH = header_RH, host_RH
+        self._counts_G, self._given_counts = counts_G, given_counts
+        warning = self._raise_faults(host_RH)
+        if stage.last_batches is not None:
+            stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
+        assert isinstance(batch, Segments)
+        parts = 2 if stage.is_weighted else 1
+        segments = batch.routes.segments
+        self._to_ranks = [int(counts_G[to_rank].sum()) for to_rank in segments]
+        send_sizes = [
+            len(to_rank) * batch.batch_size + parts * count
+            for to_rank, count in zip(segments, self._to_ranks, strict=True)
+        ]
+        recv_sizes = (
+            host_RH[:, BATCH] * stage.num_streams + parts * host_RH[:, COUNTS:].sum(1)
+        ).tolist()
+        if stage.has_streams and not batch.routes.is_identity:
+            payload = stage.payload_of(batch, sum(send_sizes))
+            self._received = comm.all_to_all(
+                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes
+            )
+        if warning:
+            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
+        return self
+
+    def _raise_faults(self, host_RH: np.ndarray) -> str:
+        """Raises what any rank found wrong; returns what this rank warns of."""
+        stage, batch = self._stage, self._batch
         error = batch if isinstance(batch, Exception) else None
         own_flag = host_RH[stage.env.rank, FLAG]
         message = ""
-        if not isinstance(batch, Exception) and own_flag & (_FAILED | _WARNED):
+        if isinstance(batch, Segments) and own_flag & (_FAILED | _WARNED):
             error = batch.fault_of_bags()
             if error is None:
                 assert batch.bad_N is not None
@@ -384,63 +404,22 @@ class HeaderExchange:
                     error = IndexError(message)
         if (host_RH[:, FLAG] & _FAILED).any():
             comm.raise_together(stage.env, "tell of a bad batch", error)
-        if stage.last_batches is not None:
-            stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
-        assert not isinstance(batch, Exception)
-        parts = 2 if stage.is_weighted else 1
-        sent_counts = [int(counts_G[segments].sum()) for segments in batch.routes.segments]
-        send_sizes = [
-            len(segments) * batch.batch_size + parts * count
-            for segments, count in zip(batch.routes.segments, sent_counts, strict=True)
-        ]
-        recv_sizes = (
-            host_RH[:, BATCH] * stage.num_streams + parts * host_RH[:, COUNTS:].sum(1)
-        ).tolist()
-        received = None
-        if stage.has_streams and not batch.routes.is_identity:
-            payload = stage.payload_of(batch, sum(send_sizes))
-            received = comm.all_to_all(
-                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes
-            )
-        if message and stage.cutter.mode is BoundsCheckMode.WARNING:
-            warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=2)
-        host_counts = HostCounts(counts_G, given_counts, sent_counts)
-        return IdExchange(stage, batch, host_counts, header_RH, host_RH, received)
+        return message if stage.cutter.mode is BoundsCheckMode.WARNING else ""
 
-
-@final
-class IdExchange:
-    """The ids are under way; :meth:`wait` returns what this rank looks up."""
-
-    def __init__(
-        self,
-        stage: InputDist,
-        batch: Segments,
-        counts: HostCounts,
-        header_RH: Tensor,
-        host_RH: np.ndarray,
-        received: comm.Pending | None,
-    ) -> None:
-        self._stage = stage
-        self._batch = batch
-        self._counts = counts
-        self._header_RH = header_RH
-        self._host_RH = host_RH
-        self._received = received
-
-    def wait(self) -> LocalIds:
-        """Waits for the ids and orders them for the lookups."""
-        stage, batch = self._stage, self._batch
+    def ids(self) -> Trip:
+        """Waits for the ids, and orders them for the lookups."""
+        stage, batch, host_RH = self._stage, self._batch, self._host_RH
+        assert isinstance(batch, Segments)
         groups = stage.layout.groups[stage.env.rank]
-        batch_sizes, counts_RS = self._host_RH[:, BATCH], self._host_RH[:, COUNTS:]
-        replicas, places = stage.replica_bags(batch, self._counts.of_segments)
-        lookups: tuple[Bags, ...] = ()
-        anchor = None
+        batch_sizes, counts_RS = host_RH[:, BATCH], host_RH[:, COUNTS:]
+        self.features, self.bag_counts = batch.given, batch.bag_counts
+        self.batch_sizes = tuple(batch_sizes.tolist())
+        self.replicas, places = stage.replica_bags(batch, self._counts_G)
         if self._received is not None:
-            bags = stage.unpack(self._received.wait(), self._header_RH, self._host_RH)
-            if (self._host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
-                bags, anchor = self._with_weight_gradients(bags)
-            lookups = split_bags(groups, bags, counts_RS.sum(0), int(batch_sizes.sum()))
+            bags = stage.unpack(self._received.wait(), self._header_RH, host_RH)
+            if (host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
+                bags = self._with_weight_gradients(batch, bags)
+            self.lookups = split_bags(groups, bags, counts_RS.sum(0), int(batch_sizes.sum()))
         elif batch.routes.is_identity:
             features = batch.source
             bags = Bags(
@@ -448,33 +427,25 @@ class IdExchange:
                 offsets=features.offsets().to(features.values().dtype),
                 weights=features.weights() if stage.is_weighted else None,
             )
-            lookups = split_bags(groups, bags, self._counts.of_segments, batch.batch_size)
-        route = None
+            self.lookups = split_bags(groups, bags, self._counts_G, batch.batch_size)
         if not stage.cutter.pooled:
-            route = batch.id_route(self._counts, counts_RS, places)
-        return LocalIds(
-            lookups=lookups,
-            replicas=replicas,
-            receipt=Receipt(
-                features=batch.given,
-                batch_sizes=tuple(batch_sizes.tolist()),
-                counts=batch.bag_counts,
-                route=route,
-                anchor=anchor,
-            ),
-        )
+            self.route = batch.id_route(
+                self._counts_G, self._given_counts, self._to_ranks, counts_RS, places
+            )
+        self._batch = self._received = None  # what was sent is not kept
+        return self
 
-    def _with_weight_gradients(self, bags: Bags) -> tuple[Bags, Tensor]:
-        batch = self._batch
+    def _with_weight_gradients(self, batch: Segments, bags: Bags) -> Bags:
         assert bags.weights is not None
+        sent = batch.sent_places(self._to_ranks) if batch.weights_need_grad else None
         route = WeightRoute(
             env=self._stage.env,
-            places=batch.sent_places(self._counts) if batch.weights_need_grad else None,
+            places=sent,
             num_ids=batch.source.values().numel(),
-            sent_counts=self._counts.to_ranks,
+            sent_counts=self._to_ranks,
             received_counts=self._host_RH[:, COUNTS:].sum(1).tolist(),
             stream_counts=self._header_RH[:, COUNTS:].t().flatten(),
             by_rank=self._stage.by_rank,
         )
-        weights, anchor = carry_weights(route, batch.source.weights(), bags.weights)
-        return Bags(indices=bags.indices, offsets=bags.offsets, weights=weights), anchor
+        weights, self.anchor = carry_weights(route, batch.source.weights(), bags.weights)
+        return Bags(indices=bags.indices, offsets=bags.offsets, weights=weights)

@@ -32,7 +32,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.exchange import Exchange, start_exchange
-from recsys.distributed.stages.input_dist import Receipt
+from recsys.distributed.stages.input_dist import Trip
 from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TableUpdates
 
@@ -329,7 +329,7 @@ class OutputDist:
         self,
         lookups: Sequence[Tensor],
         replicas: Sequence[Tensor],
-        receipt: Receipt,
+        trip: Trip,
         trains: bool,
     ) -> LazyAwaitable[Tensor]:
         """Starts the exchange.
@@ -337,7 +337,7 @@ class OutputDist:
         Args:
             lookups: per lookup group of this rank, ``[T, C_g]``.
             replicas: per replica group, ``[B, C_g]``.
-            receipt: what the input stage said of the batch.
+            trip: of the batch.
             trains: whether any table of the module, on any rank, takes gradients.
 
         Returns:
@@ -346,17 +346,17 @@ class OutputDist:
         if self._is_identity:
             (whole,) = lookups
             return LazyAwaitable(lambda: whole)
-        exchange = _PooledExchange(self, receipt)
-        return start_exchange(exchange, lookups, replicas, trains, receipt.anchor)
+        exchange = _PooledExchange(self, trip)
+        return start_exchange(exchange, lookups, replicas, trains, trip.anchor)
 
 
 @final
 class _PooledExchange(Exchange[OutputDist]):
     """One batch's way through the stage, forward and backward."""
 
-    def __init__(self, stage: OutputDist, receipt: Receipt) -> None:
-        self.batch_sizes = receipt.batch_sizes
-        self.batch_size = receipt.batch_sizes[stage.env.rank]
+    def __init__(self, stage: OutputDist, trip: Trip) -> None:
+        self.batch_sizes = trip.batch_sizes
+        self.batch_size = trip.batch_sizes[stage.env.rank]
         self.own_groups = stage.layout.groups[stage.env.rank]
         self.flat_width = sum(group.width - group.node_width for group in self.own_groups)
         sends = [size * self.flat_width for size in self.batch_sizes]
@@ -364,14 +364,14 @@ class _PooledExchange(Exchange[OutputDist]):
             for rank in stage.stands_for:
                 sends[rank] += self.batch_sizes[rank] * stage.hop.width
         super().__init__(stage, sends, [self.batch_size * width for width in stage.widths])
-        self.scales = self._mean_scales(receipt)
+        self.scales = self._mean_scales(trip)
 
-    def _mean_scales(self, receipt: Receipt) -> Tensor | None:
+    def _mean_scales(self, trip: Trip) -> Tensor | None:
         """Returns ``[slots, B, 1]``, one over the bag length, of mean-pooled row-split slots."""
         if not self.stage.mean_slots:
             return None
-        assert receipt.counts is not None
-        counts = receipt.counts.view(-1, self.batch_size) if self.batch_size else receipt.counts
+        assert trip.bag_counts is not None
+        counts = trip.bag_counts.view(-1, self.batch_size) if self.batch_size else trip.bag_counts
         counts = counts.index_select(0, self.stage.mean_index).clamp(min=1)
         return counts.float().reciprocal_().unsqueeze(2)
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.stages.input_dist import IdExchange, start_together
+from recsys.distributed.stages.input_dist import Trip, start_together
 from recsys.sparse import KeyedJaggedTensor
 
 _Path: TypeAlias = tuple[object, ...]
@@ -86,18 +86,18 @@ class InputsAhead:
         if len(read) < 2:
             yield
             return
-        headers = start_together([(m.input_stage, features) for m, features in read.items()])
-        sent = dict(zip(read, [header.send() for header in headers], strict=True))
+        trips = start_together([(m.input_stage, features) for m, features in read.items()])
+        sent = dict(zip(read, [trip.send() for trip in trips], strict=True))
 
-        def take(module: ShardedCollection, features: KeyedJaggedTensor) -> IdExchange | None:
+        def take(module: ShardedCollection, features: KeyedJaggedTensor) -> Trip | None:
             if read.get(module) is not features:
                 return None
             return sent.pop(module, None)
 
         with self._asking(take):
             yield
-        for module, exchange in sent.items():  # the model takes another way by now
-            exchange.wait()
+        for module, trip in sent.items():  # the model takes another way by now
+            trip.ids()
             del self._paths[module]
 
     @contextmanager
