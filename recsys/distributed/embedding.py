@@ -105,7 +105,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         route = trip.route
         assert route is not None
         self._finisher.forget_failed_backward()
-        values = self._output_dist.start(
+        wait = self._output_dist.start(
             self._lookups.forward(trip.lookups),
             self._replicas.forward(trip.replicas),
             route,
@@ -113,7 +113,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         )
 
         def finish() -> dict[str, JaggedTensor]:
-            rows, order = values.wait(), self._output_dist.slot_order
+            rows, order = wait(), self._output_dist.slot_order
             if route.inverse is not None:
                 rows, order = self._output_dist.repeat(rows, route, route.inverse), None
             if rows.dtype is not self._output_dtype:

@@ -73,7 +73,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Looks up the ids and starts sending the embeddings back."""
         self._finisher.forget_failed_backward()
         trains = self._trains and torch.is_grad_enabled()
-        values = self._output_dist.start(
+        wait = self._output_dist.start(
             self._lookups.forward(trip.lookups),
             self._replicas.forward(trip.replicas),
             trip,
@@ -82,7 +82,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         features = trip.features
 
         def finish() -> KeyedTensor:
-            pooled_BD = values.wait()
+            pooled_BD = wait()
             if features.variable_stride_per_key():
                 pooled_BD = expand_bags(pooled_BD, self._bag_dims, self._bag_features, features)
             if pooled_BD.dtype is not self._output_dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol, final
 
@@ -224,7 +225,7 @@ class DistributedModelParallel(nn.Module):
             materialize_dense(self._dmp_wrapped, self.device)
         move_dense(self._dmp_wrapped, self.device)
         self._optimizer = self._collect_fused_optimizers()
-        self._ahead = InputsAhead(self._dmp_wrapped)
+        self._ahead = InputsAhead.of_model(self._dmp_wrapped)
         self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             self._rename_for_load
         )
@@ -260,7 +261,8 @@ class DistributedModelParallel(nn.Module):
         """Calls the model."""
         self._check_exchange()
         wrapped = self._dmp_wrapped
-        with self._ahead.around(args, kwargs):
+        ahead = self._ahead
+        with nullcontext() if ahead is None else ahead.around(args, kwargs):
             if isinstance(wrapped, DistributedDataParallel) and (
                 wrapped.find_unused_parameters or wrapped.static_graph
             ):
@@ -303,7 +305,7 @@ class DistributedModelParallel(nn.Module):
         else:
             copied._dmp_wrapped = copy_around_sharded(module, copied.device)
         copied._optimizer = copied._collect_fused_optimizers()
-        copied._ahead = InputsAhead(copied._dmp_wrapped)
+        copied._ahead = InputsAhead.of_model(copied._dmp_wrapped)
         copied.training = self.training
         copied._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             copied._rename_for_load

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, NoReturn, Self, final
 
@@ -50,6 +51,11 @@ from recsys.optim.apply_optimizer_in_backward import (
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 
+started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None] | None] = (
+    ContextVar("started_ahead", default=None)
+)
+"""Asked at each call of a collection for the trip of these features, if it has started already."""
+
 
 class ShardedCollection(ShardedModule):
     """Tables of one unsharded collection, placed on many ranks.
@@ -74,8 +80,6 @@ class ShardedCollection(ShardedModule):
 
     tables_name: ClassVar[str]
     """The attribute that holds the tables, as in the unsharded collection."""
-    sent_ahead: Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None] | None
-    """Asked at each call for the exchange of these features, if it has been started already."""
 
     def __init__(
         self,
@@ -88,7 +92,6 @@ class ShardedCollection(ShardedModule):
         module_fqn: str | None = None,
     ) -> None:
         super().__init__()
-        self.sent_ahead = None
         self._qcomm_codecs_registry = qcomm_codecs_registry
         with constructing(env) as construction:
             weights = module.table_weights()
@@ -281,8 +284,9 @@ class ShardedCollection(ShardedModule):
 
     def _trip(self, features: KeyedJaggedTensor) -> Trip:
         """Returns a batch's trip with the ids this rank looks up; it may have started ahead."""
-        ahead = None if self.sent_ahead is None else self.sent_ahead(self, features)
-        return (ahead or self.input_dist(features).send()).ids()
+        ask = started_ahead.get()
+        trip = None if ask is None else ask(self, features)
+        return (trip or self._input_dist.start(features).send()).ids()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -334,7 +338,6 @@ class ShardedCollection(ShardedModule):
         other._configs = copy.deepcopy(self._configs)
         other._poolings = self._poolings
         other._plan = copy.deepcopy(self._plan)
-        other.sent_ahead = None
         other._qcomm_codecs_registry = self._qcomm_codecs_registry
         other._env = self._env
         other._bounds_check_mode = self._bounds_check_mode

@@ -18,7 +18,6 @@ from torch import Tensor
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 
 
@@ -149,7 +148,7 @@ def start_exchange(
     replicas: Sequence[Tensor],
     trains: bool,
     anchor: Tensor | None = None,
-) -> LazyAwaitable[Tensor]:
+) -> Callable[[], Tensor]:
     """Starts an exchange.
 
     Args:
@@ -161,7 +160,7 @@ def start_exchange(
         anchor: ``[0]``, what else every backward pass must reach.
 
     Returns:
-        The pending output.
+        What waits for the output; call it once.
     """
     if anchor is None:
         anchor = torch.zeros(0, device=exchange.device, requires_grad=trains)
@@ -176,7 +175,7 @@ def start_exchange(
             output: Tensor = _Place.apply(exchange, arriving)  # type: ignore[no-untyped-call]
         return output
 
-    return LazyAwaitable(finish)
+    return finish
 
 
 class _Send(torch.autograd.Function):

@@ -252,57 +252,6 @@ def split_bags(
     return tuple(parts)
 
 
-@final
-class _Header:
-    """The header of one or several modules: one exchange, and one read by the host."""
-
-    def __init__(
-        self, stages: Sequence[InputDist], batches: Sequence[Segments | Exception]
-    ) -> None:
-        self._stages, self._batches = stages, batches
-        env = stages[0].env
-        self._widths = [stage.header_width for stage in stages]
-        headers = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
-        sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
-        sent = headers[0]
-        if len(stages) > 1:
-            parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
-            sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
-        own = [sum(self._widths)] * env.world_size
-        self._pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
-        self._read: list[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]] = []
-
-    def read(self, module: int) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
-        """Waits, and returns for one of the modules what the ranks said.
-
-        Returns:
-            ``[R, H]`` on the device and on the host; and of this rank's own batch ``counts_G`` and
-            ``given_counts`` on the host.
-        """
-        if not self._read:
-            header_RH = self._pending.wait().view(-1, sum(self._widths))
-            own = [
-                counts
-                for batch in self._batches
-                if not isinstance(batch, Exception)
-                for counts in (batch.counts_G, batch.given_counts)
-            ]
-            flat = [header_RH.flatten(), *(counts.to(header_RH.dtype) for counts in own)]
-            host = torch.cat(flat).cpu().numpy()  # the one device-to-host read
-            edges = np.cumsum([header_RH.numel()] + [counts.numel() for counts in own])
-            first, *counts = np.split(host, edges[:-1])
-            counts_of = iter(counts)
-            columns = np.cumsum(self._widths)[:-1]
-            on_device = header_RH.split(self._widths, dim=1)
-            on_host = np.split(first.reshape(tuple(header_RH.shape)), columns, axis=1)
-            none = np.zeros(0, dtype=np.int64)
-            for batch, header, seen in zip(self._batches, on_device, on_host, strict=True):
-                failed = isinstance(batch, Exception)
-                mine = (none, none) if failed else (next(counts_of), next(counts_of))
-                self._read.append((header, seen, *mine))
-        return self._read[module]
-
-
 def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> list[Trip]:
     """Starts the trips of several modules of the same ranks with one header exchange.
 
@@ -311,11 +260,45 @@ def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> l
     """
     stages = [stage for stage, _ in requests]
     batches = [stage.cut(features) for stage, features in requests]
-    header = _Header(stages, batches)
-    return [
-        Trip(stage, batch, header, module)
-        for module, (stage, batch) in enumerate(zip(stages, batches, strict=True))
+    headers = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
+    sent, sizes = headers[0], stages[0].header_sizes
+    if len(stages) > 1:
+        parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
+        sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
+        sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
+    env = stages[0].env
+    own = [sum(stage.header_width for stage in stages)] * env.world_size
+    pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
+    trips = [Trip(stage, batch) for stage, batch in zip(stages, batches, strict=True)]
+    for trip in trips:
+        trip.headers = pending, trips
+    return trips
+
+
+def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
+    """Waits for the headers of trips that started together, and tells each what the ranks said."""
+    widths = [trip.stage.header_width for trip in trips]
+    header_RH = pending.wait().view(-1, sum(widths))
+    counts = [
+        counts
+        for trip in trips
+        if isinstance(trip.batch, Segments)
+        for counts in (trip.batch.counts_G, trip.batch.given_counts)
     ]
+    flat = [header_RH.flatten(), *(own.to(header_RH.dtype) for own in counts)]
+    host = torch.cat(flat).cpu().numpy()  # the one device-to-host read
+    edges = np.cumsum([header_RH.numel()] + [own.numel() for own in counts])
+    first, *on_host = np.split(host, edges[:-1])
+    counts_of = iter(on_host)
+    host_RH = first.reshape(tuple(header_RH.shape))
+    at = 0
+    for trip, width in zip(trips, widths, strict=True):
+        trip.header_RH = header_RH[:, at : at + width]
+        trip.host_RH = host_RH[:, at : at + width]
+        if isinstance(trip.batch, Segments):
+            trip.counts_G, trip.given_counts = next(counts_of), next(counts_of)
+        trip.headers = None
+        at += width
 
 
 @final
@@ -326,6 +309,13 @@ class Trip:
     :meth:`ids` waits for those that this rank looks up. The output stage reads the rest.
 
     Attributes:
+        stage: the module's, whose batch it is.
+        batch: cut, or why it could not be; None once the ids are there.
+        headers: what is on its way, for it and those that started with it; None once it was read.
+        header_RH: what the ranks said, on the device.
+        host_RH: the same, on the host.
+        counts_G: of the batch, on the host.
+        given_counts: of the batch, on the host.
         features: the batch as given.
         batch_sizes: samples of each rank.
         lookups: the bags of each lookup group.
@@ -337,6 +327,11 @@ class Trip:
             None if no rank's weights need gradients.
     """
 
+    headers: tuple[comm.Pending, Sequence[Trip]] | None
+    header_RH: Tensor
+    host_RH: np.ndarray
+    counts_G: np.ndarray
+    given_counts: np.ndarray
     features: KeyedJaggedTensor
     batch_sizes: tuple[int, ...]
     lookups: tuple[Bags, ...] = ()
@@ -345,13 +340,9 @@ class Trip:
     route: IdRoute | None = None
     anchor: Tensor | None = None
 
-    def __init__(
-        self, stage: InputDist, batch: Segments | Exception, header: _Header, module: int
-    ) -> None:
-        self._stage = stage
-        self._batch: Segments | Exception | None = batch
-        self._header: _Header | None = header
-        self._module = module
+    def __init__(self, stage: InputDist, batch: Segments | Exception) -> None:
+        self.stage = stage
+        self.batch: Segments | Exception | None = batch
         self._received: comm.Pending | None = None
 
     def send(self) -> Trip:
@@ -360,19 +351,16 @@ class Trip:
         Raises:
             Exception: the error of the lowest rank that found one in its input, on every rank.
         """
-        stage, batch = self._stage, self._batch
-        assert self._header is not None
-        header_RH, host_RH, counts_G, given_counts = self._header.read(self._module)
-        self._header = None  # it holds the batches of all modules
-        self._header_RH, self._host_RH = header_RH, host_RH
-        self._counts_G, self._given_counts = counts_G, given_counts
-        warning = self._raise_faults(host_RH)
+        if self.headers is not None:
+            _read_headers(*self.headers)
+        stage, batch, host_RH = self.stage, self.batch, self.host_RH
+        warning = self._raise_faults()
         if stage.last_batches is not None:
             stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
         assert isinstance(batch, Segments)
         parts = 2 if stage.is_weighted else 1
         segments = batch.routes.segments
-        self._to_ranks = [int(counts_G[to_rank].sum()) for to_rank in segments]
+        self._to_ranks = [int(self.counts_G[to_rank].sum()) for to_rank in segments]
         send_sizes = [
             len(to_rank) * batch.batch_size + parts * count
             for to_rank, count in zip(segments, self._to_ranks, strict=True)
@@ -389,9 +377,9 @@ class Trip:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self
 
-    def _raise_faults(self, host_RH: np.ndarray) -> str:
+    def _raise_faults(self) -> str:
         """Raises what any rank found wrong; returns what this rank warns of."""
-        stage, batch = self._stage, self._batch
+        stage, batch, host_RH = self.stage, self.batch, self.host_RH
         error = batch if isinstance(batch, Exception) else None
         own_flag = host_RH[stage.env.rank, FLAG]
         message = ""
@@ -408,15 +396,15 @@ class Trip:
 
     def ids(self) -> Trip:
         """Waits for the ids, and orders them for the lookups."""
-        stage, batch, host_RH = self._stage, self._batch, self._host_RH
+        stage, batch, host_RH = self.stage, self.batch, self.host_RH
         assert isinstance(batch, Segments)
         groups = stage.layout.groups[stage.env.rank]
         batch_sizes, counts_RS = host_RH[:, BATCH], host_RH[:, COUNTS:]
         self.features, self.bag_counts = batch.given, batch.bag_counts
         self.batch_sizes = tuple(batch_sizes.tolist())
-        self.replicas, places = stage.replica_bags(batch, self._counts_G)
+        self.replicas, places = stage.replica_bags(batch, self.counts_G)
         if self._received is not None:
-            bags = stage.unpack(self._received.wait(), self._header_RH, host_RH)
+            bags = stage.unpack(self._received.wait(), self.header_RH, host_RH)
             if (host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
                 bags = self._with_weight_gradients(batch, bags)
             self.lookups = split_bags(groups, bags, counts_RS.sum(0), int(batch_sizes.sum()))
@@ -427,25 +415,25 @@ class Trip:
                 offsets=features.offsets().to(features.values().dtype),
                 weights=features.weights() if stage.is_weighted else None,
             )
-            self.lookups = split_bags(groups, bags, self._counts_G, batch.batch_size)
+            self.lookups = split_bags(groups, bags, self.counts_G, batch.batch_size)
         if not stage.cutter.pooled:
             self.route = batch.id_route(
-                self._counts_G, self._given_counts, self._to_ranks, counts_RS, places
+                self.counts_G, self.given_counts, self._to_ranks, counts_RS, places
             )
-        self._batch = self._received = None  # what was sent is not kept
+        self.batch = self._received = None  # what was sent is not kept
         return self
 
     def _with_weight_gradients(self, batch: Segments, bags: Bags) -> Bags:
         assert bags.weights is not None
         sent = batch.sent_places(self._to_ranks) if batch.weights_need_grad else None
         route = WeightRoute(
-            env=self._stage.env,
+            env=self.stage.env,
             places=sent,
             num_ids=batch.source.values().numel(),
             sent_counts=self._to_ranks,
-            received_counts=self._host_RH[:, COUNTS:].sum(1).tolist(),
-            stream_counts=self._header_RH[:, COUNTS:].t().flatten(),
-            by_rank=self._stage.by_rank,
+            received_counts=self.host_RH[:, COUNTS:].sum(1).tolist(),
+            stream_counts=self.header_RH[:, COUNTS:].t().flatten(),
+            by_rank=self.stage.by_rank,
         )
         weights, self.anchor = carry_weights(route, batch.source.weights(), bags.weights)
         return Bags(indices=bags.indices, offsets=bags.offsets, weights=weights)

@@ -30,7 +30,6 @@ from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.exchange import Exchange, start_exchange
 from recsys.distributed.stages.input_dist import Trip
 from recsys.kernels import ops
@@ -331,7 +330,7 @@ class OutputDist:
         replicas: Sequence[Tensor],
         trip: Trip,
         trains: bool,
-    ) -> LazyAwaitable[Tensor]:
+    ) -> Callable[[], Tensor]:
         """Starts the exchange.
 
         Args:
@@ -341,11 +340,11 @@ class OutputDist:
             trains: whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            The pending ``[B, D]``.
+            What waits for the output ``[B, D]``; call it once.
         """
         if self._is_identity:
             (whole,) = lookups
-            return LazyAwaitable(lambda: whole)
+            return lambda: whole
         exchange = _PooledExchange(self, trip)
         return start_exchange(exchange, lookups, replicas, trains, trip.anchor)
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from recsys.distributed.placement.layout import Layout, Stream
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.stages.exchange import Exchange, start_exchange
 from recsys.distributed.stages.id_routes import IdRoute, index_tensor, lookup_order
 from recsys.kernels import ops
@@ -87,7 +86,7 @@ class SequenceDist:
         replicas: Sequence[Tensor],
         route: IdRoute,
         trains: bool,
-    ) -> LazyAwaitable[Tensor]:
+    ) -> Callable[[], Tensor]:
         """Starts the exchange.
 
         Args:
@@ -97,7 +96,8 @@ class SequenceDist:
             trains: whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            The pending ``[N, D]``, slot by slot: in order, or if given in that of ``slot_order``.
+            What waits for the output ``[N, D]``, slot by slot: in order, or if given in that of
+            ``slot_order``; call it once.
         """
         return start_exchange(_SequenceExchange(self, route), lookups, replicas, trains)
 

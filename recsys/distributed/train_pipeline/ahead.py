@@ -14,14 +14,14 @@ same model, so they observe the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.input_dist import Trip, start_together
 from recsys.sparse import KeyedJaggedTensor
 
@@ -34,11 +34,17 @@ class InputsAhead:
     """Starts the input stages of a model's sharded collections before the model runs.
 
     Args:
-        model: the model; with fewer than two sharded collections nothing is done.
+        collections: two at least.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._collections = [m for m in model.modules() if isinstance(m, ShardedCollection)]
+    @classmethod
+    def of_model(cls, model: nn.Module) -> InputsAhead | None:
+        """Makes one for the sharded collections of a model; None if there are fewer than two."""
+        found = [part for part in model.modules() if isinstance(part, ShardedCollection)]
+        return cls(found) if len(found) > 1 else None
+
+    def __init__(self, collections: Sequence[ShardedCollection]) -> None:
+        self._collections = collections
         self._paths: dict[ShardedCollection, _Path] | None = None  # None: not observed yet
 
     @contextmanager
@@ -67,10 +73,11 @@ class InputsAhead:
         calls: list[tuple[ShardedCollection, int]] = []
 
         def note(module: ShardedCollection, features: KeyedJaggedTensor) -> None:
-            calls.append((module, id(features)))
+            if module in self._collections:
+                calls.append((module, id(features)))
 
         paths = {id(features): path for path, features in _features_in((args, kwargs))}
-        with self._asking(note):
+        with _asking(note):
             yield
         modules = [module for module, _ in calls]
         self._paths = {
@@ -94,21 +101,20 @@ class InputsAhead:
                 return None
             return sent.pop(module, None)
 
-        with self._asking(take):
+        with _asking(take):
             yield
         for module, trip in sent.items():  # the model takes another way by now
             trip.ids()
             del self._paths[module]
 
-    @contextmanager
-    def _asking(self, ask: Any) -> Iterator[None]:
-        try:
-            for module in self._collections:
-                module.sent_ahead = ask
-            yield
-        finally:
-            for module in self._collections:
-                module.sent_ahead = None
+
+@contextmanager
+def _asking(ask: Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None]) -> Iterator[None]:
+    token = started_ahead.set(ask)
+    try:
+        yield
+    finally:
+        started_ahead.reset(token)
 
 
 def _features_in(given: object, path: _Path = ()) -> Iterator[tuple[_Path, KeyedJaggedTensor]]:
