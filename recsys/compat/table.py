@@ -214,7 +214,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("torchrec.distributed.embedding_types", "recsys.sparse.kjt_list", "KJTList"),
     (
         "torchrec.distributed.utils",
-        "recsys.distributed.state.fused_params",
+        "recsys.distributed.placement.fused_params",
         "add_params_from_parameter_sharding, convert_to_fbgemm_types, merge_fused_params",
     ),
     ("torchrec.distributed.utils", "recsys.distributed.types", "copy_to_device"),

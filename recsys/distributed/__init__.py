@@ -53,7 +53,7 @@ moved_modules(
         "comm": "ranks.comm",
         "even_batches": "train_pipeline.even_batches",
         "fused_optimizer": "state.fused_optimizer",
-        "fused_params": "state.fused_params",
+        "fused_params": "placement.fused_params",
         "layout": "placement.layout",
         "layout_plot": "placement.layout_plot",
         "node": "ranks.node",

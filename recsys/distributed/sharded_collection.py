@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recsys.distributed.module_tree import check_untied
+from recsys.distributed.placement.fused_params import with_table_settings
 from recsys.distributed.placement.layout import Layout, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
@@ -36,7 +37,6 @@ from recsys.distributed.stages.batch_segments import BatchCutter
 from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.lookup import GroupSettings, Lookups, needs_one_width
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
-from recsys.distributed.state.fused_params import with_table_settings
 from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.distributed.state.table_shards import TableShards, load_tables
 from recsys.kernels.arguments import setting

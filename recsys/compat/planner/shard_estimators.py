@@ -20,6 +20,7 @@ from recsys.compat.planner.types import (
 )
 from recsys.compat.planner.values import PipelineType
 from recsys.distributed.default_sharders import sharder_of
+from recsys.distributed.placement.fused_params import optimizer_of_table
 from recsys.distributed.planner import tables
 from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.costs import Cost, CostModel
@@ -27,7 +28,6 @@ from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints
-from recsys.distributed.state.fused_optimizer import optimizer_of_table
 from recsys.distributed.types import (
     CacheParams,
     EmbeddingComputeKernel,

@@ -13,9 +13,9 @@ To be read in this order:
   ``placement`` (what it is asked and answers), ``shard_arrays``, ``bounds``, ``assignment``,
   ``local_search``, ``exact`` and ``search``; ``partitioners`` is for one of a user's own;
 - the planner: ``agreement`` (of ranks), ``rating`` (what it knows of a plan), ``planners``;
-- reports: ``advice`` (why tables do not fit, and what would help), ``alternatives`` (one table
-  placed another way), ``explanation`` (the facts), ``report`` and ``report_html`` (as text, as a
-  page), ``words``.
+- reports: ``advice`` (why tables do not fit, and what would help), ``explanation`` (the facts),
+  ``report`` and ``report_html`` (as text, as a page), ``rated_plan``,
+  ``words``.
 """
 
 from recsys.distributed.planner.custom_topology import CustomTopologyData

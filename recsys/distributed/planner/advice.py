@@ -1,18 +1,27 @@
-"""Why tables do not fit, and what would help: changes are judged by planning again."""
+"""Why tables do not fit, and what would help.
+
+Changes are judged by planning again, other ways to place one table by the search's own greedy
+choice of ranks, while all other tables stay.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import final
 
-from recsys.distributed.placement.plan import EmbeddingComputeKernel, format_table
+import numpy as np
+
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType, format_table
+from recsys.distributed.planner.assignment import Assignment
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
-from recsys.distributed.planner.rating import Rating
+from recsys.distributed.planner.rating import RatedTable, Rating
 from recsys.distributed.planner.search import search
+from recsys.distributed.planner.shard_arrays import ShardArrays
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
@@ -172,6 +181,91 @@ def fullness(rating: Rating) -> float:
     return max(
         used / max(free, 1) for both in rating.memory for used, free in zip(*both, strict=True)
     )
+
+
+# -- one table placed another way ------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """Another way to place a table, all others staying where they are.
+
+    Attributes:
+        option: the way.
+        slowest_ms: of the slowest rank then, in the best place that was found.
+        work_ms: of the table, all ranks added up.
+        bytes_over: that are missing on the emptiest ranks; 0 if it fits.
+        host: whether it is host memory that is missing.
+    """
+
+    option: TableOption
+    slowest_ms: float
+    work_ms: float
+    bytes_over: int = 0
+    host: bool = False
+
+
+def alternatives(
+    rating: Rating, table: RatedTable, options: Sequence[TableOption]
+) -> list[Alternative]:
+    """Returns the best option of each sharding type and kernel, without the plan's own.
+
+    Args:
+        rating: of the plan.
+        table: as the plan has it.
+        options: all ways to place it.
+
+    Returns:
+        Best first: what fits, then least time of the slowest rank, then least work.
+    """
+    own = _shape(table.option)
+    others = [option for option in options if _shape(option) != own]
+    ranks = _ranks_without(rating, table)
+    arrays = ShardArrays(Problem(ranks=ranks, tables=[[option] for option in others]))
+    assignment = Assignment(arrays, arrays.most_ms())
+    found: dict[tuple[ShardingType, object], Alternative] = {}
+    for index, option in enumerate(others):
+        assignment.add(index, assignment.best_ranks(index)[0])
+        ms_R, free_RM = assignment.exact_loads()
+        over = arrays.both_pools(np.maximum(-free_RM, 0).max(axis=0))
+        other = Alternative(
+            option=option,
+            slowest_ms=float(ms_R.max()),
+            work_ms=float((ms_R - arrays.base_R).sum()),
+            bytes_over=max(over),
+            host=over[1] > over[0],
+        )
+        assignment.remove(index)
+        key = (option.sharding_type, option.compute_kernel)
+        if key not in found or _order(other) < _order(found[key]):
+            found[key] = other
+    return sorted(found.values(), key=_order)
+
+
+def _ranks_without(rating: Rating, table: RatedTable) -> Ranks:
+    """Returns the ranks as a plan fills them, without one table."""
+    problem = problem_of(rating.topology, rating.budgets, [])
+    kinds = rating.topology.kinds
+    loads = [cost.total for cost in rating.costs]
+    used = [stored.total for stored in rating.storage]
+    for rank, shard in table.shards():
+        loads[rank] = max(loads[rank] - shard.cost_ms[kinds[rank]], 0.0)
+        used[rank] = used[rank].minus(shard.memory)
+    return replace(problem.ranks, base_ms=loads, base_memory=used)
+
+
+def _order(alternative: Alternative) -> tuple[int, float, float]:
+    # ties of the slowest rank are ties in truth, not in the last bits
+    slowest_ms = float(f"{alternative.slowest_ms:.6g}")
+    return alternative.bytes_over, slowest_ms, alternative.work_ms
+
+
+def _shape(option: TableOption) -> tuple[object, ...]:
+    """Returns what tells options apart, also where a given plan lists alike shards one by one."""
+    sizes = [(alike.rows, alike.cols) for alike in option.shards for _ in range(alike.count)]
+    runs = tuple((size, len(list(alike))) for size, alike in groupby(sizes))
+    return option.sharding_type, option.compute_kernel, runs
 
 
 # -- when nothing fits -----------------------------------------------------------------------------

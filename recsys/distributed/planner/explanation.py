@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass, fields
 from typing import final
 
-from recsys.distributed.planner.advice import Gain, gains_of
-from recsys.distributed.planner.alternatives import Alternative, alternatives
+from recsys.distributed.planner.advice import Alternative, Gain, alternatives, gains_of
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.rating import RatedTable, Rating
 from recsys.distributed.planner.tables import Bytes, sum_of

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recsys.distributed.module_tree import outermost
+from recsys.distributed.placement.fused_params import optimizer_of_table
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.constants import BATCH_SIZE
@@ -22,7 +23,6 @@ from recsys.distributed.planner.types import (
 )
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharder import ModuleSharder
-from recsys.distributed.state.fused_optimizer import optimizer_of_table
 from recsys.kernels.support import LookupSettings, choose_backend
 from recsys.kernels.types import EmbeddingLocation, PoolingMode
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -6,20 +6,15 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.placement import Placement
 from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
-
-if TYPE_CHECKING:
-    from recsys.distributed.planner.explanation import Explanation
 
 
 @final
@@ -144,72 +139,3 @@ class Rating:
     def slowest_ms(self) -> float:
         """What that rank takes."""
         return self.costs[self.slowest_rank].total
-
-
-@dataclass
-class RatedPlan(ShardingPlan):
-    """A plan that knows what it costs.
-
-    Attributes:
-        rating: milliseconds and memory of each rank and table; None once it is edited or loaded.
-    """
-
-    rating: Rating | None = field(default=None, compare=False, repr=False)
-    _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
-
-    def report(self, *, seconds: float = 5.0) -> str:
-        """Returns, as text, what the plan costs, why it is so, and what would make it faster.
-
-        Args:
-            seconds: how long to try changes for (planning again under each); 0 tries none.
-
-        Raises:
-            ValueError: if the plan was edited after it was rated.
-        """
-        from recsys.distributed.planner import report  # builds on this file
-
-        return report.report(self._explained(seconds))
-
-    def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
-        """Returns the report as one HTML page that needs nothing else, and writes it to a file.
-
-        Args:
-            path: of the file; none is written if None.
-            seconds: as for :meth:`report`.
-
-        Raises:
-            ValueError: if the plan was edited after it was rated.
-        """
-        from recsys.distributed.planner import report_html  # builds on this file
-
-        page = report_html.report_html(self._explained(seconds))
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
-
-    def _explained(self, seconds: float) -> Explanation:
-        """Returns what text and page say, found once for both."""
-        from recsys.distributed.planner.explanation import Explanation  # builds on this file
-
-        rating, known = self._checked(), self._explanation
-        if known is None or known.rating is not rating or known.seconds != seconds:
-            self._explanation = known = Explanation(rating, seconds)
-        return known
-
-    def _checked(self) -> Rating:
-        if self.rating is None:
-            raise ValueError(
-                "A plan must be rated before it can be reported on; received one that is not. "
-                "planner.rate(module, sharders, plan) rates it."
-            )
-        rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
-        entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
-        for path, name in [*entries, *rated]:
-            table, entry = rated.get((path, name)), entries.get((path, name))
-            if table is None or entry is None or not table.is_placed_by(entry):
-                raise ValueError(
-                    f"A plan must be rated as it is; received one whose table {name!r} of module "
-                    f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
-                    "again."
-                )
-        return self.rating

@@ -1,4 +1,4 @@
-"""What a user demands of a plan, and the error when it cannot be met."""
+"""What a user asks of a plan, and the error when it cannot be met."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PlannerErrorType(Enum):
     INSUFFICIENT_STORAGE = "insufficient_storage"
     """The tables do not fit into memory."""
     STRICT_CONSTRAINTS = "strict_constraints"
-    """The demands on a table leave no way to place it, or contradict each other or the model."""
+    """Constraints on a table leave no way to place it, or contradict each other or the model."""
     PARTITION = "partition"
-    """A partitioner of the user's own found no rank with room for a part."""
+    """A partitioner of the user's own found no rank with memory for a shard."""
     OTHER = "other"
 
 
 class PlannerError(ValueError):
-    """No placement meets the demands; says which tables, how many bytes, and what would help.
+    """No placement meets the constraints; says which tables, how many bytes, and what would help.
 
     Args:
         message: says so.
@@ -49,7 +49,7 @@ class PlannerError(ValueError):
 @final
 @dataclass(slots=True)
 class ParameterConstraints:
-    """Demands on the placement of one table, and what is known of its traffic.
+    """Constraints on the placement of one table, and what is known of its traffic.
 
     Lists have one number for each feature of the table. Fields that say nothing (None, or no
     numbers) leave the choice to the planner, or to its ``pooling_stats``.
@@ -71,7 +71,7 @@ class ParameterConstraints:
         bounds_check_mode: what to do with ids outside the table; goes into the plan. Tables of one
             module share one.
         feature_names: the table's features in the order of the lists. Where several modules have a
-            table of this name, the demands are for the one with these features.
+            table of this name, these are for the one with these features.
         output_dtype: of embeddings; goes into the plan. None or ``torch.float32``.
         device_group: "cpu" or "cuda"; a planner for another device leaves the module out.
         key_value_params: not supported.
@@ -109,73 +109,70 @@ class ParameterConstraints:
         self._check_numbers("pooling_factors", least=0)
         self._check_numbers("num_poolings", least=0)
         self._check_numbers("batch_sizes", least=1)
-        if self.min_partition is not None and self.min_partition < 1:
-            raise ValueError(
-                "ParameterConstraints.min_partition must be at least 1; received "
-                f"{self.min_partition}."
-            )
         if self.bounds_check_mode is not None:
             self.bounds_check_mode = _our_bounds_check_mode(self.bounds_check_mode)
         dtype = getattr(self.output_dtype, "name", self.output_dtype)  # TorchRec has an enum
-        if dtype not in (None, "FP32", torch.float32):
-            raise ValueError(
-                "ParameterConstraints.output_dtype must be None or torch.float32, as sharded "
-                f"embeddings are; received {self.output_dtype}. Convert the output, or choose what "
-                "travels by the sharder's qcomm_codecs_registry."
-            )
-        self.output_dtype = None if dtype is None else torch.float32
-        if self.device_group not in (None, "cpu", "cuda"):
-            raise ValueError(
-                "ParameterConstraints.device_group must be 'cpu' or 'cuda'; received "
-                f"{self.device_group!r}."
-            )
-        if self.key_value_params is not None or self.use_virtual_table:
-            raise ValueError(
-                "ParameterConstraints.key_value_params and use_virtual_table are for tables in a "
-                "key-value store, which are not supported; received "
-                f"{self.key_value_params}, {self.use_virtual_table}. For tables beyond device "
-                "memory allow compute_kernels=['fused_uvm_caching']."
-            )
         caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
-        if self.cache_params is not None and not caches:
-            raise ValueError(
-                "ParameterConstraints.cache_params are of fused_uvm_caching, which "
-                "compute_kernels must allow; received compute_kernels="
-                f"{self.compute_kernels}. Add 'fused_uvm_caching' to it."
-            )
-        if self.enforce_hbm and caches:
-            raise ValueError(
-                "ParameterConstraints.enforce_hbm=True is not supported with fused_uvm_caching: "
-                "optimizer state lies beside the table, in host memory. Leave it None, or leave "
-                f"fused_uvm_caching out of compute_kernels; received {self.compute_kernels}."
-            )
+        self._check(
+            self.min_partition is None or self.min_partition >= 1,
+            f"min_partition must be at least 1; received {self.min_partition}.",
+        )
+        self._check(
+            dtype in (None, "FP32", torch.float32),
+            "output_dtype must be None or torch.float32, as sharded embeddings are; received "
+            f"{self.output_dtype}. Convert the output, or choose what travels by the sharder's "
+            "qcomm_codecs_registry.",
+        )
+        self._check(
+            self.device_group in (None, "cpu", "cuda"),
+            f"device_group must be 'cpu' or 'cuda'; received {self.device_group!r}.",
+        )
+        self._check(
+            self.key_value_params is None and not self.use_virtual_table,
+            "key_value_params and use_virtual_table are for tables in a key-value store, which are "
+            f"not supported; received {self.key_value_params}, {self.use_virtual_table}. For "
+            "tables beyond device memory allow compute_kernels=['fused_uvm_caching'].",
+        )
+        self._check(
+            self.cache_params is None or caches,
+            "cache_params are of fused_uvm_caching, which compute_kernels must allow; received "
+            f"compute_kernels={self.compute_kernels}. Add 'fused_uvm_caching' to it.",
+        )
+        self._check(
+            not (self.enforce_hbm and caches),
+            "enforce_hbm=True is not supported with fused_uvm_caching: optimizer state lies beside "
+            "the table, in host memory. Leave it None, or leave fused_uvm_caching out of "
+            f"compute_kernels; received {self.compute_kernels}.",
+        )
+        self.output_dtype = None if dtype is None else torch.float32
+
+    def _check(self, holds: bool, message: str, error: type[Exception] = ValueError) -> None:
+        if not holds:
+            raise error(f"ParameterConstraints.{message}")
 
     def _check_choices(self, name: str, choices: list[str]) -> None:
         chosen = getattr(self, name)
-        unknown = [value for value in chosen or [] if value not in choices]
-        if unknown or chosen == []:
-            raise ValueError(
-                f"ParameterConstraints.{name} must name some of {', '.join(choices)}; "
-                f"received {chosen}."
-            )
+        self._check(
+            chosen is None or (chosen != [] and set(chosen) <= set(choices)),
+            f"{name} must name some of {', '.join(choices)}; received {chosen}.",
+        )
 
     def _check_numbers(self, name: str, least: int) -> None:
         values = getattr(self, name)
         if values is None:
             return
-        if not isinstance(values, Sequence) or not all(isinstance(v, numbers.Real) for v in values):
-            raise TypeError(
-                f"ParameterConstraints.{name} must be a list of numbers, one for each feature; "
-                f"received {values!r}."
-            )
-        if any(not (math.isfinite(value) and value >= least) for value in values):
-            raise ValueError(
-                f"ParameterConstraints.{name} must be finite and at least {least}; received "
-                f"{values}."
-            )
+        self._check(
+            isinstance(values, Sequence) and all(isinstance(v, numbers.Real) for v in values),
+            f"{name} must be a list of numbers, one for each feature; received {values!r}.",
+            TypeError,
+        )
+        self._check(
+            all(math.isfinite(value) and value >= least for value in values),
+            f"{name} must be finite and at least {least}; received {values}.",
+        )
 
     def apply_to(self, sharding: ParameterSharding) -> ParameterSharding:
-        """Returns a plan's entry that carries what these demands say of the table's execution."""
+        """Returns a plan's entry that carries what these say of the table's execution."""
         cached = sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
         return replace(
             sharding,
@@ -210,12 +207,12 @@ class StorageReservation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeuristicalStorageReservation:
-    """Keeps a share of the memory free, and room to train the dense parts.
+    """Keeps a share of the memory free, and enough to train the dense parts.
 
     Args:
         percentage: share of the memory to keep free, 0 to 1.
-        parameter_multiplier: room for the dense parts over the bytes of their parameters. 6 has
-            room for them, gradients, two states of Adam, DistributedDataParallel's buckets, and as
+        parameter_multiplier: bytes for the dense parts over the bytes of their parameters. 6 holds
+            them, gradients, two states of Adam, DistributedDataParallel's buckets, and as
             much of activations.
         dense_tensor_estimate: bytes of all dense tensors, instead of that product.
 

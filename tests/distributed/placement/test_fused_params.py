@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.state.fused_params import (
+from recsys.distributed.placement.fused_params import (
     add_params_from_parameter_sharding,
     convert_to_fbgemm_types,
     merge_fused_params,

@@ -1,16 +1,17 @@
-"""What a sharder's ``fused_params`` may say, beside the optimizer: settings of tables.
+"""What a sharder's ``fused_params`` may say: the optimizer, and settings of tables.
 
-They are those of a plan's entries under the names that FBGEMM's users know; where both say
+The settings are those of a plan's entries under the names that FBGEMM's users know; where both say
 something, the plan's entry holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from recsys.distributed.placement.plan import (
     CacheParams,
@@ -18,12 +19,17 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
 )
 from recsys.kernels.support import fbgemm_element_type
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
 from recsys.modules.embedding_configs import DataType
+from recsys.optim.apply_optimizer_in_backward import attached_optimizer
+from recsys.optim.specs import TableOptimizer, to_row_state, to_update_mode
 
 __all__ = [
     "add_params_from_parameter_sharding",
     "convert_to_fbgemm_types",
     "merge_fused_params",
+    "optimizer_from_fused_params",
+    "optimizer_of_table",
     "optimizer_params",
     "with_table_settings",
 ]
@@ -145,3 +151,80 @@ def with_table_settings(
             for name, entry in plan.items()
         }
     )
+
+
+def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:
+    """Returns the optimizer that a sharder's ``fused_params`` describe.
+
+    Its ``weight_decay`` acts on the rows of the batch, never on the rest of the table: on MovieLens
+    100K a DLRM comes to an AUC of 0.7821 so, and to 0.7877 with ``torch.optim.Adam``, which decays
+    all rows (1e-4; docs/optimizers.md). To decay all rows, give the table no optimizer of its own
+    and step ``torch.optim.Adam`` on it.
+
+    Args:
+        fused_params: ``optimizer`` (an :class:`~recsys.kernels.types.EmbOptimType`, FBGEMM's enum
+            of the same name, or its name) and its hyperparameters: the fields of
+            :class:`~recsys.kernels.types.OptimizerSpec`; ``update_mode`` and ``row_state`` as for
+            :func:`~recsys.optim.apply_optimizer_in_backward`. Settings of tables, such as
+            ``cache_load_factor``, are passed over.
+
+    Raises:
+        ValueError: if no optimizer is named, or one that does not exist, or a hyperparameter that
+            does not.
+
+    Example:
+        >>> optimizer = optimizer_from_fused_params(
+        ...     {"optimizer": "EXACT_SGD", "learning_rate": 0.5, "update_mode": "deferred"}
+        ... )
+        >>> optimizer.spec.learning_rate, optimizer.is_deferred
+        (0.5, True)
+    """
+    params = optimizer_params(fused_params)
+    chosen = params.pop("optimizer", None)
+    update_mode = to_update_mode(params.pop("update_mode", UpdateMode.FUSED))
+    row_state = to_row_state(params.pop("row_state", RowState.EXACT))
+    names = sorted(EmbOptimType.__members__)
+    if chosen is None:
+        raise ValueError(
+            f"fused_params must name the optimizer that its other settings {sorted(params)} are "
+            f"for; add "
+            f"'optimizer': one of EmbOptimType.{{{', '.join(names)}}}. No table gets an "
+            f"optimizer by default."
+        )
+    name = chosen if isinstance(chosen, str) else getattr(chosen, "name", str(chosen))
+    if name not in EmbOptimType.__members__:
+        raise ValueError(
+            f"fused_params['optimizer'] must be one of {', '.join(names)}; received {chosen!r}."
+        )
+    known = {field.name for field in fields(OptimizerSpec)} - {"algorithm"}
+    unknown = sorted(params.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"fused_params has settings that no optimizer reads: {unknown}; known are "
+            f"{sorted({*known, 'update_mode', 'row_state'})}."
+        )
+    return TableOptimizer(
+        spec=OptimizerSpec(algorithm=EmbOptimType[name], **params),
+        update_mode=update_mode,
+        row_state=row_state,
+    )
+
+
+def optimizer_of_table(
+    weight: nn.Parameter, fused_params: Mapping[str, Any]
+) -> TableOptimizer | None:
+    """Returns the optimizer that a table owns: the one attached to it, else the sharder's.
+
+    Args:
+        weight: of the table.
+        fused_params: of its sharder, for tables that have none of their own; may be empty.
+
+    Returns:
+        None for a frozen table, and for one that any torch optimizer may train.
+    """
+    if not weight.requires_grad:
+        return None
+    attached = attached_optimizer(weight)
+    if attached is not None or not optimizer_params(fused_params):
+        return None if attached is None else attached.table_optimizer()
+    return optimizer_from_fused_params(fused_params)
