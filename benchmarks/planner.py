@@ -39,7 +39,7 @@ from recsys.distributed.planner import (
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.placement import Problem, Ranks
-from recsys.distributed.planner.rated_plan import RatedPlan
+from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, Storage
 from recsys.distributed.types import (

@@ -38,7 +38,7 @@ from recsys.distributed.planner import (
     Topology,
 )
 from recsys.distributed.planner.explanation import COST_PARTS
-from recsys.distributed.planner.rated_plan import RatedPlan
+from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,

@@ -51,7 +51,7 @@ TESTED_THROUGH = {
     "distributed/planner/agreement.py": "distributed/planner/test_planners.py",
     "distributed/planner/explanation.py": "distributed/planner/test_report.py",
     "distributed/planner/options.py": "distributed/planner/test_option_lister.py",
-    "distributed/planner/rated_plan.py": "distributed/planner/test_rating.py",
+    "distributed/planner/plan_cost.py": "distributed/planner/test_rating.py",
     "distributed/planner/words.py": "distributed/planner/test_report.py",
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",
     "distributed/stages/sequence_dist.py": "distributed/test_embedding.py",

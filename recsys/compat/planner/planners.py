@@ -40,7 +40,7 @@ from recsys.distributed.planner import enumerators, partitioners, planners, type
 from recsys.distributed.planner import topology as topologies
 from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
 from recsys.distributed.planner.pooling_stats import PoolingStats
-from recsys.distributed.planner.rated_plan import RatedPlan
+from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.types import (

@@ -19,7 +19,7 @@ from recsys.distributed.planner.assignment import Assignment
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
-from recsys.distributed.planner.rating import RatedTable, Rating
+from recsys.distributed.planner.plan_cost import RatedTable, Rating
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.shard_arrays import ShardArrays
 from recsys.distributed.planner.tables import Bytes, PlannedTable

@@ -8,7 +8,7 @@ from typing import final
 
 from recsys.distributed.planner.advice import Alternative, Gain, alternatives, gains_of
 from recsys.distributed.planner.costs import Cost
-from recsys.distributed.planner.rating import RatedTable, Rating
+from recsys.distributed.planner.plan_cost import RatedTable, Rating
 from recsys.distributed.planner.tables import Bytes, sum_of
 from recsys.distributed.planner.words import ms, percent, show_ranks, size_of, way
 

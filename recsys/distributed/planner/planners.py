@@ -38,9 +38,9 @@ from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.partitioners import Partitioner, partitioned
 from recsys.distributed.planner.placement import InfeasibleError, Placement
+from recsys.distributed.planner.plan_cost import RatedTable, Rating
 from recsys.distributed.planner.pooling_stats import PoolingStats
-from recsys.distributed.planner.rated_plan import RatedPlan
-from recsys.distributed.planner.rating import RatedTable, Rating
+from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable

@@ -1,141 +1,75 @@
-"""What a plan costs each rank, table by table: what planners know and reports show."""
+"""A plan that knows what it costs, and reports on it."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import final
+from pathlib import Path
 
-from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.planner.costs import Cost
-from recsys.distributed.planner.option_lister import OptionLister
-from recsys.distributed.planner.options import Shards, TableOption
-from recsys.distributed.planner.placement import Placement
-from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
-from recsys.distributed.planner.topology import Topology
+from recsys.distributed.placement.plan_json import ShardingPlan
+from recsys.distributed.planner.explanation import Explanation
+from recsys.distributed.planner.plan_cost import Rating
+from recsys.distributed.planner.report import report
+from recsys.distributed.planner.report_html import report_html
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RatedTable:
-    """Where a plan puts one table.
+@dataclass
+class RatedPlan(ShardingPlan):
+    """A plan that knows what it costs.
 
     Attributes:
-        table: what is placed.
-        option: how.
-        ranks: of the option's shards, in order.
-        options: all ways to place it that were weighed; none for a plan that was given.
+        rating: milliseconds and memory of each rank and table; None once it is edited or loaded.
     """
 
-    table: PlannedTable
-    option: TableOption
-    ranks: tuple[int, ...]
-    options: tuple[TableOption, ...] = ()
+    rating: Rating | None = field(default=None, compare=False, repr=False)
+    _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
-    def shards(self) -> Iterator[tuple[int, Shards]]:
-        """Yields the rank of each shard, and the shard."""
-        each = (shard for shard in self.option.shards for _ in range(shard.count))
-        yield from zip(self.ranks, each, strict=True)
+    def report(self, *, seconds: float = 5.0) -> str:
+        """Returns, as text, what the plan costs, why it is so, and what would make it faster.
 
-    def is_placed_by(self, sharding: ParameterSharding) -> bool:
-        """Returns whether a plan's entry still says what this does."""
-        kind, kernel = self.option.sharding_type.value, self.option.compute_kernel.value
-        if (sharding.sharding_type, sharding.compute_kernel) != (kind, kernel):
-            return False
-        if sharding.sharding_spec is None:
-            return sharding.ranks is None or set(self.ranks) <= set(sharding.ranks)
-        sizes: dict[int, int] = {}
-        for shard in sharding.sharding_spec.shards:
-            sizes[shard.rank] = sizes.get(shard.rank, 0) + math.prod(shard.shard_sizes)
-        own: dict[int, int] = {}
-        for rank, alike in self.shards():
-            own[rank] = own.get(rank, 0) + alike.rows * alike.cols
-        return {rank: size for rank, size in sizes.items() if size} == own
+        Args:
+            seconds: how long to try changes for (planning again under each); 0 tries none.
 
+        Raises:
+            ValueError: if the plan was edited after it was rated.
+        """
+        return report(self._explained(seconds))
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Rating:
-    """What a plan costs.
+    def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
+        """Returns the report as one HTML page that needs nothing else, and writes it to a file.
 
-    Attributes:
-        topology: the machine.
-        batch_size: samples per rank and step.
-        tables: where each is.
-        budgets: memory that is free for tables, per rank.
-        lister: lists the ways to place a table.
-        placement: what the search answered; None for a plan that was given.
-        batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
-            ``budgets``.
-        is_custom: whether the planner has an enumerator or a partitioner of the user's: what would
-            come of changes is not known then.
-        unconstrained: tables whose sharding types or kernels the user restricts, as if they were
-            not.
-    """
+        Args:
+            path: of the file; none is written if None.
+            seconds: as for :meth:`report`.
 
-    topology: Topology
-    batch_size: int
-    tables: tuple[RatedTable, ...]
-    budgets: tuple[Bytes, ...]
-    lister: OptionLister
-    placement: Placement | None = None
-    batch: Storage = field(default_factory=Storage)
-    is_custom: bool = False
-    unconstrained: tuple[PlannedTable, ...] = ()
+        Raises:
+            ValueError: if the plan was edited after it was rated.
+        """
+        page = report_html(self._explained(seconds))
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
 
-    @functools.cached_property
-    def costs(self) -> tuple[Cost, ...]:
-        """Milliseconds of a step, per rank."""
-        costs, kinds = [Cost()] * self.topology.world_size, self.topology.kinds
-        for table in self.tables:
-            for rank, shard in table.shards():
-                costs[rank] = costs[rank].plus(shard.costs[kinds[rank]])
-        return tuple(costs)
+    def _explained(self, seconds: float) -> Explanation:
+        """Returns what text and page say, found once for both."""
+        rating, known = self._checked(), self._explanation
+        if known is None or known.rating is not rating or known.seconds != seconds:
+            self._explanation = known = Explanation(rating, seconds)
+        return known
 
-    @functools.cached_property
-    def storage(self) -> tuple[Storage, ...]:
-        """Memory, per rank."""
-        storage = [Storage()] * self.topology.world_size
-        for table in self.tables:
-            for rank, shard in table.shards():
-                storage[rank] = storage[rank].plus(shard.storage)
-        return tuple(storage)
-
-    @functools.cached_property
-    def memory(self) -> list[tuple[Bytes, Bytes]]:
-        """What tables take, and what is free for them, per rank."""
-        return [(used.total, free) for used, free in zip(self.storage, self.budgets, strict=True)]
-
-    @property
-    def pools(self) -> list[str]:
-        """The memory that tables take something of: the device's, and the host's if it is used."""
-        uses_host = any(used.host for used, _ in self.memory)
-        return [self.topology.compute_device, "host"][: 1 + uses_host]
-
-    def times_on(self, rank: int) -> list[tuple[float, RatedTable]]:
-        """Returns the milliseconds of each table that has a shard on a rank."""
-        kind = self.topology.kinds[rank]
-        return [
-            (shard.cost_ms[kind], table)
-            for table in self.tables
-            for owner, shard in table.shards()
-            if owner == rank
-        ]
-
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds of a step: its phases end together, each with the rank that is last."""
-        phases: list[float] = [max(of) for of in zip(*(c.parts for c in self.costs), strict=True)]
-        return self.topology.slowest.step_ms + sum(phases)
-
-    @functools.cached_property
-    def slowest_rank(self) -> int:
-        """The rank that is done last."""
-        return max(range(len(self.costs)), key=lambda rank: self.costs[rank].total)
-
-    @property
-    def slowest_ms(self) -> float:
-        """What that rank takes."""
-        return self.costs[self.slowest_rank].total
+    def _checked(self) -> Rating:
+        if self.rating is None:
+            raise ValueError(
+                "A plan must be rated before it can be reported on; received one that is not. "
+                "planner.rate(module, sharders, plan) rates it."
+            )
+        rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
+        entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
+        for path, name in [*entries, *rated]:
+            table, entry = rated.get((path, name)), entries.get((path, name))
+            if table is None or entry is None or not table.is_placed_by(entry):
+                raise ValueError(
+                    f"A plan must be rated as it is; received one whose table {name!r} of module "
+                    f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
+                    "again."
+                )
+        return self.rating

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.explanation import COST_PARTS, Explanation
-from recsys.distributed.planner.rating import Rating
+from recsys.distributed.planner.plan_cost import Rating
 from recsys.distributed.planner.words import ms, percent, size_of
 
 _MOST_RANKS = 16

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 from recsys.distributed.planner.explanation import COST_PARTS, Explanation, TableFacts
-from recsys.distributed.planner.rating import Rating
+from recsys.distributed.planner.plan_cost import Rating
 from recsys.distributed.planner.words import ms, percent, size_of
 
 _MOST_TABLES = 1500

@@ -8,7 +8,7 @@ import torch
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from recsys.distributed.planner.rated_plan import RatedPlan
+from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
