@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
-from recsys.sparse.validate import check_contents, check_parts, check_unique
+from recsys.sparse.validate import check_parts, check_unique
 
 __all__ = ["validate_keyed_jagged_tensor"]
 
@@ -49,13 +49,13 @@ def validate_keyed_jagged_tensor(
         >>> validate_keyed_jagged_tensor(ids, [films])
         True
     """
-    owner, keys, strides = type(kjt).__name__, kjt.keys(), kjt.stride_per_key()
-    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
+    owner, keys = type(kjt).__name__, kjt.keys()
     if not keys:
         return True
     check_unique(owner, keys)
+    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
     check_parts(owner, kjt.values(), kjt.weights_or_none(), lengths, offsets)
-    check_contents(owner, kjt.values(), lengths, offsets, keys, strides)
+    kjt.validate()
     values = dict(zip(keys, kjt.values().split_with_sizes(kjt.length_per_key()), strict=True))
     for config in configs or ():
         for feature in config.feature_names:

@@ -7,6 +7,7 @@ and devices first.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,47 +23,33 @@ MAX_ITEMS = 8
 
 def format_jagged(jt: JaggedTensor) -> str:
     """Describe a JaggedTensor in a header line and its first bags."""
-    values = jt.values()
-    lengths = jt.lengths()
-    header = (
-        f"{lengths.numel()} bags, {len(values)} values{_describe(values, jt.weights_or_none())}"
-    )
-    return f"JaggedTensor({header}){_format_bags(jt)}"
+    sizes = f"{jt.lengths().numel()} bags, {len(jt.values())} values"
+    return _header(jt, sizes, jt.weights_or_none()) + _format_bags(jt)
 
 
 def format_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
     """Describe a KeyedJaggedTensor in a header line and the first bags of its first keys."""
-    keys, values = kjt.keys(), kjt.values()
+    keys = kjt.keys()
     stride = kjt.stride_per_key() if kjt.variable_stride_per_key() else kjt.stride()
-    header = (
-        f"{len(keys)} keys, stride {stride}, {len(values)} values"
-        f"{_describe(values, kjt.weights_or_none())}"
-    )
-    lines = [f"KeyedJaggedTensor({header})"]
-    if values.is_meta:
+    sizes = f"{len(keys)} keys, stride {stride}, {len(kjt.values())} values"
+    lines = [_header(kjt, sizes, kjt.weights_or_none())]
+    if kjt.values().is_meta:
         return lines[0]
     try:
         lines += [f'    "{key}":{_format_bags(kjt[key], indent=8)}' for key in keys[:MAX_ITEMS]]
     except ValueError as error:  # a repr that raises would hide the very object to debug
         lines.append(f"    invalid: {error}")
-    if len(keys) > MAX_ITEMS:
-        lines.append("    ...")
-    return "\n".join(lines)
+    return "\n".join(lines + ["    ..."] * (len(keys) > MAX_ITEMS))
 
 
 def format_keyed(kt: KeyedTensor) -> str:
     """Describe a KeyedTensor in a header line and its first rows per key."""
-    values = kt.values()
-    header = f"{len(kt.keys())} keys, shape {tuple(values.shape)}{_describe(values, None)}"
-    lines = [f"KeyedTensor({header})"]
-    if values.is_meta:
+    keys = kt.keys()
+    lines = [_header(kt, f"{len(keys)} keys, shape {tuple(kt.values().shape)}")]
+    if kt.values().is_meta:
         return lines[0]
-    for key in kt.keys()[:MAX_ITEMS]:
-        rows = kt[key].detach()
-        lines.append(f'    "{key}": {_cut([_format_values(row) for row in rows[: MAX_ITEMS + 1]])}')
-    if len(kt.keys()) > MAX_ITEMS:
-        lines.append("    ...")
-    return "\n".join(lines)
+    lines += [f'    "{key}": {_format_values(kt[key].detach())}' for key in keys[:MAX_ITEMS]]
+    return "\n".join(lines + ["    ..."] * (len(keys) > MAX_ITEMS))
 
 
 def show_jagged(jt: JaggedTensor) -> str:
@@ -74,21 +61,34 @@ def show_jagged(jt: JaggedTensor) -> str:
 
 def show_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
     """What `print` shows of a KeyedJaggedTensor."""
-    if kjt.values().is_meta:
-        return format_keyed_jagged(kjt)
     try:
-        parts = [f'"{key}": {_bags_by_part(kjt[key])}' for key in kjt.keys()[:MAX_ITEMS]]
+        return _show(kjt, lambda key: _bags_by_part(kjt[key]))
     except ValueError:
         return format_keyed_jagged(kjt)  # which says what is wrong with it
-    return _braces("KeyedJaggedTensor", _entries(parts, len(kjt.keys())))
 
 
 def show_keyed(kt: KeyedTensor) -> str:
     """What `print` shows of a KeyedTensor."""
-    if kt.values().is_meta:
-        return format_keyed(kt)
-    parts = [f'"{key}": {_format_values(kt[key].detach())}' for key in kt.keys()[:MAX_ITEMS]]
-    return _braces("KeyedTensor", _entries(parts, len(kt.keys())))
+    return _show(kt, lambda key: _format_values(kt[key].detach()))
+
+
+def _show(keyed: KeyedJaggedTensor | KeyedTensor, text_of: Callable[[str], str]) -> str:
+    if keyed.values().is_meta:
+        return repr(keyed)
+    keys = keyed.keys()
+    parts = [f'"{key}": {text_of(key)}' for key in keys[:MAX_ITEMS]]
+    return _braces(type(keyed).__name__, ",\n".join(parts + ["..."] * (len(keys) > MAX_ITEMS)))
+
+
+def _header(
+    jagged: JaggedTensor | KeyedJaggedTensor | KeyedTensor,
+    sizes: str,
+    weights: Tensor | None = None,
+) -> str:
+    values = jagged.values()
+    weighted = "" if weights is None else ", weighted"
+    dtype = str(values.dtype).removeprefix("torch.")
+    return f"{type(jagged).__name__}({sizes}{weighted}, {dtype}, {values.device})"
 
 
 def _bags_by_part(jt: JaggedTensor, *, is_top: bool = False) -> str:
@@ -100,21 +100,12 @@ def _bags_by_part(jt: JaggedTensor, *, is_top: bool = False) -> str:
     return body if is_top else f"{{\n{_indented(body)}\n}}"
 
 
-def _entries(parts: list[str], total: int) -> str:
-    return ",\n".join([*parts, *["..."] * (total > len(parts))])
-
-
 def _braces(name: str, body: str) -> str:
     return f"{name}({{\n{_indented(body)}\n}})" if body else f"{name}()"
 
 
 def _indented(text: str) -> str:
     return textwrap.indent(text, " " * 4)
-
-
-def _describe(values: Tensor, weights: Tensor | None) -> str:
-    weighted = "" if weights is None else ", weighted"
-    return f"{weighted}, {str(values.dtype).removeprefix('torch.')}, {values.device}"
 
 
 def _format_bags(jt: JaggedTensor, indent: int = 4) -> str:
