@@ -70,6 +70,18 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/docs/test_tutorials.py::test_the_readme_runs_by_python_and_by_torchrun[None]": (
         "tests/docs/test_tutorials.py::test_tutorial_runs_as_a_job_of_several_processes[1]"
     ),
+    "tests/examples/test_dlrm.py::test_criteo_files_on_two_processes": (
+        "tests/examples/test_dlrm.py::test_random_data_on_one_process"
+    ),
+    "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[1]": (
+        "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[0]"
+    ),
+    "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[2]": (
+        "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[0]"
+    ),
+    "tests/metrics/test_sync.py::test_synced_equals_whole": (
+        "tests/metrics/test_metric_module.py::test_sync_has_the_sums_of_all_ranks"
+    ),
     **{
         f"tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[{optimizer}]": (
             "tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[LAMB]"
