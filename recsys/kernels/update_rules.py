@@ -326,12 +326,8 @@ def _move_by_lamb(touched: TouchedRows) -> Tensor:
 
 
 def _move_by_lars_sgd(touched: TouchedRows) -> Tensor:
-    spec, g_KD, old_KD, decay = (
-        touched.spec,
-        touched.gradients,
-        touched.weights,
-        touched.spec.weight_decay,
-    )
+    spec, g_KD, old_KD = touched.spec, touched.gradients, touched.weights
+    decay = spec.weight_decay
     w_norm, g_norm = _row_norm(old_KD), _row_norm(g_KD)
     trust = _safe_ratio(spec.eta * w_norm, g_norm + decay * w_norm) * touched.rate
     fresh = g_KD.add(old_KD, alpha=decay).mul_(trust)

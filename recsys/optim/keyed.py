@@ -502,7 +502,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return dict.fromkeys(self.params, optimizer_kind(type(self._optimizer)))
 
 
-class OptimizerWrapper(KeyedOptimizer):
+class OptimizerWrapper(CombinedOptimizer):
     """Base of optimizers that change what another keyed optimizer does (warm-up, clipping).
 
     Args:
@@ -511,43 +511,15 @@ class OptimizerWrapper(KeyedOptimizer):
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
-        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the wrapped optimizer."""
-        self._optimizer.zero_grad(set_to_none=set_to_none)
+        super().__init__([optimizer])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapped optimizer."""
         return self._optimizer.step(closure)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the wrapped optimizer."""
-        return self._optimizer.state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state of the wrapped optimizer."""
+        """Loads the state of the wrapped optimizer; subclasses may save more."""
         self._optimizer.load_state_dict(state_dict)
-
-    def post_load_state_dict(self) -> None:
-        """Tells the wrapped optimizer that its state was loaded."""
-        self._optimizer.post_load_state_dict()
-
-    def optimizer_kinds(self) -> dict[str, str]:
-        """Returns those of the wrapped optimizer."""
-        return self._optimizer.optimizer_kinds()
-
-    def table_gradients(self) -> list[TableGradients]:
-        """Returns those of the wrapped optimizer."""
-        return self._optimizer.table_gradients()
-
-    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Creates the state of the wrapped optimizer."""
-        self._optimizer.init_state(sparse_grad_parameter_names)
-
-    def save_param_groups(self, save: bool) -> None:
-        """Sets whether state dicts hold the parameter groups too."""
-        self._optimizer.save_param_groups(save)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._optimizer!r})"
