@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from recsys.contact import explain
-from recsys.distributed.ranks.comm import gather_objects
+from recsys.distributed.ranks.comm import gather_objects, met_outside
 from recsys.distributed.ranks.env import ShardingEnv
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]
     Args:
         env: the ranks.
         what: leads errors that do not say where they come from, such as "Saving /runs/1".
-        work: must not exchange anything itself.
+        work: must not exchange anything itself, but errors, of which the other ranks hear here.
 
     Returns:
         What it returned on each rank.
@@ -38,7 +38,8 @@ def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]
     """
     result, error = None, None
     try:
-        result = work()
+        with met_outside():
+            result = work()
     except Exception as raised:  # whatever it is: the other ranks wait
         error = raised
     mine = (result, None if error is None else (type(error).__name__, _text_of(what, error)))

@@ -26,7 +26,6 @@ from recsys.distributed.checkpoint.state import (
     whole_names,
 )
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
-from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.optim.keyed import KeyedOptimizer
 
@@ -105,9 +104,7 @@ def load_checkpoint(
         )
 
     def take_over() -> None:
-        # that of DistributedModelParallel exchanges errors itself, which must not happen here
-        inner = model.module if isinstance(model, DistributedModelParallel) else model
-        inner.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
         if optimizer is not None:
             if settings is not None and not keep_settings:  # first: a warm-up then sets its rate
                 names = whole_names(model, optimizer)

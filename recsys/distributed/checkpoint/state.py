@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from recsys.distributed.checkpoint.errors import CheckpointError
-from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
@@ -21,8 +20,8 @@ from recsys.optim.keyed import KeyedOptimizer
 def env_of(model: nn.Module) -> ShardingEnv:
     """Returns the ranks that share the model: those it is sharded over, else all there are."""
     for module in model.modules():
-        if isinstance(module, DistributedModelParallel | TableShards):
-            return module.env
+        if isinstance(env := getattr(module, "env", None), ShardingEnv):
+            return env
     # a job may have ended its process group, and rank 0 go on with a model of its own
     return ShardingEnv.default() if dist.is_initialized() else ShardingEnv.from_local()
 

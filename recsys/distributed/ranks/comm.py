@@ -8,7 +8,9 @@ and does not block the host.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NoReturn, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
@@ -200,6 +202,19 @@ def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None
             raise_failure(rank, failure, error)
 
 
+_met_outside: ContextVar[bool] = ContextVar("met_outside", default=False)
+
+
+@contextmanager
+def met_outside() -> Iterator[None]:
+    """Leaves it to the caller to tell the other ranks of errors: :func:`together` only works."""
+    token = _met_outside.set(True)
+    try:
+        yield
+    finally:
+        _met_outside.reset(token)
+
+
 def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
     """Calls a function on every rank; an error on one of them is raised on all.
 
@@ -208,7 +223,7 @@ def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
         what: the function does, for messages, such as "load a state dict".
         work: the function.
     """
-    if env.world_size == 1:
+    if env.world_size == 1 or _met_outside.get():
         return work()
     result, error = None, None
     try:
