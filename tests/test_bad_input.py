@@ -139,14 +139,14 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "unknown feature": (
         _looked_up(_unsharded, [1, 2], [1, 1], ["user", "movie"]),
         KeyError,
-        "EmbeddingBagCollection looks up feature 'film' in table 'films', but the batch does not "
-        "have it; received the keys ['user', 'movie']. Add the feature (empty bags will do) or ...",
+        "The batch lacks the features ['film'], which EmbeddingBagCollection looks up in the "
+        "tables ['films']; received the keys ['user', 'movie']. Add them (empty bags will do), ...",
     ),
     "unknown feature, sharded": (
         _looked_up(_sharded, [1, 2], [1, 1], ["user", "movie"]),
         KeyError,
-        "On rank 0: The batch lacks the features ['film'], which the tables of this module read; "
-        "received the features ['user', 'movie']. Add them (empty bags will do).",
+        "On rank 0: The batch lacks the features ['film'], which this module looks up; received "
+        "the keys ['user', 'movie']. Add them (empty bags will do), or ...",
     ),
     "id = num_embeddings": (
         _looked_up(_unsharded, [1, 10], [1, 1]),

@@ -32,7 +32,7 @@ from recsys.modules.embedding_configs import (
     DataType,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import check_features
+from recsys.modules.embedding_inputs import check_features, positions_of
 from recsys.modules.embedding_tables import TableCollection, TableDict
 from recsys.sparse import KeyedJaggedTensor
 
@@ -324,14 +324,7 @@ class QuantizedCollection(nn.Module):
         keys = features.keys()
         if self._order is not None and self._order[0] == keys:
             return self._order[1]
-        place = {key: i for i, key in enumerate(keys)}
-        wanted = self.lookups().feature_names
-        missing = [name for name in wanted if name not in place]
-        if missing:
-            raise KeyError(
-                f"The batch lacks the features {missing}, which the tables read; received {keys}."
-            )
-        positions = [place[name] for name in wanted]
+        positions = positions_of(self.lookups().feature_names, keys, type(self).__name__)
         if self._caches_order:
             self._order = list(keys), positions
         return positions

@@ -17,9 +17,16 @@ from torch import Tensor
 from recsys.kernels import ops
 from recsys.kernels.bounds import are_bags_bad, safe_lengths
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.validate import check_total
+from recsys.sparse.validate import check_total, preview
 
-__all__ = ["FeatureSelector", "SelectedBags", "check_features", "expand_bags", "safe_features"]
+__all__ = [
+    "FeatureSelector",
+    "SelectedBags",
+    "check_features",
+    "expand_bags",
+    "positions_of",
+    "safe_features",
+]
 
 
 @final
@@ -107,19 +114,40 @@ class FeatureSelector:
 
     def _route(self, batch: KeyedJaggedTensor) -> None:
         keys, device = batch.keys(), batch.device()
-        place = {key: i for i, key in enumerate(keys)}
-        for feature, table in zip(self._features, self._tables, strict=True):
-            if feature not in place:
-                raise KeyError(
-                    f"{self._owner} looks up feature '{feature}' in table '{table}', but the batch "
-                    f"does not have it; received the keys {_shortened(keys)}. Add the feature "
-                    "(empty bags will do) or leave it out of the table's feature_names."
-                )
-        self.positions = [place[feature] for feature in self._features]
+        self.positions = positions_of(self._features, keys, self._owner, self._tables)
         self._permute_F = None
         if self.positions != list(range(len(keys))):
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device
+
+
+def positions_of(
+    features: Sequence[str], keys: Sequence[str], owner: str, tables: Sequence[str] = ()
+) -> list[int]:
+    """Where the features that a lookup reads are among the keys of a batch.
+
+    Args:
+        features: [F].
+        keys: Of the batch.
+        owner: Who asks, for messages.
+        tables: [F] the table each feature is looked up in, for messages; or none.
+
+    Returns:
+        [F] positions.
+
+    Raises:
+        KeyError: The batch lacks some of the features.
+    """
+    place = {key: i for i, key in enumerate(keys)}
+    missing = [feature for feature in features if feature not in place]
+    if missing:
+        where = [table for table, name in zip(tables, features, strict=False) if name in missing]
+        raise KeyError(
+            f"The batch lacks the features {missing}, which {owner} looks up"
+            f"{f' in the tables {where}' if where else ''}; received the keys {preview(keys)}. Add "
+            "them (empty bags will do), or leave them out of the tables' feature_names."
+        )
+    return [place[feature] for feature in features]
 
 
 def check_features(
@@ -154,7 +182,7 @@ def check_features(
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise TypeError(
             f"{owner} looks up ids, which must be int32 or int64; received {values.dtype} for the "
-            f"features {_shortened(features.keys())}. Convert them with .long()."
+            f"features {preview(features.keys())}. Convert them with .long()."
         )
     if values.dim() != 1:
         raise ValueError(
@@ -258,11 +286,6 @@ def _described(given: object) -> str:
     if isinstance(given, Tensor):
         return f"a tensor of shape {tuple(given.shape)}"
     return "None" if given is None else f"a {type(given).__name__}"
-
-
-def _shortened(keys: Sequence[str]) -> str:
-    shown = ", ".join(repr(key) for key in keys[:10])
-    return f"[{shown}]" if len(keys) <= 10 else f"[{shown}, ... {len(keys)} in all]"
 
 
 def is_on_meta(features: object) -> bool:

@@ -204,7 +204,7 @@ FAULTS: dict[str, Fault] = {
     "a missing feature": Fault(
         "batch",
         _without_first,
-        "KeyError: .*(lacks the features|does not have it)",
+        "KeyError: .*lacks the features",
         wanted={"weighted": False, "variable": False},
     ),
     "a tensor for features": Fault(

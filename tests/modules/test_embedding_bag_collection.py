@@ -227,7 +227,8 @@ def test_a_size_per_key_without_inverse_indices_raises() -> None:
 
 def test_a_missing_feature_is_named() -> None:
     ebc = EmbeddingBagCollection(tables=TABLES[:2])
-    with pytest.raises(KeyError, match=r"feature 'liked' in table 'films'.*\['user', 'friend'\]"):
+    missing = r"features \['liked'\].* in the tables \['films'\].*\['user', 'friend'\]"
+    with pytest.raises(KeyError, match=missing):
         ebc(batch(keys=("user", "friend")))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout, LookupGroup
+from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
 
@@ -165,14 +166,7 @@ def build_routes(
     def index(values: np.ndarray) -> Tensor:
         return index_tensor(values, device)
 
-    position = {key: i for i, key in enumerate(keys)}
-    missing = [name for name in feature_names if name not in position]
-    if missing:
-        raise KeyError(
-            f"The batch lacks the features {missing}, which the tables of this module read; "
-            f"received the features {list(keys)}. Add them (empty bags will do)."
-        )
-    at = np.array([position[name] for name in feature_names], dtype=np.int64)
+    at = np.array(positions_of(feature_names, keys, "this module"), dtype=np.int64)
     num_features = layout.num_features
     flat = [segment for segments in layout.send_segments for segment in segments]
     use_raw = any(segment < num_features for segment in flat)
