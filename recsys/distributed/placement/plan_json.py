@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -18,13 +19,17 @@ import torch
 from recsys.distributed.placement.file_checks import (
     MOST_RANKS,
     MOST_ROWS,
+    Readers,
     bracket,
+    check_format,
     choice_of,
+    flag_of,
     is_number,
     list_of,
     members_of,
     object_of,
     parse_json,
+    read_members,
     read_source,
     text_of,
     whole_of,
@@ -44,10 +49,6 @@ from recsys.kernels.types import BoundsCheckMode
 
 FORMAT = 1
 
-_REQUIRED = ("format", "world_size", "local_world_size", "compute_device", "plan")
-_DEVICES = ("cpu", "cuda")
-_KINDS = tuple(kind.value for kind in ShardingType)
-_KERNELS = tuple(kernel.value for kernel in EmbeddingComputeKernel)
 _HINT = "plan.to_json() writes a file that has them all."
 
 
@@ -261,16 +262,11 @@ def read(text: str, subject: str) -> ShardingPlan:
             one of its choices, or ranks and sizes do not go with each other.
         TypeError: if a value has the wrong type.
     """
-    members = members_of(subject, parse_json(text, subject), _REQUIRED, hint=_HINT)
-    if members["format"] != FORMAT:
-        raise ValueError(
-            f"{subject}: format must be {FORMAT}; received {members['format']!r}. Files of a later "
-            "format need a later version of recsys."
-        )
+    members = read_members(subject, parse_json(text, subject), _FILE, hint=_HINT)
     made_for = PlanRanks(
-        world_size=whole_of(f"{subject}: world_size", members["world_size"], most=MOST_RANKS),
-        local_world_size=whole_of(f"{subject}: local_world_size", members["local_world_size"]),
-        compute_device=choice_of(f"{subject}: compute_device", members["compute_device"], _DEVICES),
+        world_size=members["world_size"],
+        local_world_size=members["local_world_size"],
+        compute_device=members["compute_device"],
     )
     if made_for.world_size % made_for.local_world_size:
         raise ValueError(
@@ -278,7 +274,7 @@ def read(text: str, subject: str) -> ShardingPlan:
             f"ranks; received {made_for.local_world_size} and {made_for.world_size}."
         )
     plan = ShardingPlan(made_for=made_for)
-    for path, tables in object_of(f"{subject}: plan", members["plan"]).items():
+    for path, tables in members["plan"].items():
         owner = f"{subject}: module {path!r}"
         plan.plan[path] = EmbeddingModuleShardingPlan(
             {
@@ -290,82 +286,93 @@ def read(text: str, subject: str) -> ShardingPlan:
 
 
 def _sharding(subject: str, entry: object, made_for: PlanRanks) -> ParameterSharding:
-    members = members_of(
-        subject,
-        entry,
-        ("sharding_type", "compute_kernel"),
-        (
-            "ranks",
-            "size",
-            "shards",
-            "bounds_check_mode",
-            "cache_load_factor",
-            "stochastic_rounding",
-            "output_dtype",
-        ),
-        hint='Such as {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [0]}.',
-    )
-    kind = choice_of(f"{subject}: sharding_type", members["sharding_type"], _KINDS)
-    kernel = choice_of(f"{subject}: compute_kernel", members["compute_kernel"], _KERNELS)
-    if "shards" in members and ("ranks" in members or "size" in members):
+    optional: Readers = {
+        "ranks": partial(_ranks, world_size=made_for.world_size),
+        "size": partial(_pair, rule="[rows, columns]", least=1),
+        "shards": partial(list_of, each=partial(_read_shard, made_for=made_for)),
+        **_SETTINGS,
+    }
+    hint = 'Such as {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [0]}.'
+    members = read_members(subject, entry, _ENTRY, optional, hint)
+    kind, ranks, shards = members["sharding_type"], members.get("ranks"), members.get("shards")
+    if shards is not None and ("ranks" in members or "size" in members):
         raise ValueError(
             f"{subject} must have shards, or ranks and a size that they follow from; received "
             f"both: {', '.join(members)}. Remove one."
         )
-    ranks, spec = None, None
-    if "ranks" in members:
-        ranks = _ranks(f"{subject}: ranks", members["ranks"], made_for.world_size)
+    spec = None
+    if ranks is not None:
         _check_ranks(subject, ShardingType(kind), ranks, made_for)
-    elif "shards" in members:
-        rows = list_of(f"{subject}: shards", members["shards"])
-        shards = [
-            _read_shard(f"{subject}: shards[{i}]", row, made_for) for i, row in enumerate(rows)
-        ]
+    elif shards is not None:
         ranks, spec = [shard.rank for shard in shards], EnumerableShardingSpec(shards)
     elif kind not in (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value):
         raise ValueError(f"{subject} ({kind}) must have ranks or shards; received neither.")
     if "size" in members:
         spec = _spec(subject, kind, members["size"], ranks, made_for)
-    sharding = ParameterSharding(kind, kernel, ranks, spec)
-    if "bounds_check_mode" in members:
-        modes = tuple(mode.name for mode in BoundsCheckMode)
-        mode = choice_of(f"{subject}: bounds_check_mode", members["bounds_check_mode"], modes)
-        sharding.bounds_check_mode = BoundsCheckMode[mode]
-    if "cache_load_factor" in members:
-        share = members["cache_load_factor"]
-        if not is_number(share):
-            wrong_type(f"{subject}: cache_load_factor", "a number", share)
-        sharding.cache_params = CacheParams(load_factor=share)
-    if "stochastic_rounding" in members:
-        rounds = members["stochastic_rounding"]
-        if not isinstance(rounds, bool):
-            wrong_type(f"{subject}: stochastic_rounding", "true or false", rounds)
-        sharding.stochastic_rounding = rounds
-    if "output_dtype" in members:
-        name = text_of(f"{subject}: output_dtype", members["output_dtype"])
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"{subject}: output_dtype must name a torch dtype, such as 'float32'; received "
-                f"{name!r}."
-            )
-        sharding.output_dtype = dtype
-    return sharding
+    return ParameterSharding(
+        kind,
+        members["compute_kernel"],
+        ranks,
+        spec,
+        cache_params=members.get("cache_load_factor"),
+        bounds_check_mode=members.get("bounds_check_mode"),
+        stochastic_rounding=members.get("stochastic_rounding"),
+        output_dtype=members.get("output_dtype"),
+    )
+
+
+def _cache_params(subject: str, share: object) -> CacheParams:
+    if not is_number(share):
+        wrong_type(subject, "a number", share)
+    return CacheParams(load_factor=share)
+
+
+def _bounds_check_mode(subject: str, name: object) -> BoundsCheckMode:
+    return BoundsCheckMode[choice_of(subject, name, [mode.name for mode in BoundsCheckMode])]
+
+
+def _dtype(subject: str, name: object) -> torch.dtype:
+    dtype = getattr(torch, text_of(subject, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"{subject} must name a torch dtype, such as 'float32'; received {name!r}."
+        )
+    return dtype
+
+
+_FILE: Readers = {
+    "format": partial(check_format, known=FORMAT),
+    "world_size": partial(whole_of, most=MOST_RANKS),
+    "local_world_size": whole_of,
+    "compute_device": partial(choice_of, choices=("cpu", "cuda")),
+    "plan": object_of,
+}
+_ENTRY: Readers = {
+    "sharding_type": partial(choice_of, choices=[kind.value for kind in ShardingType]),
+    "compute_kernel": partial(
+        choice_of, choices=[kernel.value for kernel in EmbeddingComputeKernel]
+    ),
+}
+_SETTINGS: Readers = {
+    "bounds_check_mode": _bounds_check_mode,
+    "cache_load_factor": _cache_params,
+    "stochastic_rounding": flag_of,
+    "output_dtype": _dtype,
+}
 
 
 def _spec(
-    subject: str, kind: str, size: object, ranks: list[int] | None, made_for: PlanRanks
+    subject: str, kind: str, size: list[int], ranks: list[int] | None, made_for: PlanRanks
 ) -> EnumerableShardingSpec:
-    numbers = _pair(f"{subject}: size", size, "[rows, columns]", least=1)
     if not ranks or kind == ShardingType.DATA_PARALLEL.value:
         raise ValueError(
             f"{subject} ({kind}): size is for shards that follow from ranks; received "
             f"{size} and {'no ranks' if not ranks else kind}. Remove it."
         )
-    shards = _shards_of(kind, numbers, ranks, made_for)
+    shards = _shards_of(kind, size, ranks, made_for)
     if len(shards) != len(ranks):
         raise ValueError(
-            f"{subject} ({kind}): {numbers[0]} rows x {numbers[1]} columns must make a shard for "
+            f"{subject} ({kind}): {size[0]} rows x {size[1]} columns must make a shard for "
             f"each of {len(ranks)} ranks; received ranks {_runs(ranks)}, of which {len(shards)} "
             "would own a shard. Name as many."
         )

@@ -36,7 +36,7 @@ class EmbeddingEnumerator:
     Args:
         topology: the machine.
         batch_size: samples per rank and batch (default 512).
-        constraints: demands by table name.
+        constraints: by table name.
         pooling_stats: of the features' ids.
 
     Example:

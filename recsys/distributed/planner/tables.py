@@ -104,7 +104,7 @@ class PlannedTable:
         is_mean: whether bags are averaged.
         is_weighted: whether ids have weights.
         wire_bytes: of a value on its way there, and of its gradient on its way back.
-        constraints: the user's demands.
+        constraints: the user's.
         kernels: the sharding types that may be chosen, each with its kernels.
     """
 
