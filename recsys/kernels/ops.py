@@ -216,10 +216,7 @@ def block_bucketize(
     if not lengths_FB.numel():  # FBGEMM would launch a CUDA kernel with no blocks, which fails
         positions = torch.empty_like(values_N) if return_positions else None
         return lengths_FB, values_N, weights_N, positions
-    weights_fit = weights_N is None or (
-        weights_N.dtype in _BUCKET_WEIGHT_DTYPES and not _wants_grad(weights_N)
-    )
-    if _fbgemm_serves(lengths_FB) and weights_fit:
+    if _fbgemm_bucketizes(lengths_FB, weights_N):
         if batch_size_per_feature is not None:
             batch_size_per_feature = batch_size_per_feature.to(lengths_FB.dtype)
         lengths, ids, weights, _, positions = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -240,11 +237,7 @@ def block_bucketize(
     bag_N = torch.arange(num_bags, device=values_N.device).repeat_interleave(
         lengths_FB, output_size=values_N.numel()
     )
-    if batch_size_per_feature is None:
-        feature_N = bag_N // max(1, num_bags // max(1, block_sizes_F.numel()))
-    else:
-        ends_F = batch_size_per_feature.cumsum(0)
-        feature_N = torch.searchsorted(ends_F, bag_N.to(ends_F.dtype), right=True)
+    feature_N = _features_of(bag_N, num_bags, block_sizes_F.numel(), batch_size_per_feature)
     bucket_N, start_N = _find_buckets(values_N, feature_N, block_sizes_F, num_buckets, boundaries)
     destination_N = bucket_N * num_bags + bag_N
     order_N = destination_N.argsort(stable=True)
@@ -346,6 +339,22 @@ def _fbgemm_permutes(lengths: Tensor, values: Tensor, weights: Tensor | None) ->
         )
         and (weights is None or weights.dtype is torch.float32)
     )
+
+
+def _fbgemm_bucketizes(lengths: Tensor, weights: Tensor | None) -> bool:
+    """Whether FBGEMM's bucketizing applies: it lacks autograd."""
+    fits = weights is None or (weights.dtype in _BUCKET_WEIGHT_DTYPES and not _wants_grad(weights))
+    return fits and _fbgemm_serves(lengths)
+
+
+def _features_of(
+    bag_N: Tensor, num_bags: int, num_features: int, batch_size_per_feature: Tensor | None
+) -> Tensor:
+    """Return the feature of each bag."""
+    if batch_size_per_feature is None:
+        return bag_N // max(1, num_bags // max(1, num_features))
+    ends_F = batch_size_per_feature.cumsum(0)
+    return torch.searchsorted(ends_F, bag_N.to(ends_F.dtype), right=True)
 
 
 def _find_buckets(
