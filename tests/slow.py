@@ -82,6 +82,29 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/metrics/test_sync.py::test_synced_equals_whole": (
         "tests/metrics/test_metric_module.py::test_sync_has_the_sums_of_all_ranks"
     ),
+    "tests/modules/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
+    "[DistributedModelParallel-pooled]": (
+        "tests/modules/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
+        "[DistributedModelParallel-sequence]"
+    ),
+    "tests/modules/test_embedding_tables.py::test_shared_memory_is_shared_with_another_process": (
+        "tests/modules/test_embedding_tables.py::test_pickle_carries_each_table_once"
+    ),
+    "tests/test_ranks.py::test_a_rank_that_hangs_is_named_with_its_stack": (
+        "tests/test_ranks.py::test_a_rank_that_fails_is_named_with_its_traceback"
+    ),
+    # TorchRec's own processes start with the first of these, which takes over a minute.
+    **{
+        f"tests/parity/{case}": (
+            "tests/conformance/test_matrix.py::test_sharded_models_equal_the_unsharded[2]"
+        )
+        for case in (
+            "test_checkpoints.py::test_outcomes",
+            "test_training.py::test_lookups_are_alike",
+            "test_training.py::test_nodes_are_alike",
+            "test_training.py::test_strategies_train_alike",
+        )
+    },
     **{
         f"tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[{optimizer}]": (
             "tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[LAMB]"
