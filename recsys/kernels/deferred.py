@@ -39,6 +39,8 @@ class DeferredGradients:
     def __init__(self, kernel: TorchKernel, *, keeps_batch: bool) -> None:
         self.keeps_batch = keeps_batch
         self._kernel, self._layout = kernel, kernel.layout
+        optimizer = kernel.optimizer
+        self._counts_rows = optimizer is not None and optimizer.moves_without_gradient
         # what backward left, as it came (one pass only) or reduced to rows
         self._held: tuple[Tensor, Batch] | None = None
         self._pending: list[RowGradients] | None = None
@@ -132,9 +134,7 @@ class DeferredGradients:
             [elements of all tables] fp32, laid out as the storage; and, where the optimizer
             `moves_without_gradient`, [rows of all tables] fp32, 1 for each row with a gradient.
         """
-        layout, optimizer = self._layout, self._kernel.optimizer
-        assert optimizer is not None
-        counts_rows = optimizer.moves_without_gradient
+        layout, counts_rows = self._layout, self._counts_rows
         if self._held is not None and self._pending is None and not counts_rows:
             held, self._held = self._held, None
             return [self._kernel.dense_gradients(*held)]

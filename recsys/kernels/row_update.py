@@ -220,9 +220,9 @@ def apply_dense_update(
         grads: [R, D] fp32.
         learning_rate: One for all rows, or [R, 1].
     """
-    assert not spec.moves_without_gradient
-    assert spec.rule.dense_scale is not None
-    scale = spec.rule.dense_scale(TouchedRows(spec, grads, state, learning_rate))
+    dense_scale = spec.rule.dense_scale
+    assert dense_scale is not None
+    scale = dense_scale(TouchedRows(spec, grads, state, learning_rate))
     if weight.dtype is torch.float32:
         weight.addcmul_(grads, scale, value=-1)
     else:

@@ -222,7 +222,9 @@ class TableBatchedEmbedding:
         batch = Batch(indices, offsets, per_sample_weights)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
-        if parameters is None or all(p.requires_grad for p in parameters):
+        if self._updater.has_own_graph and (
+            parameters is None or all(p.requires_grad for p in parameters)
+        ):
             own = self._updater.look_up_and_update(batch)
             if own is not None:
                 if own.grad_fn is not None:

@@ -144,6 +144,7 @@ class FbgemmCudaKernel(TorchKernel):
     name = "fbgemm"
     device_types = ("cuda",)
     lookup_limits = update_limits = _MODULE_LIMITS
+    has_own_graph = True
 
     def __init__(
         self,

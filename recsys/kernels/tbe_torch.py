@@ -146,6 +146,7 @@ class TorchKernel:
     device_types: ClassVar[tuple[str, ...] | None] = None
     lookup_limits: ClassVar[tuple[Limit, ...]] = ()
     update_limits: ClassVar[tuple[Limit, ...]] = ()
+    has_own_graph: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -241,7 +242,7 @@ class TorchKernel:
         self.apply(self.row_gradients(grad, batch))
 
     def look_up_and_update(self, batch: Batch) -> Tensor | None:
-        """A lookup whose own graph makes the update in backward, if the backend has one."""
+        """A lookup whose own graph makes the update in backward, where `has_own_graph`."""
         return None
 
     def use_rates(self, rates: Rates) -> None:

@@ -175,9 +175,10 @@ class OptimizerSpec:
             >>> OptimizerSpec(algorithm=EmbOptimType.ADAM).moves_without_gradient
             True
         """
-        divides_by_zero = "eps" in self.rule.settings and self.eps == 0
+        rule = self.rule
+        divides_by_zero = "eps" in rule.settings and self.eps == 0
         return (
-            self.rule.dense_scale is None
+            rule.dense_scale is None
             or divides_by_zero
             or self.weight_decay != 0
             or self.stochastic_rounding
