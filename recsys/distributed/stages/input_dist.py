@@ -103,6 +103,7 @@ class InputDist:
         self.is_weighted = is_weighted = cutter.is_weighted
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
+        self.header_width = self.num_streams + COUNTS  # words that each rank sends this one
         self.has_streams = any(layout.send_segments)
         self.header_sizes = [len(segments) + COUNTS for segments in layout.send_segments]
         narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
@@ -135,11 +136,6 @@ class InputDist:
             return self.cutter.cut(features)
         except Exception as error:
             return error
-
-    @property
-    def header_width(self) -> int:
-        """Words that each rank sends this one."""
-        return self.num_streams + COUNTS
 
     def header_of(self, batch: Segments | Exception) -> Tensor:
         """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
