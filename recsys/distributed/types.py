@@ -27,9 +27,11 @@ from recsys.distributed.stages.awaitable import (
     LazyNoWait,
     NoWait,
 )
+from recsys.kernels.types import BoundsCheckMode
 
 __all__ = [
     "Awaitable",
+    "BoundsCheckMode",
     "CacheParams",
     "EmbeddingComputeKernel",
     "EmbeddingModuleShardingPlan",
