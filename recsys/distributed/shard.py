@@ -24,7 +24,6 @@ from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharded_collection import canonical_device, default_device
 from recsys.distributed.sharder import ModuleSharder, ShardedModule, move_parts
 from recsys.distributed.sharding_plan import (
@@ -112,7 +111,7 @@ def _placements(
             module,
             generators,
             sharder,
-            get_local_size(env.world_size),
+            env.node_size,
             env.world_size,
             device.type,
         )

@@ -286,7 +286,7 @@ class ShardedCollection(ShardedModule):
         """Returns a batch's trip with the ids this rank looks up; it may have started ahead."""
         ask = started_ahead.get()
         trip = None if ask is None else ask(self, features)
-        return (trip or self._input_dist.start(features).send()).ids()
+        return (trip or self.input_dist(features).send()).ids()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:

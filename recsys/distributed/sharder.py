@@ -183,7 +183,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
     Args:
         fused_params: optimizer settings for tables that have no optimizer attached.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.wire.get_qcomm_codecs_registry`; None: as they are.
+            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
     """
 
     replaces: ClassVar[type[Any]]

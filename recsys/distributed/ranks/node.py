@@ -79,7 +79,7 @@ def intra_and_cross_node_pg(
             "intra_and_cross_node_pg needs the default process group; received a process without "
             "one. Call torch.distributed.init_process_group first."
         )
-    size = get_local_size(env.world_size)
+    size = env.node_size
     place = env.rank % size
     first = env.rank - place
     return (
