@@ -11,6 +11,7 @@ Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segme
 import os
 import warnings
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -34,16 +35,19 @@ except (ImportError, OSError, RuntimeError) as error:
     )
     HAS_FBGEMM = False
 
-USE_FBGEMM = HAS_FBGEMM and os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
-"""Whether FBGEMM's kernels are used where they apply."""
-
 # The CPU build of FBGEMM beside a CUDA build of torch has no kernels for CUDA tensors.
-_FBGEMM_DEVICES = frozenset(
+FBGEMM_DEVICES = frozenset(
     device
     for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
     if HAS_FBGEMM
+    and os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
     and torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::asynchronous_complete_cumsum", key)
 )
+"""Where FBGEMM's kernels are used if they apply, by types of devices.
+
+Functions ask for it themselves, not by a helper: a batch calls them often.
+"""
+
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
 _VALUE_DTYPES = frozenset((torch.int32, torch.int64, torch.float32))
 _BUCKET_WEIGHT_DTYPES = frozenset((torch.float32, torch.float64))
@@ -62,7 +66,7 @@ def complete_cumsum(lengths_M: Tensor) -> Tensor:
         >>> complete_cumsum(torch.tensor([2, 0, 3]))
         tensor([0, 2, 2, 5])
     """
-    if _fbgemm_serves(lengths_M):
+    if lengths_M.device.type in FBGEMM_DEVICES:
         return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_M)  # type: ignore[no-any-return]
     return torch.nn.functional.pad(lengths_M.cumsum(0, dtype=lengths_M.dtype), (1, 0))
 
@@ -81,41 +85,68 @@ def segment_sum(values_N: Tensor, offsets_M1: Tensor) -> Tensor:
         >>> segment_sum(torch.tensor([2, 0, 3]), torch.tensor([0, 2, 3]))
         tensor([2, 3])
     """
-    if _fbgemm_serves(values_N) and values_N.dtype in _INT_DTYPES:
+    if values_N.device.type in FBGEMM_DEVICES and values_N.dtype in _INT_DTYPES:
         return torch.ops.fbgemm.segment_sum_csr(1, offsets_M1, values_N)  # type: ignore[no-any-return]
     return complete_cumsum(values_N).index_select(0, offsets_M1).diff()
 
 
 def permute_1d(
     permute_P: Tensor,
-    lengths_M: Tensor,
+    lengths: Tensor,
     values_N: Tensor,
     weights_N: Tensor | None = None,
     total: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pick segments of a jagged tensor in a new order.
+    """Pick segments of a jagged tensor, or whole features of a feature-major batch, in a new order.
 
     Args:
-        permute_P: `[P]`, int32 or int64: the segments to pick, in order; repeats and omissions
-            are fine.
-        lengths_M: `[M]`, int32 or int64: values per segment.
+        permute_P: `[P]`, int32 or int64: the segments or features to pick, in order; repeats and
+            omissions are fine.
+        lengths: `[M]` values per segment, or `[F, B]` values per bag; int32 or int64.
         values_N: `[N]`, or `[N, ...]` rows, of any dtype; differentiable.
         weights_N: `[N]`, or `[N, ...]`, of any dtype; differentiable.
         total: the number of values picked, where known; saves a device-to-host read on GPU.
 
     Returns:
-        Lengths `[P]`, values and weights of the picked segments.
+        Lengths `[P]` or `[P, B]`, values and weights of what was picked.
 
     Example:
         >>> permute_1d(torch.tensor([1, 0]), torch.tensor([2, 1]), torch.tensor([7, 8, 9]))
         (tensor([1, 2]), tensor([9, 7, 8]), None)
+        >>> lengths = torch.tensor([[2, 0], [1, 1]])
+        >>> permute_2d(torch.tensor([1]), lengths, torch.tensor([5, 6, 7, 8]))
+        (tensor([[1, 1]]), tensor([7, 8]), None)
     """
-    if _fbgemm_permutes(lengths_M, values_N, weights_N):
-        return torch.ops.fbgemm.permute_1D_sparse_data(  # type: ignore[no-any-return]
-            permute_P.int(), lengths_M, values_N, weights_N, total
+    # FBGEMM's permutes lack autograd and silently misread rows `[N, D]`
+    fits = (
+        lengths.device.type in FBGEMM_DEVICES
+        and values_N.dtype in _VALUE_DTYPES
+        and values_N.dim() == 1
+        and not (values_N.requires_grad and torch.is_grad_enabled())
+    )
+    if weights_N is not None:
+        fits = (
+            fits
+            and weights_N.dtype is torch.float32
+            and weights_N.dim() == 1
+            and not (weights_N.requires_grad and torch.is_grad_enabled())
         )
-    lengths_P = lengths_M.index_select(0, permute_P)
-    starts_M = complete_cumsum(lengths_M)
+    if lengths.dim() == 2:
+        if fits and lengths.is_cuda:
+            return torch.ops.fbgemm.permute_2D_sparse_data(  # type: ignore[no-any-return]
+                permute_P.int(), lengths, values_N, weights_N, total
+            )
+        # On CPU whole features move as blocks: measured 5 times faster at 1,000 features than
+        # FBGEMM's 2-D kernel, which copies bag by bag.
+        values_per_feature_F = lengths.sum(1, dtype=lengths.dtype)
+        _, values, weights = permute_1d(permute_P, values_per_feature_F, values_N, weights_N, total)
+        return lengths.index_select(0, permute_P), values, weights
+    if fits:
+        return torch.ops.fbgemm.permute_1D_sparse_data(  # type: ignore[no-any-return]
+            permute_P.int(), lengths, values_N, weights_N, total
+        )
+    lengths_P = lengths.index_select(0, permute_P)
+    starts_M = complete_cumsum(lengths)
     starts_P = complete_cumsum(lengths_P)
     # A picked value lies as far from its segment's start as in the source.
     shift_P = starts_M.index_select(0, permute_P) - starts_P[:-1]
@@ -128,39 +159,8 @@ def permute_1d(
     )
 
 
-def permute_2d(
-    permute_P: Tensor,
-    lengths_FB: Tensor,
-    values_N: Tensor,
-    weights_N: Tensor | None = None,
-    total: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pick features of a feature-major jagged batch in a new order.
-
-    Args:
-        permute_P: `[P]`, int32 or int64: the features to pick, in order.
-        lengths_FB: `[F, B]`, int32 or int64: values per bag.
-        values_N: `[N]`, or `[N, ...]` rows, of any dtype; differentiable.
-        weights_N: `[N]`, or `[N, ...]`, of any dtype; differentiable.
-        total: the number of values picked, where known; saves a device-to-host read on GPU.
-
-    Returns:
-        Lengths `[P, B]`, values and weights of the picked features.
-
-    Example:
-        >>> lengths = torch.tensor([[2, 0], [1, 1]])
-        >>> permute_2d(torch.tensor([1]), lengths, torch.tensor([5, 6, 7, 8]))
-        (tensor([[1, 1]]), tensor([7, 8]), None)
-    """
-    if lengths_FB.is_cuda and _fbgemm_permutes(lengths_FB, values_N, weights_N):
-        return torch.ops.fbgemm.permute_2D_sparse_data(  # type: ignore[no-any-return]
-            permute_P.int(), lengths_FB, values_N, weights_N, total
-        )
-    # On CPU whole features move as blocks: measured 5 times faster at 1,000 features than
-    # FBGEMM's 2-D kernel, which copies bag by bag.
-    values_per_feature_F = lengths_FB.sum(1, dtype=lengths_FB.dtype)
-    _, values, weights = permute_1d(permute_P, values_per_feature_F, values_N, weights_N, total)
-    return lengths_FB.index_select(0, permute_P), values, weights
+permute_2d = permute_1d
+"""The same, named as FBGEMM names it for lengths `[F, B]`."""
 
 
 def block_bucketize(
@@ -216,7 +216,13 @@ def block_bucketize(
     if not lengths_FB.numel():  # FBGEMM would launch a CUDA kernel with no blocks, which fails
         positions = torch.empty_like(values_N) if return_positions else None
         return lengths_FB, values_N, weights_N, positions
-    if _fbgemm_bucketizes(lengths_FB, weights_N):
+    if lengths_FB.device.type in FBGEMM_DEVICES and (
+        weights_N is None  # FBGEMM's bucketizing lacks autograd
+        or (
+            weights_N.dtype in _BUCKET_WEIGHT_DTYPES
+            and not (weights_N.requires_grad and torch.is_grad_enabled())
+        )
+    ):
         if batch_size_per_feature is not None:
             batch_size_per_feature = batch_size_per_feature.to(lengths_FB.dtype)
         lengths, ids, weights, _, positions = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -276,8 +282,11 @@ def jagged_to_padded_dense(
         tensor([[1, 0],
                 [2, 3]])
     """
-    if _is_traced(values_N) or (
-        _fbgemm_serves(values_N) and values_N.dtype in _VALUE_DTYPES and values_N.dim() <= 2
+    # torch.fx's proxies say neither device nor dtype
+    if isinstance(cast(object, values_N), fx.Proxy) or (
+        values_N.device.type in FBGEMM_DEVICES
+        and values_N.dtype in _VALUE_DTYPES
+        and values_N.dim() <= 2
     ):
         return torch.ops.fbgemm.jagged_to_padded_dense(  # type: ignore[no-any-return]
             values_N, [offsets_M1], [max_length], padding_value
@@ -313,38 +322,6 @@ def upload(
         return tensor.to(device)
     # from pageable memory a copy would wait for all work queued on the stream
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _is_traced(tensor: object) -> bool:
-    """Whether torch.fx is tracing: such a tensor says neither its device nor its dtype."""
-    return isinstance(tensor, fx.Proxy)
-
-
-def _fbgemm_serves(tensor: Tensor) -> bool:
-    return USE_FBGEMM and tensor.device.type in _FBGEMM_DEVICES
-
-
-def _wants_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _fbgemm_permutes(lengths: Tensor, values: Tensor, weights: Tensor | None) -> bool:
-    """Whether FBGEMM's permutes apply: they lack autograd and silently misread rows `[N, D]`."""
-    return (
-        _fbgemm_serves(lengths)
-        and all(
-            x.dtype in _VALUE_DTYPES and x.dim() == 1 and not _wants_grad(x)
-            for x in (values, weights)
-            if x is not None
-        )
-        and (weights is None or weights.dtype is torch.float32)
-    )
-
-
-def _fbgemm_bucketizes(lengths: Tensor, weights: Tensor | None) -> bool:
-    """Whether FBGEMM's bucketizing applies: it lacks autograd."""
-    fits = weights is None or (weights.dtype in _BUCKET_WEIGHT_DTYPES and not _wants_grad(weights))
-    return fits and _fbgemm_serves(lengths)
 
 
 def _features_of(

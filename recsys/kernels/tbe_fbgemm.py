@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ _CPU_OPS: Mapping[str, str] = {
 
 def has_ops(wanted: Mapping[str, str]) -> bool:
     """Whether the installed FBGEMM has ops that begin with these arguments."""
-    if not ops.USE_FBGEMM:
+    if not ops.FBGEMM_DEVICES:
         return False
     for name, arguments in wanted.items():
         op, passed = getattr(torch.ops.fbgemm, name, None), arguments.split()
@@ -107,7 +107,7 @@ def _features_are_scattered(s: LookupSettings) -> bool:
 
 _HALF_OR_FULL = (torch.float32, torch.float16)
 INSTALLED = Limit(
-    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch", lambda s: not ops.USE_FBGEMM
+    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch", lambda s: not ops.FBGEMM_DEVICES
 )
 _CPU_LIMITS = (  # measured with fbgemm_gpu_cpu 1.8.0
     INSTALLED,
@@ -191,7 +191,7 @@ class FbgemmCpuKernel(TorchKernel):
             return super().lookup(batch)  # as fast as FBGEMM's
         geometry = self._geometry
         # A missing `indice_weights` must be None: an empty tensor would be read out of bounds.
-        pooled: Tensor = _ops().split_embedding_codegen_forward_cpu(
+        pooled: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             self.storage,
             geometry.weights_offsets,
             geometry.dim_offsets,
@@ -208,7 +208,7 @@ class FbgemmCpuKernel(TorchKernel):
     def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Gradient with respect to per-sample weights: [N] fp32."""
         geometry = self._geometry
-        values: Tensor = _ops().split_embedding_codegen_grad_indice_weights_cpu(
+        values: Tensor = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
             grad,
             self.storage,
             geometry.weights_offsets,
@@ -226,7 +226,7 @@ class FbgemmCpuKernel(TorchKernel):
         if batch.indices.numel() == 0:
             return torch.zeros_like(self.storage, dtype=torch.float32)
         geometry, batch = self._as_sum(batch)
-        flat: Tensor = _ops().split_embedding_backward_codegen_dense_cpu(
+        flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
             grad.float(),
             self.storage,
             geometry.weights_offsets,
@@ -286,16 +286,16 @@ class FbgemmCpuKernel(TorchKernel):
             _ROUND_STOCHASTICALLY,
         )
         if spec.algorithm is EmbOptimType.SGD:
-            _ops().split_embedding_backward_codegen_sgd_cpu(*common, self._learning_rate)
+            torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(*common, self._learning_rate)
             return
         state = (self.states["sum"], geometry.host_placement)
         if spec.algorithm is EmbOptimType.EXACT_ADAGRAD:
-            _ops().split_embedding_backward_codegen_adagrad_cpu(
+            torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu(
                 *common, *state, geometry.weights_offsets, self._learning_rate, spec.eps
             )
             return
         assert spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
-        _ops().split_embedding_backward_codegen_rowwise_adagrad_cpu(
+        torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
             *common, *state, geometry.row_state_offsets, self._learning_rate, spec.eps
         )
 
@@ -390,10 +390,6 @@ def _statistics_by_row(
 
 _SUM, _MEAN = 0, 1
 _ROUND_STOCHASTICALLY = False  # ignored: see `FbgemmCpuKernel.update_limits`
-
-
-def _ops() -> Any:
-    return torch.ops.fbgemm
 
 
 @final

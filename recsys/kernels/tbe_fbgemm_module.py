@@ -52,8 +52,7 @@ _LOOKUP_OPS = {
 
 def has_cuda_ops() -> bool:
     """Whether the installed FBGEMM was built for CUDA; a CPU build may sit beside a CUDA torch."""
-    op = "fbgemm::asynchronous_complete_cumsum"
-    return ops.USE_FBGEMM and torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
+    return "cuda" in ops.FBGEMM_DEVICES
 
 
 # From fbgemm_gpu 1.8.0's own checks; tests/gpu compares the backends there.

@@ -23,9 +23,9 @@ needs_fbgemm = pytest.mark.skipif(
 def both(function, *args, **kwargs):
     """Run with FBGEMM and without; check that every output is equal; return one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "USE_FBGEMM", True)
+        patch.setattr(ops, "FBGEMM_DEVICES", {"cpu"})
         fast = function(*args, **kwargs)
-        patch.setattr(ops, "USE_FBGEMM", False)
+        patch.setattr(ops, "FBGEMM_DEVICES", set())
         plain = function(*args, **kwargs)
     pair = zip(fast, plain, strict=True) if isinstance(fast, tuple) else [(fast, plain)]
     for a, b in pair:
@@ -86,7 +86,7 @@ def test_permutes(batch, data):
 
 @pytest.mark.parametrize("use_fbgemm", [True, False])
 def test_permute_is_differentiable_and_takes_rows(monkeypatch, use_fbgemm):
-    monkeypatch.setattr(ops, "USE_FBGEMM", use_fbgemm and ops.HAS_FBGEMM)
+    monkeypatch.setattr(ops, "FBGEMM_DEVICES", {"cpu"} if use_fbgemm and ops.HAS_FBGEMM else set())
     permute, lengths = torch.tensor([1, 1]), torch.tensor([1, 2])
     weights = torch.ones(3, requires_grad=True)
     _, _, picked_weights = ops.permute_1d(permute, lengths, torch.arange(3), weights)
@@ -193,7 +193,7 @@ def test_jagged_to_padded_dense(batch, max_length, rows):
 
 @pytest.mark.parametrize("use_fbgemm", [True, False])
 def test_padding_is_differentiable(monkeypatch, use_fbgemm):
-    monkeypatch.setattr(ops, "USE_FBGEMM", use_fbgemm and ops.HAS_FBGEMM)
+    monkeypatch.setattr(ops, "FBGEMM_DEVICES", {"cpu"} if use_fbgemm and ops.HAS_FBGEMM else set())
     values = torch.ones(3, 2, requires_grad=True)
     ops.jagged_to_padded_dense(values, torch.tensor([0, 2, 3]), 1).sum().backward()
     assert values.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
@@ -210,7 +210,9 @@ def test_works_without_fbgemm(tmp_path, failure, warning):
     package = tmp_path / "fbgemm_gpu"
     package.mkdir()
     (package / "__init__.py").write_text(f"raise {failure}")
-    script = "import recsys.kernels.ops as ops, torch; print(ops.HAS_FBGEMM, ops.USE_FBGEMM, "
+    script = (
+        "import recsys.kernels.ops as ops, torch; print(ops.HAS_FBGEMM, list(ops.FBGEMM_DEVICES), "
+    )
     script += "ops.complete_cumsum(torch.tensor([1, 2])).tolist())"
     search_path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
@@ -220,6 +222,6 @@ def test_works_without_fbgemm(tmp_path, failure, warning):
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "False False [0, 1, 3]"
+    assert done.stdout.strip() == "False [] [0, 1, 3]"
     assert warning in done.stderr
     assert bool(done.stderr) == bool(warning)

@@ -231,7 +231,7 @@ def test_a_backend_that_does_not_exist_is_no_choice() -> None:
 def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     if has_cpu_ops():
         assert "no kernels for device 'mps'" in choose_backend(settings(device="mps")).reason
-    monkeypatch.setattr(ops, "USE_FBGEMM", False)
+    monkeypatch.setattr(ops, "FBGEMM_DEVICES", set())
     choice = choose_backend(settings())
     assert choice.kernel is TorchKernel
     assert choice.reason == "not fbgemm: fbgemm_gpu is not installed, or RECSYS_KERNELS=torch"
