@@ -3,8 +3,9 @@
 Legend: `M` bags (lists), `N` values of all bags together.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,11 +15,113 @@ from recsys.sparse import validate
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.text import format_jagged, show_jagged
 
-if TYPE_CHECKING:
-    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+
+class Bags:
+    """Values in bags, of one feature or several: what JaggedTensor and KeyedJaggedTensor share."""
+
+    __slots__ = ("__weakref__", "_lengths", "_offsets", "_values", "_weights")
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+
+    def values(self) -> Tensor:
+        """Return the values of all bags end to end, `[N, ...]`."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return the weights, `[N, ...]`.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        weights = self.weights_or_none()
+        if weights is None:
+            validate.refuse_missing(type(self).__name__, "weights")
+        return weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights, `[N, ...]`, or None if there are none."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the number of values in each bag, `[M]`.
+
+        Those of several features lie feature by feature: `[F * B]`, or the sum of the strides.
+
+        Raises:
+            ValueError: on CPU, if the offsets decrease.
+        """
+        if self._lengths is None and self.lengths_or_none() is None:
+            assert self._offsets is not None
+            lengths = self._offsets.diff()
+            validate.check_lengths(self, lengths)
+            self._lengths = lengths
+        return self._lengths  # type: ignore[return-value]  # not None by now
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths if they are at hand, without deriving them."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return where each bag starts, and the end of the last, `[M + 1]`.
+
+        Raises:
+            ValueError: on CPU, if a length is negative, or they do not add up to the number of
+                values.
+        """
+        if self._offsets is None:
+            lengths = self.lengths()
+            validate.check_lengths(self, lengths)
+            self._offsets = ops.complete_cumsum(lengths)
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets if they are at hand, without deriving them."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Return where the tensors are."""
+        return self.values().device
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        for tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def size_in_bytes(self) -> int:
+        """Return the size in bytes of all parts at hand."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check every length and offset; waits for a GPU."""
+
+    @abstractmethod
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same bags with each tensor replaced."""
+
+    def _tensors(self) -> list[Tensor]:
+        parts = self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets
+        return [part for part in parts if part is not None]
+
+    def _copy_parts(self, source: Self, non_blocking: bool) -> None:
+        """Overwrite values, lengths, and offsets and weights if any, with those of another."""
+        self.values().copy_(source.values(), non_blocking)
+        self.lengths().copy_(source.lengths(), non_blocking)
+        weights = self.weights_or_none()
+        if self._offsets is not None:
+            self._offsets.copy_(source.offsets(), non_blocking)
+        if weights is not None:
+            weights.copy_(source.weights(), non_blocking)
 
 
-class JaggedTensor:
+class JaggedTensor(Bags):
     """A batch of lists of different lengths, stored end to end.
 
     Lengths and offsets derive from each other when first asked for.
@@ -40,9 +143,9 @@ class JaggedTensor:
             [[1, 2], [], [3]]
     """
 
-    __slots__ = ("__weakref__", "_index", "_lengths", "_offsets", "_values", "_views", "_weights")
+    __slots__ = ("_index", "_views")
 
-    _values: Tensor | None
+    _values: Tensor | None  # type: ignore[assignment]  # None: still to be cut out of the views
     _views: FeatureViews | None
 
     def __init__(
@@ -261,17 +364,6 @@ class JaggedTensor:
             self._values = self._views.values[self._index]
         return self._values
 
-    def weights(self) -> Tensor:
-        """Return the weights, `[N, ...]`.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        weights = self.weights_or_none()
-        if weights is None:
-            validate.refuse_missing("JaggedTensor", "weights")
-        return weights
-
     def weights_or_none(self) -> Tensor | None:
         """Return the weights, `[N, ...]`, or None if there are none."""
         if self._weights is None and self._views is not None:
@@ -279,41 +371,11 @@ class JaggedTensor:
             self._weights = None if weights is None else weights[self._index]
         return self._weights
 
-    def lengths(self) -> Tensor:
-        """Return the length of each bag, `[M]`.
-
-        Raises:
-            ValueError: on CPU, if the offsets decrease.
-        """
-        lengths = self.lengths_or_none()
-        if lengths is None:
-            assert self._offsets is not None
-            lengths = self._offsets.diff()
-            validate.check_lengths(self, lengths)
-            self._lengths = lengths
-        return lengths
-
     def lengths_or_none(self) -> Tensor | None:
         """Return the lengths if they are at hand, without deriving them."""
         if self._lengths is None and self._views is not None:
             self._lengths = self._views.lengths[self._index]
         return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return where each bag starts, and the end of the last, `[M + 1]`.
-
-        Raises:
-            ValueError: on CPU, if a length is negative, or they do not add up to the number of
-                values.
-        """
-        if self._offsets is None:
-            validate.check_lengths(self, self.lengths())
-            self._offsets = ops.complete_cumsum(self.lengths())
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they are at hand, without deriving them."""
-        return self._offsets
 
     def to_dense(self) -> list[Tensor]:
         """Return one `[length, ...]` tensor per bag; reads the lengths, which waits for a GPU."""
@@ -351,10 +413,6 @@ class JaggedTensor:
         weights = self.weights_or_none()
         return None if weights is None else self._pad(weights, desired_length, padding_value)
 
-    def device(self) -> torch.device:
-        """Return where the tensors are."""
-        return self.values().device
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
         """Copy to a device.
 
@@ -371,15 +429,6 @@ class JaggedTensor:
         """
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> "JaggedTensor":
-        """Copy to page-locked memory, from where copies to a GPU can overlap."""
-        return self._map(Tensor.pin_memory)
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from reuse until work queued on a CUDA stream is done."""
-        for tensor in self._tensors():
-            tensor.record_stream(stream)
-
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
         """Overwrite the contents in place with those of another of the same sizes.
 
@@ -395,12 +444,8 @@ class JaggedTensor:
             >>> jt.copy_(JaggedTensor(torch.ones(2), lengths=torch.tensor([2, 0]))).to_dense()
             [tensor([1., 1.]), tensor([])]
         """
-        copy_parts(self, jt, non_blocking)
+        self._copy_parts(jt, non_blocking)
         return self
-
-    def size_in_bytes(self) -> int:
-        """Return the size in bytes of all parts at hand."""
-        return sum(tensor.nbytes for tensor in self._tensors())
 
     def validate(self) -> None:
         """Check every length and offset; waits for a GPU.
@@ -413,9 +458,8 @@ class JaggedTensor:
             Traceback (most recent call last):
             ValueError: JaggedTensor.lengths must not be negative; received length -1 at bag 1.
         """
-        validate.check_contents(
-            "JaggedTensor", self.values(), self.lengths_or_none(), self._offsets
-        )
+        parts = self.values(), self.lengths_or_none(), self._offsets
+        validate.check_contents("JaggedTensor", *parts)
 
     def __repr__(self) -> str:
         return format_jagged(self)
@@ -433,9 +477,6 @@ class JaggedTensor:
         self._views = None
         self._index = 0
 
-    def _tensors(self) -> list[Tensor]:
-        return [part for part in self.__getstate__() if part is not None]
-
     def _map(self, function: Callable[[Tensor], Tensor]) -> "JaggedTensor":
         parts = (None if part is None else function(part) for part in self.__getstate__())
         return JaggedTensor.from_parts(*parts)  # type: ignore[arg-type]
@@ -450,18 +491,3 @@ class JaggedTensor:
         if desired_length is None:
             desired_length = int(lengths.max()) if lengths.numel() else 0
         return ops.jagged_to_padded_dense(tensor, self.offsets(), desired_length, padding_value)
-
-
-def copy_parts(
-    target: "JaggedTensor | KeyedJaggedTensor",
-    source: "JaggedTensor | KeyedJaggedTensor",
-    non_blocking: bool,
-) -> None:
-    """Overwrite values, lengths, and offsets and weights if any, with those of another."""
-    target.values().copy_(source.values(), non_blocking)
-    target.lengths().copy_(source.lengths(), non_blocking)
-    offsets, weights = target.offsets_or_none(), target.weights_or_none()
-    if offsets is not None:
-        offsets.copy_(source.offsets(), non_blocking)
-    if weights is not None:
-        weights.copy_(source.weights(), non_blocking)

@@ -9,25 +9,50 @@ from, and `inverse_indices` may say which of its bags each sample reads. Everyth
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import exchange, rearrange, validate
-from recsys.sparse.jagged import JaggedTensor, copy_parts
+from recsys.sparse.jagged import Bags, JaggedTensor
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 
 InverseIndices = tuple[list[str], Tensor]
 """Keys, and for each (in that order) the bag that each sample reads: `[keys, samples]`."""
 
-_TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 _SAMPLES = ("_stride", "_stride_per_key", "_stride_per_key_per_rank", "_inverse_indices")
 _PER_KEY = ("_length_per_key", "_offset_per_key", "_index_per_key")
 
 
-class KeyedJaggedTensor:
+class Parts(NamedTuple):
+    """What a batch is made of: `KeyedJaggedTensor.parts()`, for code on the hot path.
+
+    Attributes:
+        keys: `F` features.
+        values: `[N]`.
+        weights: `[N]` or None.
+        lengths: `[F * B]`, or the sum of the strides.
+        offsets: one more than lengths.
+        stride: as `KeyedJaggedTensor.stride()`.
+        stride_per_key_per_rank: None where all features have one batch size.
+        length_per_key: None where it is not known on the host.
+        inverse_indices: None if there are none.
+    """
+
+    keys: list[str]
+    values: Tensor
+    weights: Tensor | None
+    lengths: Tensor
+    offsets: Tensor
+    stride: int
+    stride_per_key_per_rank: list[list[int]] | None
+    length_per_key: list[int] | None
+    inverse_indices: InverseIndices | None
+
+
+class KeyedJaggedTensor(Bags):
     """Jagged batches of several features, stored end to end in one buffer.
 
     Lengths and offsets derive from each other when first asked for; so do the per-key numbers,
@@ -65,7 +90,7 @@ class KeyedJaggedTensor:
                 [[1, 2, 3], []]
     """
 
-    __slots__ = ("__weakref__", "_keys", *_TENSORS, *_SAMPLES, *_PER_KEY)
+    __slots__ = ("_keys", *_SAMPLES, *_PER_KEY)
 
     def __init__(
         self,
@@ -338,60 +363,33 @@ class KeyedJaggedTensor:
         parts = empty.values(), empty.weights_or_none(), empty.lengths()
         return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride)
 
+    def parts(self) -> Parts:
+        """Return all that `from_parts` takes, in its order and in one call, offsets included.
+
+        Raises:
+            ValueError: as `lengths()` and `offsets()`.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor(["a"], torch.ones(3), lengths=torch.tensor([1, 2]))
+            >>> kjt.parts().offsets
+            tensor([0, 1, 3])
+        """
+        lengths, offsets = self._lengths, self._offsets
+        return Parts(
+            self._keys,
+            self._values,
+            self._weights,
+            self.lengths() if lengths is None else lengths,
+            self.offsets() if offsets is None else offsets,
+            self._stride,
+            self._stride_per_key_per_rank,
+            self._length_per_key,
+            self._inverse_indices,
+        )
+
     def keys(self) -> list[str]:
         """Return the features, in the order of the buffer."""
         return self._keys
-
-    def values(self) -> Tensor:
-        """Return the values of all features end to end, `[N]`."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """Return the weights, `[N]`.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        if self._weights is None:
-            validate.refuse_missing("KeyedJaggedTensor", "weights")
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights, `[N]`, or None if there are none."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Return the number of values in each bag, `[F * B]` (or the sum of the strides).
-
-        Raises:
-            ValueError: on CPU, if the offsets decrease.
-        """
-        if self._lengths is None:
-            assert self._offsets is not None
-            lengths = self._offsets.diff()
-            validate.check_lengths(self, lengths)
-            self._lengths = lengths
-        return self._lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they are at hand, without deriving them."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return where each bag starts, and the end of the last, `[F * B + 1]`.
-
-        Raises:
-            ValueError: on CPU, if a length is negative, or they do not add up to the number of
-                values.
-        """
-        if self._offsets is None:
-            validate.check_lengths(self, self.lengths())
-            self._offsets = ops.complete_cumsum(self.lengths())
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they are at hand, without deriving them."""
-        return self._offsets
 
     def stride(self) -> int:
         """Return the batch size.
@@ -601,10 +599,6 @@ class KeyedJaggedTensor:
         validate.check_replacement(values, mine)
         return self._map(lambda tensor: values if tensor is mine else tensor)
 
-    def device(self) -> torch.device:
-        """Return where the tensors are."""
-        return self._values.device
-
     def to(
         self,
         device: torch.device | str,
@@ -630,15 +624,6 @@ class KeyedJaggedTensor:
             moved._weights = moved._weights.to(dtype)
         return moved
 
-    def pin_memory(self) -> Self:
-        """Copy to page-locked memory, from where copies to a GPU can overlap."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from reuse until work queued on a CUDA stream is done."""
-        for tensor in self._tensors():
-            tensor.record_stream(stream)
-
     def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:
         """Overwrite the contents in place with those of another of the same sizes.
 
@@ -659,15 +644,11 @@ class KeyedJaggedTensor:
             tensor([2, 0])
         """
         validate.check_same_features(self, kjt)
-        copy_parts(self, kjt, non_blocking)
+        self._copy_parts(kjt, non_blocking)
         if self._inverse_indices is not None:
             self._inverse_indices[1].copy_(kjt.inverse_indices()[1], non_blocking)
         self._length_per_key, self._offset_per_key = kjt._length_per_key, kjt._offset_per_key
         return self
-
-    def size_in_bytes(self) -> int:
-        """Return the size in bytes of all parts at hand."""
-        return sum(tensor.nbytes for tensor in self._tensors())
 
     def clear_storage(self) -> int:
         """Free the memory of all parts at once, returning its bytes; not to be read after."""
@@ -779,9 +760,8 @@ class KeyedJaggedTensor:
         return show_keyed_jagged(self)
 
     def _tensors(self) -> list[Tensor]:
-        inverse = None if self._inverse_indices is None else self._inverse_indices[1]
-        parts = (self._values, self._weights, self._lengths, self._offsets, inverse)
-        return [part for part in parts if part is not None]
+        inverse = [] if self._inverse_indices is None else [self._inverse_indices[1]]
+        return super()._tensors() + inverse
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return rearrange.map_tensors(self, function)

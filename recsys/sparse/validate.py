@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from recsys.sparse.jagged import JaggedTensor
+    from recsys.sparse.jagged import Bags
     from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
@@ -168,7 +168,7 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
             )
 
 
-def check_lengths(jagged: JaggedTensor | KeyedJaggedTensor, lengths: Tensor) -> None:
+def check_lengths(jagged: Bags, lengths: Tensor) -> None:
     """Check that no length is negative and that every value has a bag, where reading is free.
 
     Args:
@@ -462,11 +462,9 @@ def check_replacement(values: Tensor, given: Tensor) -> None:
 
 def check_bags(kjt: KeyedJaggedTensor) -> None:
     """Do what `KeyedJaggedTensor.check_bags` says."""
-    kjt.lengths()
-    kjt.offsets()
-    inverse = kjt.inverse_indices_or_none()
-    if inverse is not None:
-        check_inverse_contents(kjt.keys(), kjt.stride_per_key(), inverse)
+    parts = kjt.parts()  # lengths and offsets are checked when one is derived from the other
+    if parts.inverse_indices is not None:
+        check_inverse_contents(parts.keys, kjt.stride_per_key(), parts.inverse_indices)
 
 
 def check_keyed(kjt: KeyedJaggedTensor) -> None:

@@ -148,3 +148,31 @@ def test_views_survive_deepcopy_and_pickle(kjt):
         as_dict = clone(kjt.to_dict())
         assert as_dict["b"].values().tolist() == [2, 3, 4]
         assert as_dict["b"].lengths().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("part", ["lengths", "offsets"])
+def test_parts_are_what_from_parts_takes(part):
+    bags = {"lengths": torch.tensor([1, 0, 2]), "offsets": torch.tensor([0, 1, 1, 3])}
+    kjt = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.tensor([4, 5, 6]),
+        torch.ones(3),
+        **{part: bags[part]},
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["a", "b"], torch.tensor([[0, 0], [1, 0]])),
+    )
+    parts = kjt.parts()
+    assert parts.lengths.tolist() == [1, 0, 2]
+    assert parts.offsets is kjt.offsets_or_none()
+    keys, values, weights, lengths, offsets, *rest = parts
+    again = KeyedJaggedTensor.from_parts(
+        keys, values, weights, lengths, offsets, **dict(zip(parts._fields[5:], rest, strict=True))
+    )
+    assert kjt_is_equal(again, kjt)
+    assert again.stride() == 2
+
+
+def test_parts_refuse_bags_that_do_not_fit():
+    kjt = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([3, -1]))
+    with pytest.raises(ValueError, match="received length -1 at bag 1"):
+        kjt.parts()
