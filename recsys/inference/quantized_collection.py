@@ -24,7 +24,8 @@ from torch.nn import functional
 from recsys.inference.quant_prep import PREPARED, PRUNED
 from recsys.inference.quantized_tables import QuantizedTables, rows_left
 from recsys.kernels.arguments import whole, wrong_type
-from recsys.kernels.quantized import OUTPUT_TYPES, quantize_rows, row_bytes
+from recsys.kernels.backend import OUTPUT_CODES
+from recsys.kernels.quantized import quantize_rows, row_bytes
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
@@ -218,9 +219,9 @@ class QuantizedCollection(nn.Module):
         self._splits = splits
         self._caches_order = caches_order
         self._order: tuple[list[str], list[int]] | None = None
-        if output_dtype not in OUTPUT_TYPES:
+        if output_dtype not in OUTPUT_CODES:
             raise ValueError(
-                f"{owner}.output_dtype must be one of {[*OUTPUT_TYPES]}; received {output_dtype}."
+                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received {output_dtype}."
             )
         self._configs = list(configs)
         self._poolings = tuple(poolings)
@@ -477,7 +478,7 @@ def quantized_rows(
         dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
         per_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
         # torch's QConfig means the dtype to which dense layers bring their inputs
-        if output_dtype not in OUTPUT_TYPES and not isinstance(qconfig, QuantConfig):
+        if output_dtype not in OUTPUT_CODES and not isinstance(qconfig, QuantConfig):
             output_dtype = torch.float32
     pruned: Mapping[str, int] = getattr(module, PRUNED, {})
     configs: list[Any] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recsys.kernels import ops
 from recsys.kernels.arguments import whole
-from recsys.kernels.quantized import QuantizedLookup
+from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 

@@ -4,7 +4,8 @@ What a backend cannot do is a table of measured facts in its own file. A setting
 would ignore without a word counts as unsupported. `tests/kernels/test_support.py` measures the
 facts of the CPU anew, so that a new FBGEMM cannot make them wrong unnoticed.
 
-A new backend is a class that extends `TorchKernel`, and its place in `BACKENDS`.
+A new backend is a class that extends `TorchKernel` (`Backend`, for quantized tables), and its place
+in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from recsys.kernels.backend import Backend, Role
+from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
-from recsys.kernels.tbe_torch import Role, TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import LookupSettings, OptimizerSpec, UpdateMode
 
 __all__ = [
@@ -28,13 +31,15 @@ __all__ = [
     "shared_optimizer",
 ]
 
-BACKENDS: tuple[type[TorchKernel], ...] = (
+BACKENDS: tuple[type[Backend], ...] = (
     FbgemmCudaKernel,
     FbgemmCpuKernel,
     FbgemmCudaLookup,
     TorchKernel,
+    QuantizedInFbgemm,
+    QuantizedInTorch,
 )
-"""The last serves everything."""
+"""The last of either kind of tables serves everything."""
 
 
 @final
@@ -43,7 +48,7 @@ class BackendChoice(NamedTuple):
 
     backend: str
     reason: str
-    kernel: type[TorchKernel]
+    kernel: type[Backend]
 
 
 def choose_backend(
@@ -72,7 +77,8 @@ def choose_backend(
     """
     device_type, refused = settings.device.type, list[str]()
     for kernel in BACKENDS:
-        if kernel.device_types is not None and device_type not in kernel.device_types:
+        has_device = kernel.device_types is None or device_type in kernel.device_types
+        if kernel.reads_quantized is not bool(settings.bits) or not has_device:
             continue
         reason = kernel.refusal(settings, role)
         if reason is not None:

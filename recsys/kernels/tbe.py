@@ -141,10 +141,12 @@ class TableBatchedEmbedding:
                 f"EmbeddingLocation.{location.name} needs FBGEMM; received settings it does "
                 f"not serve ({self.backend_reason})."
             )
+        assert issubclass(kernel, TorchKernel)
         updater = kernel(self.layout, settings, weights)
         looks_up = choose_backend(settings, "lookup", wanted).kernel
         if looks_up is kernel:
             return updater, updater
+        assert issubclass(looks_up, TorchKernel)
         return updater, looks_up(self.layout, settings, updater.storage, updater.states)
 
     def __repr__(self) -> str:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limit
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
     FeatureParts,
-    Limit,
     RowStatistics,
     TorchKernel,
     distinct_rows,
@@ -46,8 +46,6 @@ FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
 """Optimizers that have a fused CPU backward, with FBGEMM's name for it."""
-
-OUTPUT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
 
 _FORWARD = (
     "weights weights_offsets D_offsets total_D hash_size_cumsum indices offsets pooling_mode "
@@ -106,9 +104,6 @@ def _features_are_scattered(s: LookupSettings) -> bool:
 
 
 _HALF_OR_FULL = (torch.float32, torch.float16)
-INSTALLED = Limit(
-    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch", lambda s: not ops.FBGEMM_DEVICES
-)
 _CPU_LIMITS = (  # measured with fbgemm_gpu_cpu 1.8.0
     INSTALLED,
     Limit(
@@ -199,7 +194,7 @@ class FbgemmCpuKernel(TorchKernel):
             geometry.row_cumsum,
             batch.indices,
             batch.offsets.to(batch.indices.dtype),
-            _SUM if self.pooling is PoolingMode.SUM else _MEAN,
+            POOLING_CODES[self.pooling],
             batch.weights,
             OUTPUT_CODES[self.output_dtype],
         )
@@ -388,7 +383,7 @@ def _statistics_by_row(
     return rows, norms.square_()
 
 
-_SUM, _MEAN = 0, 1
+_SUM = POOLING_CODES[PoolingMode.SUM]
 _ROUND_STOCHASTICALLY = False  # ignored: see `FbgemmCpuKernel.update_limits`
 
 

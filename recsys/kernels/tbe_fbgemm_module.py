@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.tbe_fbgemm import INSTALLED, OUTPUT_CODES, Geometry, has_ops
+from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limit
+from recsys.kernels.tbe_fbgemm import Geometry, has_ops
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, Limit, Rates, TorchKernel, inverse_bag_length
+from recsys.kernels.tbe_torch import Batch, Rates, TorchKernel, inverse_bag_length
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -110,7 +111,7 @@ class FbgemmCudaLookup(TorchKernel):
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingMode.NONE or not batch.indices.numel():
             return super().lookup(batch)
-        geometry, of_sum = self._geometry, self.pooling is PoolingMode.SUM
+        geometry = self._geometry
         pooled: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
             self.storage,
             geometry.weights_offsets,
@@ -121,7 +122,7 @@ class FbgemmCudaLookup(TorchKernel):
             geometry.hash_bits,
             batch.indices,
             batch.offsets.to(batch.indices.dtype),
-            0 if of_sum else 1,
+            POOLING_CODES[self.pooling],
             batch.weights,
             None,
             OUTPUT_CODES[self.output_dtype],

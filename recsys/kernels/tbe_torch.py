@@ -9,15 +9,15 @@ Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D column
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, final
+from typing import ClassVar, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels.backend import Backend
 from recsys.kernels.ops import permute_1d, upload
 from recsys.kernels.row_update import advance_step, apply_dense_update, apply_row_update
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
@@ -26,9 +26,7 @@ from recsys.kernels.types import LookupSettings, PoolingMode
 __all__ = [
     "Batch",
     "FeatureParts",
-    "Limit",
     "Rates",
-    "Role",
     "RowGradients",
     "RowStatistics",
     "TorchKernel",
@@ -71,19 +69,6 @@ Rates: TypeAlias = float | tuple[float, ...]
 """The learning rate that all tables have, or where they differ one per table."""
 
 
-Role: TypeAlias = Literal["lookup", "update"]
-"""What a backend may serve: values of ids; or gradients, and what is done with them."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """One thing that a backend cannot do."""
-
-    reason: str
-    applies: Callable[[LookupSettings], bool]
-
-
 @final
 class _GroupPart(NamedTuple):
     """The part of a batch that reads one dim group."""
@@ -121,12 +106,11 @@ class FeatureParts:
         )
 
 
-class TorchKernel:
+class TorchKernel(Backend):
     """Lookup, gradients and update on one flat storage, in PyTorch: any device, every setting.
 
     Other backends extend it, override what they do better, and say in their limits what they do
-    not do. `support.BACKENDS` has them in the order in which they are asked. One may serve the
-    lookup and another the update of the same tables.
+    not do. One may serve the lookup and another the update of the same tables.
 
     Args:
         layout: Geometry of the tables.
@@ -135,17 +119,9 @@ class TorchKernel:
         states: Flat optimizer state by name (see `UpdateRule.state`); None: allocated here.
 
     Attributes:
-        name: What users call the backend.
-        device_types: Where it runs; None: everywhere.
-        lookup_limits: What it cannot look up.
-        update_limits: Of what it cannot compute gradients, or update.
         rates: The learning rates of the next update.
     """
 
-    name: ClassVar[str] = "torch"
-    device_types: ClassVar[tuple[str, ...] | None] = None
-    lookup_limits: ClassVar[tuple[Limit, ...]] = ()
-    update_limits: ClassVar[tuple[Limit, ...]] = ()
     has_own_graph: ClassVar[bool] = False
 
     def __init__(
@@ -169,12 +145,6 @@ class TorchKernel:
 
     def _prepare(self) -> None:
         """Called last when a kernel is made; for other backends."""
-
-    @classmethod
-    def refusal(cls, settings: LookupSettings, role: Role) -> str | None:
-        """Why the backend does not serve a role; None: it does."""
-        limits = cls.lookup_limits if role == "lookup" else cls.update_limits
-        return next((limit.reason for limit in limits if limit.applies(settings)), None)
 
     # -- what a backend may do better -----------------------------------------------------------
 

@@ -132,6 +132,8 @@ class LookupSettings:
     optimizer: OptimizerSpec | None
     """Needed unless `update_mode` is GRADIENT."""
     update_mode: UpdateMode
+    bits: Sequence[int] = ()
+    """[T] of the values of quantized tables; empty: tables of `weights_dtype`."""
     location: EmbeddingLocation | None = None
     """None becomes HOST on a CPU, DEVICE elsewhere."""
     cache_load_factor: float | None = None

@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 CPU_BACKENDS = [
     backend.name
     for backend in BACKENDS
-    if (backend.device_types is None or "cpu" in backend.device_types)
+    if not backend.reads_quantized
+    and (backend.device_types is None or "cpu" in backend.device_types)
     and (backend.name != "fbgemm" or has_cpu_ops())
 ]
 """Every one goes through the common tests."""

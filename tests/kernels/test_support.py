@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
+from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.support import (
     BACKENDS,
     LookupSettings,
@@ -235,6 +237,26 @@ def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.Monkey
     choice = choose_backend(settings())
     assert choice.kernel is TorchKernel
     assert choice.reason == "not fbgemm: fbgemm_gpu is not installed, or RECSYS_KERNELS=torch"
+
+
+def test_quantized_tables_have_backends_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_floats = settings(mode=UpdateMode.GRADIENT)
+    quantized = replace(of_floats, bits=[8, 4])
+    if ops.HAS_FBGEMM:
+        assert choose_backend(quantized, "lookup").kernel is QuantizedInFbgemm
+        cuda = replace(quantized, device=torch.device("cuda"), location=None)
+        refused = choose_backend(cuda, "lookup")
+        if "cuda" not in ops.FBGEMM_DEVICES:
+            assert refused.kernel is QuantizedInTorch
+            assert "has no kernels for this device" in refused.reason
+    assert choose_backend(quantized, "lookup", "torch").kernel is QuantizedInTorch
+    assert choose_backend(of_floats, "lookup", "torch").kernel is TorchKernel
+    monkeypatch.setattr(ops, "FBGEMM_DEVICES", set())
+    choice = choose_backend(quantized, "lookup")
+    assert choice.kernel is QuantizedInTorch
+    assert choice.reason == "not fbgemm: fbgemm_gpu is not installed, or RECSYS_KERNELS=torch"
+    with pytest.raises(ValueError, match="quantized tables are not trained"):
+        choose_backend(quantized, "update")
 
 
 def test_a_changed_op_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
