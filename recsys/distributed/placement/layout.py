@@ -15,10 +15,13 @@ Words used here and in the stages:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+
+from recsys.kernels.types import PoolingMode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,13 +50,52 @@ class Rect:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class IdRange:
+    """The ids ``0..end``, each the row of its number: the one id space so far.
+
+    An id is no row. What is asked about ids (which ones there are, which row block holds one) is
+    asked of the id space of their table, never of its rows, so that another space can stand here.
+    """
+
+    end: int
+
+    def edges(self, row_starts: Sequence[int]) -> tuple[int, ...]:
+        """Returns the first id of each row block, and the end of the last."""
+        return (*row_starts, self.end)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowParts:
+    """How the rows of a bag that lie in several row blocks are combined.
+
+    Each block's rows are pooled as ``pooling`` says, the results added up, and the sum divided by
+    the number of ids in the bag if it ``is_averaged``.
+    """
+
+    pooling: PoolingMode
+    is_averaged: bool = False
+
+
+ROW_PARTS: Mapping[PoolingMode, RowParts] = {
+    PoolingMode.SUM: RowParts(PoolingMode.SUM),
+    PoolingMode.MEAN: RowParts(PoolingMode.SUM, is_averaged=True),
+    PoolingMode.NONE: RowParts(PoolingMode.NONE),
+}
+"""Per combine rule, what row blocks and the sum of them do. A rule that adds nothing up (a maximum)
+also needs its own reduction in the output stage."""
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedTable:
     """A table with its place.
 
     ``features`` are indices into the module's features. ``group`` is equal for tables that one
-    lookup can serve together. ``rects`` is empty for a replicated (data-parallel) table. A lookup
-    of tables with ``one_width`` serves rectangles of one width only.
+    lookup can serve together. ``rects`` is empty for a replicated (data-parallel) table.
+    ``combine`` says what becomes of the rows of a bag. A lookup of tables with ``one_width``
+    serves rectangles of one width only. ``id_space`` None: the range of the rows.
     """
 
     name: str
@@ -62,21 +104,23 @@ class PlacedTable:
     features: tuple[int, ...]
     group: Hashable
     rects: tuple[Rect, ...]
+    combine: PoolingMode = PoolingMode.SUM
     one_width: bool = False
+    id_space: IdRange | None = None
 
     def __post_init__(self) -> None:
         if self.rects:
             check_tiling(self)
 
     @property
+    def ids(self) -> IdRange:
+        """The ids that there are."""
+        return self.id_space or IdRange(self.num_rows)
+
+    @property
     def row_starts(self) -> tuple[int, ...]:
         """First row of each row block."""
         return tuple(sorted({rect.row_start for rect in self.rects}))
-
-    @property
-    def is_row_split(self) -> bool:
-        """Whether more than one row block exists, so that partial sums must be added up."""
-        return len(self.row_starts) > 1
 
     @property
     def whole(self) -> Rect:
@@ -98,8 +142,7 @@ def check_tiling(table: PlacedTable) -> None:
             if start != reached or end <= start:
                 raise ValueError(
                     f"The shards of table {table.name!r} must cover its {what} 0..{size} once, "
-                    f"without gap or "
-                    f"overlap; received the {what} ranges {ranges}."
+                    f"without gap or overlap; received the {what} ranges {ranges}."
                 )
             reached = end
         if reached != size:
@@ -111,8 +154,7 @@ def check_tiling(table: PlacedTable) -> None:
     if not len(table.rects) == len(cells) == len(rows) * len(cols):
         raise ValueError(
             f"The shards of table {table.name!r} must form a grid of {len(rows)} row blocks x "
-            f"{len(cols)} column "
-            f"blocks, each present once; received {len(table.rects)} shards."
+            f"{len(cols)} column blocks, each present once; received {len(table.rects)} shards."
         )
 
 
@@ -125,6 +167,7 @@ class Slot:
     feature: int
     col: int
     dim: int
+    combine: PoolingMode
 
 
 @final
@@ -199,6 +242,12 @@ class Layout:
         return tuple(sum(g.width for g in rank_groups) for rank_groups in self.groups)
 
     @property
+    def averaged_slots(self) -> tuple[int, ...]:
+        """Which of ``split_slots``, by place, divide their sums by the number of ids in a bag."""
+        rules = [ROW_PARTS[self.slots[slot].combine] for slot in self.split_slots]
+        return tuple(place for place, rule in enumerate(rules) if rule.is_averaged)
+
+    @property
     def is_hierarchical(self) -> bool:
         """Whether outputs travel in two hops."""
         return bool(self.node_tables)
@@ -232,51 +281,52 @@ def build_layout(
     world_size: int,
     *,
     node_size: int | None = None,
-    equal_widths: bool = False,
 ) -> Layout:
     """Compiles placed tables into a layout.
 
     Args:
-        tables: the tables of one module in its order.
+        tables: the tables of one module in its order. Where any is looked up without pooling, a
+            lookup serves rectangles of one width only, and nothing is added up, so that nodes do
+            not matter.
         num_features: number of the module's distinct features.
         world_size: number of ranks; every rectangle's owner lies below it.
         node_size: ranks per node; ranks of one node are neighbours. A table whose row parts all lie
             on one node (per column block) is added up there before it travels on. None: one node.
-        equal_widths: whether a lookup serves rectangles of one width only, as lookups without
-            pooling do; their outputs are not added up, so nodes do not matter to them.
 
     Returns:
         The layout; the same on every rank.
-
-    Raises:
-        ValueError: if a rectangle is owned by a rank that does not exist.
     """
-    slots, slots_of = _number_slots(tables)
+    slots = _number_slots(tables)
     num_blocks = [len(table.row_starts) for table in tables]
     split_slots = tuple(i for i, slot in enumerate(slots) if num_blocks[slot.table] > 1)
+    is_pooled = all(table.combine is not PoolingMode.NONE for table in tables)
     node_size = node_size or world_size
     in_node = frozenset(
         index
         for index, table in enumerate(tables)
-        if node_size < world_size and not equal_widths and adds_up_in_node(table, node_size)
+        if is_pooled and node_size < world_size and adds_up_in_node(table, node_size)
     )
-    compiler = _Compiler(tables, slots, slots_of, split_slots, num_features, in_node, equal_widths)
-    owned: list[list[_Owned]] = [[] for _ in range(world_size)]
+    sources: list[list[_Source]] = [[] for _ in tables]
+    place_of = {slot: place for place, slot in enumerate(split_slots)}
+    for i, slot in enumerate(slots):
+        place = place_of.get(i)
+        segment = slot.feature if place is None else num_features + place
+        step = 0 if place is None else len(split_slots)
+        sources[slot.table].append(_Source(i, slot.col, segment, step))
+    first: dict[Hashable, int] = {}
+    owned: list[list[_Part]] = [[] for _ in range(world_size)]
+    replicated: list[_Part] = []
     for index, table in enumerate(tables):
+        group = first.setdefault(table.group, index)
+        is_apart = table.one_width or not is_pooled
         block_of = {start: block for block, start in enumerate(table.row_starts)}
-        for rect in table.rects:
-            if rect.rank >= world_size:
-                raise ValueError(
-                    f"The plan places a shard of table {table.name!r} on rank {rect.rank}, but "
-                    f"there are "
-                    f"{world_size} ranks (0..{world_size - 1}). Make the plan for this world size."
-                )
-            block = block_of[rect.row_start]
-            owned[rect.rank].append((index in in_node, index, block, rect.col_start, rect))
-    per_rank = [compiler.plan_lookups(of_rank) for of_rank in owned]
-    replica_groups, replica_streams, _ = compiler.plan_lookups(
-        [(False, index, 0, 0, table.whole) for index, table in enumerate(tables) if not table.rects]
-    )
+        for rect in table.rects or [table.whole]:
+            width = rect.num_cols if is_apart else 0
+            block = block_of.get(rect.row_start, 0)
+            order = (group, width, index in in_node, index, block, rect.col_start)
+            (owned[rect.rank] if table.rects else replicated).append((order, rect))
+    per_rank = [_plan_lookups(tables, sources, parts) for parts in owned]
+    replica_groups, replica_streams, _ = _plan_lookups(tables, sources, replicated)
     return Layout(
         world_size=world_size,
         num_features=num_features,
@@ -300,87 +350,70 @@ def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
     nodes: dict[int, set[int]] = {}
     for rect in table.rects:
         nodes.setdefault(rect.col_start, set()).add(rect.rank // node_size)
-    return table.is_row_split and all(len(found) == 1 for found in nodes.values())
+    return len(table.row_starts) > 1 and all(len(found) == 1 for found in nodes.values())
 
 
-def _number_slots(tables: Sequence[PlacedTable]) -> tuple[tuple[Slot, ...], list[list[int]]]:
+def _number_slots(tables: Sequence[PlacedTable]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
-    slots_of: list[list[int]] = []
     col = 0
     for index, table in enumerate(tables):
-        slots_of.append(list(range(len(slots), len(slots) + len(table.features))))
         for feature in table.features:
-            slots.append(Slot(table=index, feature=feature, col=col, dim=table.dim))
-            col += table.dim
-    return tuple(slots), slots_of
-
-
-_Owned: TypeAlias = tuple[bool, int, int, int, Rect]
-"""A rectangle of one rank: whether its sums are added up in the node, the number of its table, its
-row block, its first column. Sorted, these are in the order of lookups."""
-
-
-class _Compiler:
-    """Groups the rectangles of ranks into lookups, each in the module's order of tables."""
-
-    def __init__(
-        self,
-        tables: Sequence[PlacedTable],
-        slots: Sequence[Slot],
-        slots_of: Sequence[Sequence[int]],
-        split_slots: Sequence[int],
-        num_features: int,
-        in_node: frozenset[int],
-        equal_widths: bool,
-    ) -> None:
-        first: dict[Hashable, int] = {}
-        self._group_of = [first.setdefault(t.group, index) for index, t in enumerate(tables)]
-        self._apart = [equal_widths or table.one_width for table in tables]
-        self._tables, self._slots_of, self._in_node = tables, slots_of, in_node
-        self._cols = [slot.col for slot in slots]
-        # of each slot the segment of its row block 0, and how far the next block's lies from it
-        self._segment = [slot.feature for slot in slots]
-        self._step = [0] * len(slots)
-        for place, slot in enumerate(split_slots):
-            self._segment[slot], self._step[slot] = num_features + place, len(split_slots)
-
-    def plan_lookups(
-        self, owned: Sequence[_Owned]
-    ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...], tuple[int, ...]]:
-        """Returns the lookups, streams and segments of a rank that owns these rectangles."""
-        members: dict[tuple[int, int], list[_Owned]] = {}
-        for mine in sorted(owned, key=itemgetter(0, 1, 2, 3)):
-            width = mine[4].num_cols if self._apart[mine[1]] else 0
-            members.setdefault((self._group_of[mine[1]], width), []).append(mine)
-        streams: list[Stream] = []
-        segments: list[int] = []
-        groups: list[LookupGroup] = []
-        for _, group in sorted(members.items()):
-            first = len(streams)
-            feature_table_map: list[int] = []
-            width = node_width = 0
-            for local, (in_node, index, block, _, rect) in enumerate(group):
-                for slot in self._slots_of[index]:
-                    col = self._cols[slot]
-                    cols = (col + rect.col_start, col + rect.col_end)
-                    streams.append(Stream(slot=slot, rect=rect, cols=cols))
-                    segments.append(self._segment[slot] + block * self._step[slot])
-                    feature_table_map.append(local)
-                columns = rect.num_cols * len(self._slots_of[index])
-                width += columns
-                node_width += columns if in_node else 0
-            groups.append(
-                LookupGroup(
-                    key=self._tables[group[0][1]].group,
-                    tables=tuple(mine[1] for mine in group),
-                    rects=tuple(mine[4] for mine in group),
-                    feature_table_map=tuple(feature_table_map),
-                    streams=range(first, len(streams)),
-                    width=width,
-                    node_width=node_width,
-                )
+            slots.append(
+                Slot(table=index, feature=feature, col=col, dim=table.dim, combine=table.combine)
             )
-        return tuple(groups), tuple(streams), tuple(segments)
+            col += table.dim
+    return tuple(slots)
+
+
+class _Source(NamedTuple):
+    """A slot of a table: its number and first column, and where the ids of its row blocks are."""
+
+    slot: int
+    col: int
+    segment: int  # of row block 0
+    step: int  # from there to the next block's
+
+
+_Part: TypeAlias = tuple[tuple[int, int, bool, int, int, int], Rect]
+"""A rectangle, after what sorts those of a rank into lookups, and these into the module's order:
+number and width of its lookup, whether its sums are added up in the node, the number of its table,
+its row block, its first column."""
+
+
+def _plan_lookups(
+    tables: Sequence[PlacedTable], sources: Sequence[Sequence[_Source]], owned: Iterable[_Part]
+) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...], tuple[int, ...]]:
+    """Returns the lookups, streams and segments of a rank that owns these rectangles."""
+    streams: list[Stream] = []
+    segments: list[int] = []
+    groups: list[LookupGroup] = []
+    for _, group in groupby(sorted(owned, key=itemgetter(0)), key=lambda part: part[0][:2]):
+        parts = list(group)
+        first = len(streams)
+        feature_table_map: list[int] = []
+        width = node_width = 0
+        for local, ((_, _, in_node, index, block, _), rect) in enumerate(parts):
+            for slot, col, segment, step in sources[index]:
+                cols = (col + rect.col_start, col + rect.col_end)
+                streams.append(Stream(slot=slot, rect=rect, cols=cols))
+                segments.append(segment + block * step)
+                feature_table_map.append(local)
+            columns = rect.num_cols * len(sources[index])
+            width += columns
+            node_width += columns if in_node else 0
+        numbers = tuple(order[3] for order, _ in parts)
+        groups.append(
+            LookupGroup(
+                key=tables[numbers[0]].group,
+                tables=numbers,
+                rects=tuple(rect for _, rect in parts),
+                feature_table_map=tuple(feature_table_map),
+                streams=range(first, len(streams)),
+                width=width,
+                node_width=node_width,
+            )
+        )
+    return tuple(groups), tuple(streams), tuple(segments)
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

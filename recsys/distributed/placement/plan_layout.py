@@ -101,11 +101,8 @@ def place_tables(
                 features=tuple(number[f] for f in config.feature_names),
                 group=group_of(i, rects),
                 rects=rects,
+                combine=poolings[i],
                 one_width=needs_one_width(i, rects),
             )
         )
-    equal_widths = PoolingMode.NONE in poolings
-    layout = build_layout(
-        placed, len(names), world_size, node_size=local_size, equal_widths=equal_widths
-    )
-    return list(names), layout
+    return list(names), build_layout(placed, len(names), world_size, node_size=local_size)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from recsys.distributed.placement.file_checks import nearest
-from recsys.distributed.placement.layout import Rect
+from recsys.distributed.placement.layout import ROW_PARTS, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -237,8 +237,7 @@ def rects_of(
             if sharding_type is not ShardingType.ROW_WISE:
                 raise ValueError(
                     f"The plan for table {name!r} ({sharding_type.value}) must name its ranks or "
-                    f"its shards; "
-                    "received neither. Set ParameterSharding.ranks."
+                    "its shards; received neither. Set ParameterSharding.ranks."
                 )
             ranks = list(range(world_size))
         rects = STRATEGIES[sharding_type](num_rows, dim, ranks, node_size or world_size)
@@ -246,8 +245,7 @@ def rects_of(
         if not 0 <= rect.rank < world_size:
             raise ValueError(
                 f"The plan places a shard of table {name!r} on rank {rect.rank}, but there are "
-                f"{world_size} "
-                f"ranks (0..{world_size - 1}). Make the plan for this world size."
+                f"{world_size} ranks (0..{world_size - 1}). Make the plan for this world size."
             )
     kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
     return tuple(_merge_neighbours(kept))
@@ -264,7 +262,7 @@ def _rect_of(table: str, shard: ShardMetadata) -> Rect:
 def pooling_of_parts(pooling: PoolingMode, rects: Sequence[Rect]) -> PoolingMode:
     """Returns how a table's parts are pooled: those of a mean are sums, divided at the end."""
     splits_rows = len({rect.row_start for rect in rects}) > 1
-    return PoolingMode.SUM if splits_rows and pooling is PoolingMode.MEAN else pooling
+    return ROW_PARTS[pooling].pooling if splits_rows else pooling
 
 
 def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from recsys.distributed.placement.layout import (
+    IdRange,
     PlacedTable,
     Rect,
     Stream,
     build_layout,
     merge_ranges,
 )
+from recsys.kernels.types import PoolingMode
 
 # Tables are named by a letter; "g" is the one lookup group unless said otherwise.
 
@@ -158,6 +160,35 @@ def test_shards_must_tile_their_table(rects: list[Rect], message: str) -> None:
         table("a", rects)
 
 
-def test_owners_must_exist() -> None:
-    with pytest.raises(ValueError, match=r"table 'a' on rank 2, but there are 2 ranks \(0\.\.1\)"):
-        build_layout([table("a", [rect(*WHOLE, 2)])], num_features=1, world_size=2)
+def test_ids_are_the_range_of_the_rows_unless_told() -> None:
+    halves = [rect((0, 6), (0, 4), 0), rect((6, 10), (0, 4), 1)]
+    placed = table("a", halves)
+    assert placed.ids == IdRange(10)
+    assert placed.ids.edges(placed.row_starts) == (0, 6, 10)
+    assert dataclasses.replace(placed, id_space=IdRange(8)).ids.end == 8
+
+
+def test_only_means_over_row_blocks_are_averaged_at_the_end() -> None:
+    halves = [rect((0, 5), (0, 4), 0), rect((5, 10), (0, 4), 1)]
+    rules = [PoolingMode.MEAN, PoolingMode.SUM, PoolingMode.MEAN]
+    tables = [
+        dataclasses.replace(table(name, rects), combine=rule)
+        for name, rects, rule in zip("abc", ([rect(*WHOLE, 0)], halves, halves), rules, strict=True)
+    ]
+    layout = build_layout(tables, num_features=1, world_size=2)
+    assert [slot.combine for slot in layout.slots] == rules
+    assert layout.split_slots == (1, 2)
+    assert layout.averaged_slots == (1,)
+
+
+def test_without_pooling_lookups_serve_one_width_and_nodes_do_not_matter() -> None:
+    narrow = [rect((0, 5), (0, 4), 0), rect((5, 10), (0, 4), 1)]
+    wide = [rect((0, 5), (0, 8), 0), rect((5, 10), (0, 8), 1)]
+    pair = [table("a", narrow), table("b", wide, size=(10, 8))]
+    pooled = build_layout(pair, num_features=1, world_size=4, node_size=2)
+    assert [len(groups) for groups in pooled.groups] == [1, 1, 0, 0]
+    assert pooled.is_hierarchical
+    bare = [dataclasses.replace(each, combine=PoolingMode.NONE) for each in pair]
+    sequence = build_layout(bare, num_features=1, world_size=4, node_size=2)
+    assert [len(groups) for groups in sequence.groups] == [2, 2, 0, 0]
+    assert not sequence.is_hierarchical
