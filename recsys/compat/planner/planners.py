@@ -215,7 +215,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             if dist.get_rank(pg) == 0:
                 self._tell_stats(module, sharders, plan, _Tried(started))
             return plan
-        self._agreed_tables(module, sharders, pg)
+        self._agreed(pg, lambda: [(table, []) for table in self._tables(module, sharders)])
         chosen = made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
         self._take_memory(module, sharders)
         return self._rated_plan(module, sharders, chosen)

@@ -49,13 +49,12 @@ def problem_of(
     ranks = Ranks(
         memory_caps=[(max(budget.device, 0), max(budget.host, 0)) for budget in budgets],
         kinds=topology.kinds,
-        node_size=topology.local_size,
+        node_size=topology.local_world_size,
     )
     return Problem(ranks=ranks, tables=options)
 
 
 def plan_again(
-    topology: Topology,
     lister: OptionLister,
     tables: Sequence[PlannedTable],
     budgets: Sequence[Bytes],
@@ -66,8 +65,7 @@ def plan_again(
     """Places tables on a machine.
 
     Args:
-        topology: the machine.
-        lister: of the ways to place a table on it.
+        lister: of the ways to place a table on the machine.
         tables: to place.
         budgets: memory that is free for them, per rank.
         seconds: that the search may take; all that it likes if None.
@@ -80,7 +78,7 @@ def plan_again(
     if not all(options):
         return None
     try:
-        problem = problem_of(topology, budgets, options)
+        problem = problem_of(lister.topology, budgets, options)
         return search(problem, time_limit=seconds, tolerance=tolerance)
     except InfeasibleError:
         return None
@@ -129,7 +127,7 @@ def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) 
     for text, tables, budgets in () if rating.is_custom else _changes(rating):
         if left() <= 0:
             return
-        found = plan_again(rating.topology, rating.lister, tables, budgets, tolerance=least / 2)
+        found = plan_again(rating.lister, tables, budgets, tolerance=least / 2)
         if found is not None and found.slowest_ms <= rating.slowest_ms * (1 - least):
             yield Gain(text=text, slowest_ms=found.slowest_ms)
 
@@ -277,8 +275,7 @@ class Misfit:
     """Tables that were not found to fit.
 
     Args:
-        topology: the machine.
-        lister_on: makes what lists the ways to place a table on a machine.
+        lister: lists the ways to place a table on the machine.
         tables: all of them.
         options: of each table.
         budgets: memory that is free for tables, per rank.
@@ -287,8 +284,7 @@ class Misfit:
         is_custom: whether the user's own enumerator or partitioner plans: changes are not tried.
     """
 
-    topology: Topology
-    lister_on: Callable[[Topology], OptionLister]
+    lister: OptionLister
     tables: Sequence[PlannedTable]
     options: Sequence[Sequence[TableOption]]
     budgets: Sequence[Bytes]
@@ -322,18 +318,18 @@ class Misfit:
         budget = max(self.budgets, key=sum)
         return (
             f"The {len(self.tables)} tables {verdict} on {self._where()} of "
-            f"{mib(self.topology.memory_cap)} each, of which {mib(max(budget.device, 0))} are free "
-            f"for tables: they need at least {over or 'memory that no rank has left'}. The "
-            f"largest: {'; '.join(map(_describe, largest))}."
+            f"{mib(self.lister.topology.memory_cap)} each, of which {mib(max(budget.device, 0))} "
+            f"are free for tables: they need at least {over or 'memory that no rank has left'}. "
+            f"The largest: {'; '.join(map(_describe, largest))}."
         )
 
     def _where(self) -> str:
-        return f"the {self.topology.world_size} {self.topology.compute_device} ranks"
+        return f"the {self.lister.topology.world_size} {self.lister.topology.compute_device} ranks"
 
     @property
     def _caps(self) -> dict[str, int]:
         """Bytes per rank of each memory, by its name."""
-        topology = self.topology
+        topology = self.lister.topology
         return {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
 
     def _tried(self, options: Sequence[TableOption]) -> str:
@@ -361,7 +357,7 @@ class Misfit:
         deadline = time.monotonic() + _SECONDS
         found = []
         for text, tables in self._other_tables():
-            if time.monotonic() < deadline and self._fits(tables, self.topology):
+            if time.monotonic() < deadline and self._fits(tables, self.lister.topology):
                 found.append(text)
         world_size = self._ranks_that_do(error, deadline)
         if world_size is not None:
@@ -379,7 +375,7 @@ class Misfit:
             text = "the tables without constraints on sharding_types and compute_kernels"
             yield text, self.tables_under(free)
         yield "weights of 16 bits (data_type=DataType.FP16)", with_half_weights(self.tables)
-        if self.topology.compute_device == "cuda":
+        if self.lister.topology.compute_device == "cuda":
             kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
             in_host = {
                 table.name: replace(
@@ -394,10 +390,10 @@ class Misfit:
 
     def _ranks_that_do(self, error: InfeasibleError, deadline: float) -> int | None:
         """Returns the least number of ranks, in whole nodes, that was found to do."""
-        node, nodes = self.topology.local_size, self.topology.num_nodes
+        node, nodes = self.lister.topology.local_world_size, self.lister.topology.num_nodes
 
         def fits(num_nodes: int) -> bool:
-            return self._fits(self.tables, self.topology.with_nodes(num_nodes))
+            return self._fits(self.tables, self.lister.topology.with_nodes(num_nodes))
 
         too_few = nodes
         enough = max(-(-(error.ranks_needed or 0) // node), too_few + 1)
@@ -415,9 +411,8 @@ class Misfit:
     def _fits(self, tables: Sequence[PlannedTable], topology: Topology) -> bool:
         """Returns whether tables are found to fit on this machine, or on one with more nodes."""
         budgets = [self.budgets[r % len(self.budgets)] for r in range(topology.world_size)]
-        lister = self.lister_on(topology)
         limits = {"seconds": _SEARCH_SECONDS, "tolerance": _ANY_GAP}
-        return plan_again(topology, lister, tables, budgets, **limits) is not None
+        return plan_again(self.lister.on(topology), tables, budgets, **limits) is not None
 
 
 def check_fits(rating: Rating) -> None:

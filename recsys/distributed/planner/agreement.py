@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from recsys.distributed.planner.hardware import NUMBERS
+from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import PlannerError
@@ -16,32 +17,26 @@ from recsys.distributed.ranks.comm import broadcast_object
 
 _CAPS = ("hbm_cap", "ddr_cap", "ssd_cap")
 _ALIKE = 0.05  # share by which hosts that are alike differ in the memory that they report
+_OF_TABLES = (
+    *("rows", "dim", "element_bytes", "trains", "num_features", "is_pooled", "is_weighted"),
+    "wire_bytes",
+)
 _STAGE = "plan the model"
 _T = TypeVar("_T")
 
 
-def facts_of(
-    topology: Topology, tables: Sequence[PlannedTable], others: Mapping[str, object]
-) -> Facts:
+def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: object) -> Facts:
     """Returns what has to agree, in words.
 
     Memory is left out: topologies read it from the host they are made on, and hosts that are
     otherwise alike differ by some MiB.
 
     Args:
-        topology: the machine.
+        lister: knows the machine and the batches.
         tables: to place.
-        others: further inputs by name.
+        reservation: of memory.
     """
-    facts = {name: stable(value) for name, value in others.items()}
-    for name in ("world_size", "local_world_size", "compute_device", "lookup", "collectives"):
-        facts[f"topology.{name}"] = repr(getattr(topology, name))
-    for name in NUMBERS:
-        if name not in _CAPS:
-            numbers = [getattr(rank, name) for rank in topology.hardware]
-            facts[f"topology.{name}"] = repr(numbers[0] if len(set(numbers)) == 1 else numbers)
-    facts["tables"] = repr([table.name for table in tables])
-    spoken: dict[int, str] = {}  # of what many tables share
+    topology, spoken = lister.topology, dict[int, str]()  # what many tables share is said once
 
     def words(shared: object) -> str:
         if id(shared) not in spoken:
@@ -49,21 +44,21 @@ def facts_of(
             spoken[id(shared)] = stable(value)
         return spoken[id(shared)]
 
+    facts = {name: str(getattr(lister, name)) for name in ("batch_size", "batches_in_flight")}
+    facts["storage_reservation"] = stable(reservation)
+    for name in ("world_size", "local_world_size", "compute_device", "lookup", "collectives"):
+        facts[f"topology.{name}"] = repr(getattr(topology, name))
+    for name in (name for name in NUMBERS if name not in _CAPS):
+        numbers = [str(getattr(rank, name)) for rank in topology.hardware]
+        facts[f"topology.{name}"] = "; ".join(numbers)
+    facts["tables"] = repr([table.name for table in tables])
     for table in tables:
         own = f"table {table.name!r} of module {table.path!r}"
         facts[f"constraints of {own}"] = words(table.constraints)
+        optimizer = table.optimizer.spec.algorithm.name if table.optimizer else "none"
+        parts = [f"{name} {getattr(table, name)}" for name in _OF_TABLES]
         facts[own] = "; ".join(
-            (
-                f"{table.rows} x {table.dim}",
-                f"{table.element_bytes} bytes per weight",
-                f"optimizer {table.optimizer.spec.algorithm.name if table.optimizer else 'none'}",
-                "trained" if table.trains else "frozen",
-                f"{table.num_features} features",
-                "pooled" if table.is_pooled else "sequences",
-                "weighted" if table.is_weighted else "unweighted",
-                f"{table.wire_bytes} bytes per value on the wire",
-                f"kernels {words(table.kernels)}",
-            )
+            [*parts, f"optimizer {optimizer}", f"kernels {words(table.kernels)}"]
         )
     return facts
 

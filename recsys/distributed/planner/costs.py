@@ -96,7 +96,7 @@ class CostModel:
         self._topology = topology
         self._hardware = hardware or topology.slowest
         self._world_size = topology.world_size
-        self._local_size = topology.local_size
+        self._local_size = topology.local_world_size
         self._samples = topology.world_size * batch_size
         self._own_samples = batch_size
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
 from recsys.distributed.planner.advice import Alternative, Gain, alternatives, gains_of
 from recsys.distributed.planner.costs import Cost
+from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.plan_cost import RatedTable, Rating
 from recsys.distributed.planner.tables import Bytes, sum_of
-from recsys.distributed.planner.words import ms, percent, show_ranks, size_of, way
+from recsys.distributed.planner.words import ms, percent, show_ranks, size_of
 
 COST_PARTS = tuple(part.name for part in fields(Cost))
 """The parts of a rank's time, in order."""
@@ -191,3 +193,24 @@ class Explanation:
                     f"full on rank{'' if len(full) == 1 else 's'} {show_ranks(full)}."
                 )
         return found
+
+
+def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
+    """Returns an option in words, such as "row_wise on all 8 ranks".
+
+    Args:
+        option: the way.
+        ranks: of its shards, if they are known.
+        world_size: how many ranks there are, if the ranks are known.
+    """
+    kernel = option.compute_kernel.value
+    known = "" if kernel in ("fused", "dense") else f" ({kernel})"
+    name = f"{option.sharding_type.value}{known} on"
+    distinct = sorted(set(ranks))
+    if not distinct:
+        return f"{name} {option.num_ranks} rank{'' if option.num_ranks == 1 else 's'}"
+    if len(distinct) == 1:
+        return f"{name} rank {distinct[0]}"
+    if len(distinct) == world_size:
+        return f"{name} all {world_size} ranks"
+    return f"{name} {len(distinct)} ranks ({show_ranks(distinct)})"

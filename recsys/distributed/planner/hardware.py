@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from recsys.distributed.placement.plan import format_table
+from recsys.distributed.planner.words import show_ranks
+from recsys.kernels.arguments import wrong_type
 
 DEVICES = ("cpu", "cuda")
 
@@ -112,79 +114,76 @@ def check_number(subject: str, name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
         raise TypeError(f"{subject} must be a number; received {value!r}.")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{subject} must be finite; received {value}.")
-    if name.endswith("_bw"):
-        if number <= 0:
-            raise ValueError(
-                f"{subject} must be positive; received {value}. It is in bytes per millisecond: "
-                "1 GB/s is 1e6."
+    number, is_bytes = float(value), name.endswith("_cap")
+    rules = {
+        "be finite": math.isfinite(number),
+        "be positive": number > 0 or not name.endswith("_bw"),
+        "not be negative": number >= 0,
+        "be a whole number of bytes": number.is_integer() or not is_bytes,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            unit = (
+                " It is in bytes per millisecond: 1 GB/s is 1e6." if rule == "be positive" else ""
             )
-        return number
-    if number < 0:
-        raise ValueError(f"{subject} must not be negative; received {value}.")
-    if not name.endswith("_cap"):
-        return number
-    if not number.is_integer():
-        raise ValueError(f"{subject} must be a whole number of bytes; received {value}.")
-    return value if isinstance(value, int) else int(number)  # from 9 PB on a float is not exact
+            raise ValueError(f"{subject} must {rule}; received {value}.{unit}")
+    # from 9 PB on a float is not exact
+    return int(value if isinstance(value, int) else number) if is_bytes else number
 
 
-def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[float, ...]:
-    """Returns the number of each rank: the same for all, or the sequence that was given.
+def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[Any, ...]:
+    """Returns the number, or the label, of each rank: the same for all, or the one it was given.
 
     Args:
         owner: what the number belongs to, for the error.
         name: the field of Hardware.
-        value: one number for all ranks or a sequence of one per rank.
+        value: one number for all ranks or a sequence of one per rank; texts if ``name`` is "name".
         world_size: number of ranks.
 
     Returns:
-        ``world_size`` numbers.
+        ``world_size`` numbers or texts.
 
     Raises:
         ValueError: if the sequence has another length, or a number is out of range.
-        TypeError: if a number is not one.
+        TypeError: if a number is not one, or a label is no text.
 
     Example:
         >>> per_rank("Topology", "hbm_cap", 8, world_size=3)
         (8, 8, 8)
     """
+    kind, subject = "text" if name == "name" else "number", f"{owner}.{name}"
+
+    def check(subject: str, one: object) -> object:
+        if kind == "number":
+            return check_number(subject, name, one)
+        return one if isinstance(one, str) else wrong_type(subject, "text", one)
+
     if isinstance(value, str) or not isinstance(value, Sequence):
-        return (check_number(f"{owner}.{name}", name, value),) * world_size
+        return (check(subject, value),) * world_size
     if len(value) != world_size:
         raise ValueError(
-            f"{owner}.{name} must be one number, or one for each of the {world_size} ranks; "
-            f"received {len(value)} numbers."
+            f"{subject} must be one {kind}, or one for each of the {world_size} ranks; received "
+            f"{len(value)} {kind}s."
         )
-    return tuple(
-        check_number(f"{owner}.{name} of rank {rank}", name, one) for rank, one in enumerate(value)
-    )
+    return tuple(check(f"{subject} of rank {rank}", one) for rank, one in enumerate(value))
 
 
-def build_hardware(
-    device: str, names: Sequence[str], columns: Mapping[str, Sequence[float]]
-) -> tuple[Hardware, ...]:
+def build_hardware(device: str, columns: Mapping[str, Sequence[Any]]) -> tuple[Hardware, ...]:
     """Returns the hardware of each rank from one column of checked numbers per field.
 
     Args:
         device: "cpu" or "cuda", for all ranks.
-        names: the label of each rank.
-        columns: for each of :data:`NUMBERS` the number of every rank.
+        columns: for each of :data:`NUMBERS`, and "name" if ranks have one, the value of every rank.
 
     Returns:
         One value per rank; ranks alike share one object.
     """
-    built: dict[tuple[object, ...], Hardware] = {}
-    ranks = []
-    for label, *row in zip(names, *(columns[name] for name in NUMBERS), strict=True):
-        key = (label, *row)
-        if key not in built:
-            numbers: dict[str, Any] = dict(zip(NUMBERS, row, strict=True))  # int or float each
-            built[key] = Hardware(compute_device=device, name=label, **numbers)
-        ranks.append(built[key])
-    return tuple(ranks)
+    rows = list(zip(*columns.values(), strict=True))
+    built = {
+        row: Hardware(compute_device=device, **dict(zip(columns, row, strict=True)))
+        for row in set(rows)
+    }
+    return tuple(built[row] for row in rows)
 
 
 _ON_DEVICES = ("device memory", "device to host", "kernel launch")
@@ -192,11 +191,11 @@ _LINES = (
     ("device memory", "hbm_cap", "hbm_mem_bw"),
     ("host memory", "ddr_cap", "ddr_mem_bw"),
     ("disk", "ssd_cap", "ssd_mem_bw"),
-    ("device to host", None, "hbm_to_ddr_mem_bw"),
+    ("device to host", "hbm_to_ddr_mem_bw"),
     ("inside a node", "intra_host_latency_ms", "intra_host_bw"),
     ("across nodes", "inter_host_latency_ms", "inter_host_bw"),
-    ("kernel launch", "kernel_launch_ms", None),
-    ("empty step", "step_ms", None),
+    ("kernel launch", "kernel_launch_ms"),
+    ("empty step", "step_ms"),
 )
 
 
@@ -210,33 +209,21 @@ def hardware_table(hardware: Sequence[Hardware], kinds: Sequence[int]) -> str:
     Returns:
         Lines of text; a GB is 1e9 bytes. Of CPUs without those on devices.
     """
-    shown = [hardware[kinds.index(kind)] for kind in range(max(kinds) + 1)]
+    shown = {kind: hardware[kinds.index(kind)] for kind in sorted(set(kinds))}
     alone = "each rank" if len(shown) == 1 else ""
-    head = ("", *(rank.name or alone or f"kind {kind}" for kind, rank in enumerate(shown)))
-    rows = [("ranks", *(_ranks_of(kind, kinds) for kind in range(len(shown))))]
-    on_cpu = all(rank.compute_device == "cpu" for rank in shown)
-    for label, size, bandwidth in _LINES:
-        if on_cpu and label in _ON_DEVICES:
-            continue
-        rows.append((label, *(_cell(rank, size, bandwidth) for rank in shown)))
-    return format_table(head, rows)
+    head = ("", *(rank.name or alone or f"kind {kind}" for kind, rank in shown.items()))
+    ranks = (show_ranks([rank for rank, of in enumerate(kinds) if of == kind]) for kind in shown)
+    left_out = _ON_DEVICES if hardware[0].compute_device == "cpu" else ()
+    rows = [
+        (label, *(", ".join(_cell(name, rank) for name in names) for rank in shown.values()))
+        for label, *names in _LINES
+        if label not in left_out
+    ]
+    return format_table(head, [("ranks", *ranks), *rows])
 
 
-def _ranks_of(kind: int, kinds: Sequence[int]) -> str:
-    """Returns the ranks of a kind as ranges, such as "0-7, 16-23"."""
-    last = len(kinds) - 1
-    ranks = [rank for rank, own in enumerate(kinds) if own == kind]
-    starts = [rank for rank in ranks if rank == 0 or kinds[rank - 1] != kind]
-    stops = [rank for rank in ranks if rank == last or kinds[rank + 1] != kind]
-    spans = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, stops, strict=True)]
-    return ", ".join(spans if len(spans) <= 4 else [*spans[:3], f"... {spans[-1]}"])
-
-
-def _cell(rank: Hardware, size: str | None, bandwidth: str | None) -> str:
-    parts = []
-    if size is not None:
-        value = getattr(rank, size)
-        parts.append(f"{value:g} ms" if size.endswith("_ms") else f"{value / 1e9:,.1f} GB")
-    if bandwidth is not None:
-        parts.append(f"{getattr(rank, bandwidth) / 1e6:,.1f} GB/s")
-    return ", ".join(parts)
+def _cell(name: str, rank: Hardware) -> str:
+    value = getattr(rank, name)
+    if name.endswith("_ms"):
+        return f"{value:g} ms"
+    return f"{value / 1e9:,.1f} GB" if name.endswith("_cap") else f"{value / 1e6:,.1f} GB/s"

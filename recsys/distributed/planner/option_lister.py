@@ -50,12 +50,16 @@ class OptionLister:
         batches_in_flight: int = 1,
         estimator: ShardEstimator | None = None,
     ) -> None:
-        self._topology = topology
-        self._estimator = estimator
+        self.topology, self.batch_size = topology, batch_size
+        self.batches_in_flight, self._estimator = batches_in_flight, estimator
         self.storage = StorageModel(topology, batch_size, batches_in_flight)
         of_kind = dict(zip(topology.kinds, topology.hardware, strict=True))
         self._known: dict[Hashable, tuple[PlannedTable, list[TableOption]]] = {}
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
+
+    def on(self, topology: Topology) -> OptionLister:
+        """Returns what lists the ways on another machine."""
+        return OptionLister(topology, self.batch_size, self.batches_in_flight, self._estimator)
 
     def options_of(self, table: PlannedTable) -> list[TableOption]:
         """Returns the ways that the user, the sharder and the optimizer allow, simplest first.
@@ -95,14 +99,14 @@ class OptionLister:
         """
         kind = ShardingType(sharding.sharding_type)
         kernel = EmbeddingComputeKernel(sharding.compute_kernel)
-        world_size = self._topology.world_size
+        world_size = self.topology.world_size
         if kind is ShardingType.DATA_PARALLEL:
             whole = [(world_size, table.rows, table.dim)]
             option = self._option(table, kind, kernel, Reach.FIXED, whole)
             [option] = self.estimated(table, [option])
             return option, tuple(range(world_size))
         rects = rects_of(
-            table.name, table.rows, table.dim, sharding, world_size, self._topology.local_world_size
+            table.name, table.rows, table.dim, sharding, world_size, self.topology.local_world_size
         )
         placed = PlacedTable(  # raises if they leave a gap or overlap
             name=table.name,
@@ -115,7 +119,7 @@ class OptionLister:
         sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
         blocks = [(len(list(alike)), rows, cols) for (rows, cols), alike in sizes]
         # row_wise that happens to lie in one node is rated as the search counts it: anywhere
-        in_node = kind in _BY_NODE and adds_up_in_node(placed, self._topology.local_size)
+        in_node = kind in _BY_NODE and adds_up_in_node(placed, self.topology.local_world_size)
         option = self._option(table, kind, kernel, Reach.ANYWHERE, blocks, in_node=in_node)
         [option] = self.estimated(table, [option])
         return option, tuple(rect.rank for rect in rects)
@@ -162,7 +166,7 @@ class OptionLister:
         self, table: PlannedTable, kind: ShardingType
     ) -> Iterator[tuple[Reach, Sequence[_Block]]]:
         """Yields the splits of a table by a strategy: where the shards may go, and their sizes."""
-        world_size, node_size = self._topology.world_size, self._topology.local_size
+        world_size, node_size = self.topology.world_size, self.topology.local_world_size
         # also where it does nothing, or costs what another costs and goes to fewer places
         is_asked_for = table.constraints.sharding_types is not None
         rows, dim = table.rows, table.dim
@@ -187,11 +191,11 @@ class OptionLister:
             yield Reach.FIXED, [(world_size, rows, dim)]
 
     def _grids(self, table: PlannedTable) -> Iterator[tuple[Reach, Sequence[_Block]]]:
-        node_size = self._topology.local_size
+        node_size = self.topology.local_world_size
         of_node = _split(table.rows, node_size)
         if sum(count for count, _ in of_node) < node_size:
             return  # a node would have ranks without a shard
-        for columns in self._column_splits(table, self._topology.num_nodes):
+        for columns in self._column_splits(table, self.topology.num_nodes):
             widths = [cols for num_nodes, cols in columns for _ in range(num_nodes)]
             yield Reach.NODES, [(count, rows, cols) for cols in widths for count, rows in of_node]
 

@@ -61,11 +61,9 @@ class Rating:
     """What a plan costs.
 
     Attributes:
-        topology: the machine.
-        batch_size: samples per rank and step.
+        lister: lists the ways to place a table; knows the machine and the batch size.
         tables: where each is.
         budgets: memory that is free for tables, per rank.
-        lister: lists the ways to place a table.
         placement: what the search answered; None for a plan that was given.
         batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
             ``budgets``.
@@ -75,15 +73,23 @@ class Rating:
             not.
     """
 
-    topology: Topology
-    batch_size: int
+    lister: OptionLister
     tables: tuple[RatedTable, ...]
     budgets: tuple[Bytes, ...]
-    lister: OptionLister
     placement: Placement | None = None
     batch: Storage = field(default_factory=Storage)
     is_custom: bool = False
     unconstrained: tuple[PlannedTable, ...] = ()
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+        return self.lister.topology
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and step."""
+        return self.lister.batch_size
 
     @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -55,9 +55,7 @@ from recsys.distributed.planner.types import (
 from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.construction import no_collection
 from recsys.distributed.sharder import ModuleSharder
-
-_Answer: TypeAlias = tuple[list[TableOption], tuple[Bytes, ...], Placement | None]
-"""What rank 0 tells the others, who know the tables: the option of each, memory, and the search."""
+from recsys.kernels.arguments import whole
 
 _INSTEAD = {
     "proposer": "All options of all tables are weighed together, so that nothing has to be "
@@ -66,6 +64,10 @@ _INSTEAD = {
     "stats": "The plan that is returned says what it costs, in `plan.rating`",
 }
 """Arguments of TorchRec's planner that mean nothing here, and what to do in their place."""
+
+Sharders: TypeAlias = Sequence[ModuleSharder[Any]]
+_Listed: TypeAlias = list[tuple[PlannedTable, list[TableOption]]]
+"""Every table with the options to choose from."""
 
 _T = TypeVar("_T")
 
@@ -127,25 +129,24 @@ class EmbeddingShardingPlanner:
         estimator: ShardEstimator | None = None,
     ) -> None:
         _check_arguments(locals())
-        topology = _agreed(enumerator, "topology", topology)
-        batch_size = _agreed(enumerator, "batch_size", batch_size)
-        _check_arguments({"batch_size": batch_size})
+        topology = _of_both(enumerator, "topology", topology)
+        batch_size = _of_both(enumerator, "batch_size", batch_size)
         self._topology = topology or _default_topology()
-        self._batch_size = batch_size or BATCH_SIZE
+        self._batch_size = whole(
+            "EmbeddingShardingPlanner.batch_size", BATCH_SIZE if batch_size is None else batch_size
+        )
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._enumerator = enumerator
-        self._constraints = dict(_agreed(enumerator, "constraints", constraints) or {})
+        self._constraints = dict(_of_both(enumerator, "constraints", constraints) or {})
         self._partitioner = partitioner
         self._timeout_seconds = timeout_seconds
-        self._pooling_stats = _agreed(enumerator, "pooling_stats", pooling_stats)
-        self._batches_in_flight = batches_in_flight
-        self._estimator = estimator
-        self._lister = self._lister_on(self._topology)
+        self._pooling_stats = _of_both(enumerator, "pooling_stats", pooling_stats)
+        self._lister = OptionLister(self._topology, self._batch_size, batches_in_flight, estimator)
 
     def collective_plan(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        sharders: Sharders | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> RatedPlan:
         """Plans on rank 0 and gives every rank the same plan, or the same error.
@@ -164,44 +165,23 @@ class EmbeddingShardingPlanner:
         pg = planning_ranks(pg)
         if pg is None:
             return self.plan(module, sharders)
-        tables = self._agreed_tables(module, sharders, pg)
-        own: list[Rating] = []  # of rank 0
+        listed = self._agreed(pg, lambda: self._listed(module, sharders))
+        found = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
+        return self._planned(module, sharders, listed, *found)
 
-        def answer() -> _Answer:
-            rating = self._rated(module, sharders, tables)
-            own.append(rating)
-            return [of.option for of in rating.tables], rating.budgets, rating.placement
-
-        options, budgets, placement = made_by_rank_0(pg, answer)
-        if own:
-            return self._plan_of(own[0])
-        assert placement is not None
-        rated = _rated_tables(tables, options, placement)
-        return self._plan_of(self._rating(module, sharders, rated, budgets, placement))
-
-    def _agreed_tables(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], pg: dist.ProcessGroup
-    ) -> list[PlannedTable]:
-        """Returns the model's tables, once all ranks were asked for the same plan of them."""
-        tables: list[PlannedTable] = []
+    def _agreed(self, pg: dist.ProcessGroup, make: Callable[[], _Listed]) -> _Listed:
+        """Returns what is listed, once all ranks were asked for the same plan of its tables."""
+        listed: _Listed = []
         facts: Facts | Exception
         try:
-            tables = self._tables(module, sharders)
-            facts = facts_of(
-                self._topology,
-                tables,
-                {
-                    "batch_size": self._batch_size,
-                    "batches_in_flight": self._batches_in_flight,
-                    "storage_reservation": self._reservation,
-                },
-            )
+            listed = make()
+            facts = facts_of(self._lister, [table for table, _ in listed], self._reservation)
         except Exception as error:  # raised by check_agreement, on every rank
             facts = error
         check_agreement(pg, facts, self._topology)
-        return tables
+        return listed
 
-    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
+    def plan(self, module: nn.Module, sharders: Sharders) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard.
 
         Args:
@@ -214,30 +194,24 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: if the tables do not fit, or a constraint leaves no choice.
         """
-        return self._plan_of(self._rated(module, sharders))
+        listed = self._listed(module, sharders)
+        return self._planned(module, sharders, listed, *self._search(module, sharders, listed))
 
-    def _rated(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
-        tables: Sequence[PlannedTable] | None = None,
-    ) -> Rating:
-        """Chooses an option and ranks for each table; ``tables`` are the model's, if known."""
+    def _search(
+        self, module: nn.Module, sharders: Sharders, listed: _Listed
+    ) -> tuple[list[Bytes], Placement]:
+        """Returns the memory that is free for tables, and an option and ranks for each table."""
+        tables, options = [table for table, _ in listed], [of_table for _, of_table in listed]
         with no_collection():
-            listed = self._listed(module, sharders, tables)
-            tables = [table for table, _ in listed]
             budgets = self._budgets(module, tables)
-            options = [of_table for _, of_table in listed]
             problem = problem_of(self._topology, budgets, options)
         try:
             if self._partitioner is None:
-                placement = search(problem, time_limit=self._timeout_seconds)
-            else:
-                placement = partitioned(self._partitioner, problem)
+                return budgets, search(problem, time_limit=self._timeout_seconds)
+            return budgets, partitioned(self._partitioner, problem)
         except InfeasibleError as error:
             raise Misfit(
-                topology=self._topology,
-                lister_on=self._lister_on,
+                lister=self._lister,
                 tables=tables,
                 options=options,
                 budgets=budgets,
@@ -245,32 +219,38 @@ class EmbeddingShardingPlanner:
                 tables_under=functools.partial(self._tables, module, sharders),
                 is_custom=self._is_custom,
             ).error(error) from None
-        chosen = [of[choice.option] for of, choice in zip(options, placement.choices, strict=True)]
-        rated = _rated_tables(tables, chosen, placement, options)
-        return self._rating(module, sharders, rated, budgets, placement)
 
-    def _plan_of(self, rating: Rating) -> RatedPlan:
+    def _planned(
+        self,
+        module: nn.Module,
+        sharders: Sharders,
+        listed: _Listed,
+        budgets: Sequence[Bytes],
+        placement: Placement,
+    ) -> RatedPlan:
+        """Returns the plan that a placement is."""
+        placed = [
+            RatedTable(table=table, option=of[by.option], ranks=tuple(by.ranks), options=tuple(of))
+            for (table, of), by in zip(listed, placement.choices, strict=True)
+        ]
+        rating = self._rating(module, sharders, placed, budgets, placement)
         plan = RatedPlan(rating=rating, made_for=self._made_for)
-        for rated in rating.tables:
-            table = rated.table
-            plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())[table.name] = (
-                table.constraints.apply_to(
-                    parameter_sharding(
-                        rated.option.sharding_type,
-                        table.rows,
-                        table.dim,
-                        rated.ranks,
-                        device_type=self._topology.compute_device,
-                        compute_kernel=rated.option.compute_kernel,
-                        local_size=self._topology.local_size,
-                    )
-                )
+        for rated in placed:
+            table, option = rated.table, rated.option
+            entry = parameter_sharding(
+                option.sharding_type,
+                table.rows,
+                table.dim,
+                rated.ranks,
+                device_type=self._topology.compute_device,
+                compute_kernel=option.compute_kernel,
+                local_size=self._topology.local_world_size,
             )
+            of_module = plan.plan.setdefault(table.path, EmbeddingModuleShardingPlan())
+            of_module[table.name] = table.constraints.apply_to(entry)
         return plan
 
-    def rate(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
-    ) -> RatedPlan:
+    def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
         """Returns a plan with what it costs on this planner's machine.
 
         Args:
@@ -293,9 +273,7 @@ class EmbeddingShardingPlanner:
         check_fits(rating)
         return RatedPlan(plan.plan, rating=rating, made_for=plan.made_for or self._made_for)
 
-    def _rating_of(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
-    ) -> Rating:
+    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> Rating:
         tables = self._tables(module, sharders)
         paths = dict.fromkeys(table.path for table in tables)
         check_plan_paths(plan, paths)
@@ -313,7 +291,7 @@ class EmbeddingShardingPlanner:
         topology = self._topology
         return PlanRanks(
             world_size=topology.world_size,
-            local_world_size=topology.local_size,
+            local_world_size=topology.local_world_size,
             compute_device=topology.compute_device,
         )
 
@@ -326,13 +304,10 @@ class EmbeddingShardingPlanner:
         """Whether the user's own code lists options, be it in a class made from ours."""
         return type(self._enumerator) not in (EmbeddingEnumerator, type(None))
 
-    def _lister_on(self, topology: Topology) -> OptionLister:
-        return OptionLister(topology, self._batch_size, self._batches_in_flight, self._estimator)
-
     def _tables(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
+        sharders: Sharders,
         constraints: Mapping[str, ParameterConstraints] | None = None,
     ) -> list[PlannedTable]:
         if self._enumerator is not None and constraints is None:
@@ -349,38 +324,29 @@ class EmbeddingShardingPlanner:
     def _rating(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
+        sharders: Sharders,
         rated: Sequence[RatedTable],
         budgets: Sequence[Bytes],
         placement: Placement | None = None,
     ) -> Rating:
+        restricted = {
+            name: of_table
+            for name, of_table in self._constraints.items()
+            if (of_table.sharding_types, of_table.compute_kernels) != (None, None)
+        }
+        free: list[PlannedTable] = []
+        if restricted:
+            lifted = {**self._constraints, **unconstrained(restricted)}
+            free = [t for t in self._tables(module, sharders, lifted) if t.name in restricted]
         return Rating(
-            topology=self._topology,
-            batch_size=self._batch_size,
+            lister=self._lister,
             tables=tuple(rated),
             budgets=tuple(budgets),
-            lister=self._lister,
             placement=placement,
             batch=self._lister.storage.of_batch([table.table for table in rated]),
             is_custom=self._is_custom,
-            unconstrained=self._unconstrained(module, sharders),
+            unconstrained=tuple(free),
         )
-
-    def _unconstrained(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-    ) -> tuple[PlannedTable, ...]:
-        """Returns the tables whose placement the user restricts, as if it were free."""
-        lifted = unconstrained(
-            {
-                name: of_table
-                for name, of_table in self._constraints.items()
-                if (of_table.sharding_types, of_table.compute_kernels) != (None, None)
-            }
-        )
-        if not lifted:
-            return ()
-        tables = self._tables(module, sharders, {**self._constraints, **lifted})
-        return tuple(table for table in tables if table.name in lifted)
 
     def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Returns the memory of each rank that is free for tables."""
@@ -395,31 +361,23 @@ class EmbeddingShardingPlanner:
             for rank in self._topology.hardware
         ]
 
-    def _listed(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
-        tables: Sequence[PlannedTable] | None,
-    ) -> list[tuple[PlannedTable, list[TableOption]]]:
-        """Returns every table with the options to choose from."""
+    @no_collection()
+    def _listed(self, module: nn.Module, sharders: Sharders) -> _Listed:
         if self._enumerator is None:
-            tables = self._tables(module, sharders) if tables is None else tables
+            tables = self._tables(module, sharders)
             listed = [(table, self._lister.options_of(table)) for table in tables]
         else:
             found = self._enumerator.enumerate(module, sharders)
-            listed = [(table, self._lister.estimated(table, options)) for table, options in found]
-            if self._has_own_enumerator:
-                self._check_listed(module, sharders, [table for table, _ in listed])
+            listed = [(table, self._lister.estimated(table, of)) for table, of in found]
+        if self._has_own_enumerator:
+            self._check_listed(module, sharders, [table for table, _ in listed])
         for table, options in listed:
             if not options:
                 raise PlannerError(self._no_option(table), PlannerErrorType.STRICT_CONSTRAINTS)
         return listed
 
     def _check_listed(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
-        listed: Sequence[PlannedTable],
+        self, module: nn.Module, sharders: Sharders, listed: Sequence[PlannedTable]
     ) -> None:
         """Raises unless the user's enumerator lists all tables, under the planner's constraints."""
         name = type(self._enumerator).__name__
@@ -454,34 +412,17 @@ class EmbeddingShardingPlanner:
         )
 
 
-def _rated_tables(
-    tables: Sequence[PlannedTable],
-    chosen: Sequence[TableOption],
-    placement: Placement,
-    options: Sequence[Sequence[TableOption]] | None = None,
-) -> list[RatedTable]:
-    """Returns where a placement puts the tables; ``options`` are those of each, if known."""
-    of_tables = zip(tables, chosen, placement.choices, options or [()] * len(tables), strict=True)
-    return [
-        RatedTable(table=table, option=option, ranks=tuple(choice.ranks), options=tuple(others))
-        for table, option, choice, others in of_tables
-    ]
-
-
-_TYPES: Mapping[str, tuple[type, str]] = {
-    "topology": (Topology, "a Topology"),
-    "batch_size": (numbers.Integral, "a whole number"),
-    "constraints": (Mapping, "ParameterConstraints by table name"),
-    "timeout_seconds": (numbers.Real, "a number"),
-    "pooling_stats": (PoolingStats, "PoolingStats"),
-    "batches_in_flight": (numbers.Integral, "a whole number"),
+_MUST: Mapping[str, tuple[str, type | str]] = {
+    "topology": ("be a Topology", Topology),
+    "enumerator": ("have a method enumerate", "enumerate"),
+    "storage_reservation": ("have a method usable", "usable"),
+    "partitioner": ("have a method partition", "partition"),
+    "constraints": ("be ParameterConstraints by table name", Mapping),
+    "timeout_seconds": ("be a number", numbers.Real),
+    "pooling_stats": ("be PoolingStats", PoolingStats),
+    "estimator": ("have a method estimate", "estimate"),
 }
-_METHODS = {
-    "enumerator": "enumerate",
-    "storage_reservation": "usable",
-    "partitioner": "partition",
-    "estimator": "estimate",
-}
+"""What arguments that are given must be: of a type, or with a method."""
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -495,26 +436,18 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
                 f"{instead}, or import the planner from recsys.compat.planner, which runs what was "
                 "written for TorchRec."
             )
-    for name, method in _METHODS.items():
-        if name in given and not callable(getattr(given[name], method, None)):
-            raise _wrong_type(f"{owner}.{name}", f"have a method {method}", given[name])
-    for name, (kind, words) in _TYPES.items():
-        if name in given and not isinstance(given[name], kind):
-            raise _wrong_type(f"{owner}.{name}", f"be {words}", given[name])
-    for table, constraints in given.get("constraints", {}).items():
-        if not isinstance(constraints, ParameterConstraints):
-            subject = f"{owner}.constraints[{table!r}]"
-            raise _wrong_type(subject, "be ParameterConstraints", constraints)
-    for name in ("batch_size", "batches_in_flight"):
-        if given.get(name, 1) < 1:
-            raise ValueError(f"{owner}.{name} must be at least 1; received {given[name]}.")
+    must = [(name, *_MUST[name], value) for name, value in given.items() if name in _MUST]
+    constraints = given.get("constraints")
+    for table, of_table in constraints.items() if isinstance(constraints, Mapping) else ():
+        rule = "be ParameterConstraints"
+        must.append((f"constraints[{table!r}]", rule, ParameterConstraints, of_table))
+    for name, rule, kind, value in must:
+        if not (hasattr(value, kind) if isinstance(kind, str) else isinstance(value, kind)):
+            raise TypeError(f"{owner}.{name} must {rule}; received a {type(value).__name__}.")
+    whole(f"{owner}.batches_in_flight", given["batches_in_flight"])
 
 
-def _wrong_type(subject: str, rule: str, value: object) -> TypeError:
-    return TypeError(f"{subject} must {rule}; received a {type(value).__name__}.")
-
-
-def _agreed(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:
+def _of_both(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:
     """Returns what a planner and its enumerator both count with: the enumerator's, if it has any.
 
     Raises:

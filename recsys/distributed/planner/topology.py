@@ -36,6 +36,7 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
+from recsys.kernels.arguments import whole
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
@@ -118,13 +119,13 @@ class Topology:
     ) -> None:
         numbers = {name: value for name, value in locals().items() if name in NUMBERS}
         check_device("Topology", compute_device)
-        _check_size("world_size", world_size)
+        whole("Topology.world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
         if custom_topology_data is not None:
             numbers |= custom_topology_data.all_of(world_size)
-        if numbers["hbm_cap"] is None:
-            numbers["hbm_cap"] = _device_bytes(compute_device)
         on_cpu = compute_device == "cpu"
+        if numbers["hbm_cap"] is None:  # a GPU is asked only then
+            numbers["hbm_cap"] = 0 if on_cpu else _device_bytes()
         defaults = {
             "ddr_cap": _host_bytes() // local_world_size,
             "intra_host_latency_ms": 0.1 if on_cpu else 0.02,
@@ -134,22 +135,8 @@ class Topology:
         columns = {name: per_rank("Topology", name, of, world_size) for name, of in given.items()}
         memory_bw = columns["ddr_mem_bw"]
         columns.setdefault("intra_host_bw", tuple(bw / 4 if on_cpu else 3.0e8 for bw in memory_bw))
-        self._set(local_world_size, build_hardware(compute_device, [""] * world_size, columns))
-
-    def _set(
-        self,
-        local_world_size: int,
-        hardware: Sequence[Hardware],
-        lookup: Sequence[LookupPoint] = (),
-        collectives: Sequence[CollectivePoint] = (),
-    ) -> None:
-        self.__dict__.update(
-            local_world_size=local_world_size,
-            hardware=tuple(hardware),
-            lookup=tuple(lookup),
-            collectives=tuple(collectives),
-        )
-        _ = self._lookups, self._collectives  # which refuse points that come twice
+        hardware = build_hardware(compute_device, columns)
+        self.__dict__.update(vars(Topology.from_hardware(hardware, local_world_size)))
 
     @classmethod
     def from_hardware(
@@ -178,7 +165,7 @@ class Topology:
             >>> Topology.from_hardware([slow_network] * 16, local_world_size=8).exchange_bw
             12500000.0
         """
-        _check_size("world_size", len(hardware))
+        whole("Topology.world_size", len(hardware))
         devices = sorted({rank.compute_device for rank in hardware})
         if len(devices) > 1:
             raise ValueError(
@@ -186,8 +173,13 @@ class Topology:
                 f"{' and '.join(devices)}."
             )
         topology = cls.__new__(cls)
-        local_world_size = _local_size(len(hardware), local_world_size)
-        topology._set(local_world_size, hardware, lookup, collectives)
+        topology.__dict__.update(
+            local_world_size=_local_size(len(hardware), local_world_size),
+            hardware=tuple(hardware),
+            lookup=tuple(lookup),
+            collectives=tuple(collectives),
+        )
+        _ = topology._lookups, topology._collectives  # which refuse points that come twice
         return topology
 
     @classmethod
@@ -210,7 +202,7 @@ class Topology:
             8
         """
         names = [name] * world_size if isinstance(name, str) else list(name)
-        _check_size("world_size", world_size)
+        whole("Topology.world_size", world_size)
         if len(names) != world_size:
             raise ValueError(
                 f"Topology.preset takes one name, or one for each of the {world_size} ranks; "
@@ -276,13 +268,9 @@ class Topology:
 
     def with_nodes(self, num_nodes: int) -> Self:
         """Returns a topology with another number of nodes, alike in turn to those there are."""
-        ranks = range(num_nodes * self.local_world_size)
-        return self.from_hardware(
-            [self.hardware[rank % self.world_size] for rank in ranks],
-            self.local_world_size,
-            lookup=self.lookup,
-            collectives=self.collectives,
-        )
+        node = self.local_world_size
+        hardware = [self.hardware[r % self.world_size] for r in range(num_nodes * node)]
+        return self.from_hardware(hardware, node, lookup=self.lookup, collectives=self.collectives)
 
     @property
     def world_size(self) -> int:
@@ -318,7 +306,7 @@ class Topology:
             name: [(max if name.endswith("_ms") else min)(getattr(r, name) for r in distinct)]
             for name in NUMBERS
         }
-        return build_hardware(self.compute_device, [""], worst)[0]
+        return build_hardware(self.compute_device, worst)[0]
 
     @cached_property
     def _lookups(self) -> LookupTable | None:
@@ -341,11 +329,6 @@ class Topology:
     inter_host_bw = property(attrgetter("slowest.inter_host_bw"), doc="Across nodes, the least.")
     memory_bw = property(attrgetter("slowest.memory_bw"), doc="Where tables live, the least.")
     host_cap = ddr_cap
-
-    @property
-    def local_size(self) -> int:
-        """Ranks per node."""
-        return self.local_world_size
 
     @property
     def memory_cap(self) -> int:
@@ -415,13 +398,12 @@ class Topology:
                 f"on each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
             )
         model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self.slowest)
-        near = self._collectives.nearest_world_size(kind, num_ranks)
+        near, near_nodes = self._nearest(kind, num_ranks)
         if near is None or num_nodes != consecutive or 1 in (near, num_ranks):
             return model
         measured = self._collectives.at(kind, near, num_bytes)
         if near == num_ranks:
             return measured
-        near_nodes = math.ceil(near / self.local_world_size)
         return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self.slowest)
 
     def transfer_ms(
@@ -440,14 +422,16 @@ class Topology:
             rank: whose links.
         """
         modelled = transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)
-        near = self._collectives.nearest_world_size(kind, num_ranks)
-        if near in (None, 1):
+        near, near_nodes = self._nearest(kind, num_ranks)
+        if near in (None, 1) or (near_nodes > 1) != (num_nodes > 1):  # none, or other links
             return modelled
-        near_nodes = math.ceil(near / self.local_world_size)
-        if (near_nodes > 1) != (num_nodes > 1):
-            return modelled  # other links
         longest, ms = self._collectives.longest(kind, near)
         return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self.slowest)
+
+    def _nearest(self, kind: str, num_ranks: int) -> tuple[int | None, int]:
+        """Returns the world size nearest by factor at which a kind was measured, and its nodes."""
+        near = self._collectives.nearest_world_size(kind, num_ranks)
+        return near, math.ceil((near or 1) / self.local_world_size)
 
     def __str__(self) -> str:
         """A table with one column for each kind of rank."""
@@ -461,16 +445,10 @@ class Topology:
     __repr__ = __str__
 
 
-def _check_size(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"Topology.{name} must be positive; received {value}.")
-
-
 def _local_size(world_size: int, local_world_size: int | None) -> int:
     if local_world_size is None:
         return get_local_size(world_size)
-    _check_size("local_world_size", local_world_size)
-    local_world_size = min(local_world_size, world_size)
+    local_world_size = min(whole("Topology.local_world_size", local_world_size), world_size)
     if world_size % local_world_size:
         raise ValueError(
             f"Topology.local_world_size must divide world_size: nodes have equally many ranks; "
@@ -479,9 +457,7 @@ def _local_size(world_size: int, local_world_size: int | None) -> int:
     return local_world_size
 
 
-def _device_bytes(device: str) -> int:
-    if device == "cpu":
-        return 0
+def _device_bytes() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return _CUDA_DEFAULT_BYTES

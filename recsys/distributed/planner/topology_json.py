@@ -12,21 +12,19 @@ from recsys.distributed.placement.file_checks import (
     MOST_RANKS,
     bracket,
     check_format,
-    is_number,
+    choice_of,
     list_of,
     members_of,
     object_of,
     parse_json,
     read_members,
-    text_of,
     whole_of,
-    wrong_type,
 )
 from recsys.distributed.planner.hardware import (
+    DEVICES,
     NUMBERS,
     Hardware,
     build_hardware,
-    check_device,
     per_rank,
 )
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
@@ -85,7 +83,7 @@ def read(text: str, subject: str) -> dict[str, Any]:
         parse_json(text, subject),
         {
             "format": partial(check_format, known=FORMAT),
-            "compute_device": text_of,
+            "compute_device": partial(choice_of, choices=DEVICES),
             "world_size": partial(whole_of, most=MOST_RANKS),
             "local_world_size": whole_of,
             "hardware": object_of,
@@ -96,35 +94,13 @@ def read(text: str, subject: str) -> dict[str, Any]:
         },
         _HINT,
     )
-    device, world_size = members["compute_device"], members["world_size"]
-    check_device(f"{subject}: Topology", device)
-    owner = f"{subject}: hardware"
+    world_size, owner = members.pop("world_size"), f"{subject}: hardware"
     given = members_of(owner, members["hardware"], NUMBERS, ("name",), _HINT)
-    columns = {}
-    for name in NUMBERS:
-        value = given[name]
-        if not isinstance(value, list) and not is_number(value):
-            wrong_type(f"{owner}.{name}", "a number or a list of one per rank", value)
-        columns[name] = per_rank(owner, name, value, world_size)
-    names = _names(f"{owner}.name", given.get("name", ""), world_size)
-    return {
-        "hardware": build_hardware(device, names, columns),
-        "local_world_size": members["local_world_size"],
-        "lookup": members.get("lookup", ()),
-        "collectives": members.get("collectives", ()),
-    }
-
-
-def _names(subject: str, value: object, world_size: int) -> list[str]:
-    names: list[Any] = value if isinstance(value, list) else [value] * world_size
-    if not all(isinstance(name, str) for name in names):
-        wrong_type(subject, "text or a list of one text per rank", value)
-    if len(names) != world_size:
-        raise ValueError(
-            f"{subject} must be one text, or one for each of the {world_size} ranks; received "
-            f"{len(names)} texts."
-        )
-    return names
+    there = [name for name in (*NUMBERS, "name") if name in given]
+    columns = {name: per_rank(owner, name, given[name], world_size) for name in there}
+    members["hardware"] = build_hardware(members.pop("compute_device"), columns)
+    del members["format"]
+    return members
 
 
 def _points(subject: str, rows: object, *, kind: type[_Point]) -> tuple[_Point, ...]:

@@ -1,10 +1,8 @@
-"""Times, sizes, ranks and options as people read them, in reports and errors."""
+"""Times, sizes and ranks as people read them, in reports and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from recsys.distributed.planner.options import TableOption
 
 
 def ms(milliseconds: float) -> str:
@@ -91,24 +89,3 @@ def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     rest = sum(map(len, runs[most:]))
     return ", ".join([*texts[:most], *([f"... and {rest} more"] if rest else [])])
-
-
-def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
-    """Returns an option in words, such as "row_wise on all 8 ranks".
-
-    Args:
-        option: the way.
-        ranks: of its shards, if they are known.
-        world_size: how many ranks there are, if the ranks are known.
-    """
-    kernel = option.compute_kernel.value
-    known = "" if kernel in ("fused", "dense") else f" ({kernel})"
-    name = f"{option.sharding_type.value}{known} on"
-    distinct = sorted(set(ranks))
-    if not distinct:
-        return f"{name} {option.num_ranks} rank{'' if option.num_ranks == 1 else 's'}"
-    if len(distinct) == 1:
-        return f"{name} rank {distinct[0]}"
-    if len(distinct) == world_size:
-        return f"{name} all {world_size} ranks"
-    return f"{name} {len(distinct)} ranks ({show_ranks(distinct)})"

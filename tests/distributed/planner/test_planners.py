@@ -282,7 +282,7 @@ class TestMemory:
         plan(1)
         with pytest.raises(PlannerError, match="does not fit"):
             plan(2)
-        with pytest.raises(ValueError, match="batches_in_flight must be at least 1; received 0"):
+        with pytest.raises(ValueError, match="batches_in_flight must be positive; received 0"):
             plan(0)
 
     def test_statistics_of_batches(self) -> None:
@@ -542,7 +542,7 @@ def test_every_rank_gets_the_error_of_rank_0(ranks: RankPool) -> None:
         ({"batch_size": 256}, "batch_size differs: rank 0 has 512, rank 1 has 256"),
         (
             {"rows": 999},
-            r"table 'a' of module '' differs: rank 0 has 1000 x 64, rank 1 has 999 x 64\.",
+            r"table 'a' of module '' differs: rank 0 has rows 1000, rank 1 has rows 999\.",
         ),
         (
             {"optimizer": RowWiseAdagrad},
@@ -575,7 +575,7 @@ def test_plans_for_the_ranks_there_are(ranks: RankPool) -> None:
     ("arguments", "message"),
     [
         ({"topology": "H100:4"}, "topology must be a Topology; received a str"),
-        ({"batch_size": "4"}, "batch_size must be a whole number; received a str"),
+        ({"batch_size": "4"}, "batch_size must be a whole number; received '4'"),
         ({"timeout_seconds": "1"}, "timeout_seconds must be a number; received a str"),
         ({"constraints": {"a": {}}}, r"constraints\['a'\] must be ParameterConstraints; .* dict"),
         ({"pooling_stats": {}}, "pooling_stats must be PoolingStats; received a dict"),

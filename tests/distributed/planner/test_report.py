@@ -34,7 +34,7 @@ def planned(
     topology = Topology.preset("H100", world_size)
     hardware = [replace(rank, hbm_cap=int(hbm_cap)) for rank in topology.hardware]
     planner = EmbeddingShardingPlanner(
-        Topology.from_hardware(hardware, topology.local_size),
+        Topology.from_hardware(hardware, topology.local_world_size),
         256,
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.0),
@@ -122,7 +122,7 @@ def test_gains_are_those_of_planning_again() -> None:
     assert "Lift the constraints on table 't20'" in gains
     halves = with_half_weights(tuple(rated.table for rated in rating.tables))
     assert {table.element_bytes for table in halves} == {2}
-    again = plan_again(rating.topology, rating.lister, halves, rating.budgets)
+    again = plan_again(rating.lister, halves, rating.budgets)
     assert again is not None
     text = "Keep weights in 16 bits (data_type=DataType.FP16)"
     assert gains.get(text, rating.slowest_ms) == pytest.approx(again.slowest_ms, rel=0.02)
