@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, final
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
 from recsys.kernels import ops
 from recsys.kernels.types import LookupSettings, PoolingMode
 
-__all__ = ["INSTALLED", "OUTPUT_CODES", "POOLING_CODES", "Backend", "Limit", "Role"]
+__all__ = ["INSTALLED", "OUTPUT_CODES", "POOLING_CODES", "Backend", "Limits", "Role"]
 
 Role: TypeAlias = Literal["lookup", "update"]
 """What a backend may serve: values of ids; or gradients, and what is done with them."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """One thing that a backend cannot do."""
-
-    reason: str
-    applies: Callable[[LookupSettings], bool]
+Limits: TypeAlias = Mapping[str, Callable[[LookupSettings], bool]]
+"""What a backend cannot do: in words, and whether it is asked for."""
 
 
 class Backend:
@@ -40,19 +34,19 @@ class Backend:
     name: ClassVar[str] = "torch"
     device_types: ClassVar[tuple[str, ...] | None] = None
     reads_quantized: ClassVar[bool] = False
-    lookup_limits: ClassVar[tuple[Limit, ...]] = ()
-    update_limits: ClassVar[tuple[Limit, ...]] = ()
+    lookup_limits: ClassVar[Limits] = {}
+    update_limits: ClassVar[Limits] = {}
 
     @classmethod
     def refusal(cls, settings: LookupSettings, role: Role) -> str | None:
         """Why the backend does not serve a role; None: it does."""
         limits = cls.lookup_limits if role == "lookup" else cls.update_limits
-        return next((limit.reason for limit in limits if limit.applies(settings)), None)
+        return next((reason for reason, applies in limits.items() if applies(settings)), None)
 
 
-INSTALLED = Limit(
-    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch", lambda s: not ops.FBGEMM_DEVICES
-)
+INSTALLED: Limits = {
+    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch": lambda s: not ops.FBGEMM_DEVICES
+}
 OUTPUT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
 """FBGEMM's numbers for the dtypes of a lookup's output."""
 POOLING_CODES = {PoolingMode.SUM: 0, PoolingMode.MEAN: 1, PoolingMode.NONE: 2}

@@ -103,15 +103,15 @@ class DeferredGradients:
         """
         layout, optimizer = self._layout, self._kernel.optimizer
         assert optimizer is not None
-        if self._held is not None and self._kernel.takes_row_moments:
-            self._statistics = self._kernel.row_statistics(*self._held)
-        else:
+        fresh = None if self._held is None else self._kernel.row_statistics(*self._held)
+        if fresh is None:
             self._reduce()
             groups = zip(layout.groups, self._pending or (), strict=False)
-            self._statistics = [
+            fresh = [
                 (rows, row_statistic(optimizer, grads, group.matrix(self._kernel.storage), rows))
                 for group, (rows, grads) in groups
             ]
+        self._statistics = fresh
         found = [torch.empty(0, device=layout.device)] * len(layout.tables)
         if not self._statistics:
             return found
@@ -141,9 +141,11 @@ class DeferredGradients:
         self._reduce()
         summed = torch.zeros(layout.num_elements, device=layout.device)
         touched = torch.zeros(layout.num_rows if counts_rows else 0, device=layout.device)
-        for group, (rows, grads) in zip(layout.groups, self._pending or (), strict=False):
-            put_rows(group.matrix(summed), rows, grads)
-            if counts_rows:
+        if self._pending is not None:
+            put_rows(layout, summed, self._pending)
+            for group, (rows, _) in zip(
+                layout.groups, self._pending if counts_rows else (), strict=False
+            ):
                 group.rows(touched).index_fill_(0, rows, 1.0)
         self._pending = None
         return [summed, touched] if counts_rows else [summed]
@@ -156,18 +158,8 @@ class DeferredGradients:
             touched: [rows of all tables]; rows with 0 keep weights and optimizer state. Needed
                 where the optimizer `moves_without_gradient`.
         """
-        if touched is None:
-            self._kernel.apply_dense(summed)
-            return
-        if touched.is_cuda:
-            self._kernel.apply_touched(summed, touched)
-            self.drop()
-            return
-        self._held, self._pending = None, []
-        for group in self._layout.groups:
-            rows = group.rows(touched).nonzero().squeeze(1)
-            self._pending.append((rows, group.matrix(summed).index_select(0, rows)))
-        self.step()
+        self._kernel.apply_dense(summed, touched)
+        self.drop()
 
     def step(self, row_moments: Sequence[Tensor] | None = None) -> None:
         """Apply the tables' optimizer to the row gradients, and drop them.

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.backend import INSTALLED, Backend, Limit
+from recsys.kernels.backend import INSTALLED, Backend, Limits
 from recsys.kernels.types import LookupSettings, PoolingMode
 
 __all__ = [
@@ -135,7 +135,7 @@ class QuantizedInTorch(Backend):
     """Looks quantized rows up in plain PyTorch, on any device."""
 
     reads_quantized = True
-    update_limits = (Limit("quantized tables are not trained", lambda s: True),)
+    update_limits: ClassVar[Limits] = {"quantized tables are not trained": lambda s: True}
 
     @staticmethod
     def look_up(
@@ -187,10 +187,9 @@ class QuantizedInFbgemm(QuantizedInTorch):
 
     name = "fbgemm"
     device_types = ("cpu", "cuda")
-    lookup_limits = (
-        INSTALLED,
-        Limit(
-            "the installed fbgemm_gpu has no kernels for this device",
-            lambda s: s.device.type not in ops.FBGEMM_DEVICES,
+    lookup_limits: ClassVar[Limits] = {
+        **INSTALLED,
+        "the installed fbgemm_gpu has no kernels for this device": lambda s: (
+            s.device.type not in ops.FBGEMM_DEVICES
         ),
-    )
+    }

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limit
+from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
@@ -104,22 +104,19 @@ def _features_are_scattered(s: LookupSettings) -> bool:
 
 
 _HALF_OR_FULL = (torch.float32, torch.float16)
-_CPU_LIMITS = (  # measured with fbgemm_gpu_cpu 1.8.0
-    INSTALLED,
-    Limit(
-        "its CPU kernels do not read tables of this dtype (only fp32 and fp16)",
-        lambda s: s.weights_dtype not in _HALF_OR_FULL,
+_CPU_LIMITS: Limits = {  # measured with fbgemm_gpu_cpu 1.8.0
+    **INSTALLED,
+    "its CPU kernels do not read tables of this dtype (only fp32 and fp16)": lambda s: (
+        s.weights_dtype not in _HALF_OR_FULL
     ),
-    Limit(
-        "its CPU kernels do not write outputs of this dtype (only fp32 and fp16)",
-        lambda s: s.output_dtype not in _HALF_OR_FULL,
+    "its CPU kernels do not write outputs of this dtype (only fp32 and fp16)": lambda s: (
+        s.output_dtype not in _HALF_OR_FULL
     ),
-    Limit(
-        "its CPU kernels are wrong when the features of one table are not neighbours",
-        _features_are_scattered,
+    "its CPU kernels are wrong when the features of one table are not neighbours": (
+        _features_are_scattered
     ),
-    Limit("the installed fbgemm_gpu lacks the CPU kernels", lambda s: not has_cpu_ops()),
-)
+    "the installed fbgemm_gpu lacks the CPU kernels": lambda s: not has_cpu_ops(),
+}
 
 
 @final
@@ -132,30 +129,24 @@ class FbgemmCpuKernel(TorchKernel):
 
     name = "fbgemm"
     device_types = ("cpu",)
-    update_limits = (
-        *_CPU_LIMITS,
-        Limit(
-            "its CPU kernels fuse only SGD, Adagrad and row-wise Adagrad",
-            lambda s: s.fused is not None and s.fused.algorithm not in FUSED_ON_CPU,
+    update_limits: ClassVar[Limits] = {
+        **_CPU_LIMITS,
+        "its CPU kernels fuse only SGD, Adagrad and row-wise Adagrad": lambda s: (
+            s.fused is not None and s.fused.algorithm not in FUSED_ON_CPU
         ),
-        Limit(
-            "its CPU kernels ignore weight decay",
-            lambda s: s.fused is not None and s.fused.weight_decay != 0,
+        "its CPU kernels ignore weight decay": lambda s: (
+            s.fused is not None and s.fused.weight_decay != 0
         ),
-        Limit(
-            "its CPU kernels ignore stochastic rounding",
-            lambda s: s.fused is not None and s.fused.stochastic_rounding,
+        "its CPU kernels ignore stochastic rounding": lambda s: (
+            s.fused is not None and s.fused.stochastic_rounding
         ),
-    )
-    lookup_limits = (
-        *_CPU_LIMITS,
-        Limit(
-            "its CPU kernels round means otherwise than PyTorch, which updates",
-            lambda s: (
-                s.pooling is PoolingMode.MEAN and FbgemmCpuKernel.refusal(s, "update") is not None
-            ),
+    }
+    lookup_limits: ClassVar[Limits] = {
+        **_CPU_LIMITS,
+        "its CPU kernels round means otherwise than PyTorch, which updates": lambda s: (
+            s.pooling is PoolingMode.MEAN and FbgemmCpuKernel.refusal(s, "update") is not None
         ),
-    )
+    }
 
     def _prepare(self) -> None:
         layout = self.layout
@@ -222,17 +213,7 @@ class FbgemmCpuKernel(TorchKernel):
             return torch.zeros_like(self.storage, dtype=torch.float32)
         geometry, batch = self._as_sum(batch)
         flat: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
-            grad.float(),
-            self.storage,
-            geometry.weights_offsets,
-            geometry.dim_offsets,
-            geometry.max_dim,
-            geometry.row_cumsum,
-            geometry.hash_bits,
-            batch.indices,
-            batch.offsets,
-            _SUM,
-            batch.weights,
+            grad.float(), self.storage, *geometry.sum_of(batch)
         )
         return flat
 
@@ -265,55 +246,33 @@ class FbgemmCpuKernel(TorchKernel):
         spec = self.optimizer
         assert spec is not None
         self._learning_rate.fill_(rate)
-        common = (
+        placements = geometry.host_placement
+        offsets = {"element": geometry.weights_offsets, "row": geometry.row_state_offsets}
+        state = [
+            argument
+            for name, kind in spec.rule.state.items()
+            for argument in (self.states[name], placements, offsets[kind])
+        ]
+        update = f"split_embedding_backward_codegen_{FUSED_ON_CPU[spec.algorithm]}_cpu"
+        getattr(torch.ops.fbgemm, update)(
             grad,
             self.storage,
-            geometry.host_placement,
-            geometry.weights_offsets,
-            geometry.dim_offsets,
-            geometry.max_dim,
-            geometry.row_cumsum,
-            geometry.hash_bits,
-            batch.indices,
-            batch.offsets,
-            _SUM,
-            batch.weights,
+            placements,
+            *geometry.sum_of(batch),
             _ROUND_STOCHASTICALLY,
-        )
-        if spec.algorithm is EmbOptimType.SGD:
-            torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(*common, self._learning_rate)
-            return
-        state = (self.states["sum"], geometry.host_placement)
-        if spec.algorithm is EmbOptimType.EXACT_ADAGRAD:
-            torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu(
-                *common, *state, geometry.weights_offsets, self._learning_rate, spec.eps
-            )
-            return
-        assert spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
-        torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
-            *common, *state, geometry.row_state_offsets, self._learning_rate, spec.eps
+            *state,
+            self._learning_rate,
+            *([spec.eps] if "eps" in spec.rule.settings else ()),
         )
 
-    @property
-    def takes_row_moments(self) -> bool:
-        """Whether the fused update can be told the row moments: row-wise Adagrad, nothing else."""
-        spec = self.optimizer
-        return (
-            spec is not None
-            and spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
-            and not spec.weight_decay
-            and not spec.stochastic_rounding
-        )
-
-    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics]:
+    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics] | None:
         """The statistics of each dim group, with no row gradients but of ids that repeat."""
-        rows, empty = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        result = [(rows, empty)] * len(self.layout.groups)
-        for group, part in self._group_parts(batch) if batch.indices.numel() else ():
-            result[group.number] = _statistics_by_row(
-                part.row_ids, group.num_rows, *self._gradient_of_ids(grad, group, part)
-            )
-        return result
+        spec = self.optimizer
+        assert spec is not None
+        is_fused = spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        if not is_fused or spec.weight_decay or spec.stochastic_rounding:
+            return None  # the fused update cannot be told the row moments
+        return self._by_group(_statistics_by_row, grad, batch)
 
     def update_by_moments(
         self,
@@ -383,7 +342,6 @@ def _statistics_by_row(
     return rows, norms.square_()
 
 
-_SUM = POOLING_CODES[PoolingMode.SUM]
 _ROUND_STOCHASTICALLY = False  # ignored: see `FbgemmCpuKernel.update_limits`
 
 
@@ -415,6 +373,19 @@ class Geometry:
         self.hash_bits = int(math.log2(row_cumsum[-1])) + 1
         self.host_placement = torch.zeros(len(dims), dtype=torch.int32, device=device)
         self.ones = torch.ones(len(dims), dtype=torch.int32, device=device)
+
+    def sum_of(self, batch: Batch) -> tuple[object, ...]:
+        """The arguments of a backward of a sum-pooled lookup, from where the tables begin on."""
+        return (
+            self.weights_offsets,
+            self.dim_offsets,
+            self.max_dim,
+            self.row_cumsum,
+            self.hash_bits,
+            *batch[:2],
+            POOLING_CODES[PoolingMode.SUM],
+            batch.weights,
+        )
 
     @classmethod
     def of(cls, layout: StorageLayout, features: Sequence[int]) -> Geometry:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, ClassVar, final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limit
+from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.tbe_fbgemm import Geometry, has_ops
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, Rates, TorchKernel, inverse_bag_length
@@ -57,39 +57,30 @@ def has_cuda_ops() -> bool:
 
 
 # From fbgemm_gpu 1.8.0's own checks; tests/gpu compares the backends there.
-_CUDA_LIMITS = (
-    INSTALLED,
-    Limit("the installed fbgemm_gpu has no CUDA kernels", lambda s: not has_cuda_ops()),
-    Limit(
-        "its CUDA kernels need dims divisible by 4",
-        lambda s: any(dim % 4 for dim in s.dims),
+_CUDA_LIMITS: Limits = {
+    **INSTALLED,
+    "the installed fbgemm_gpu has no CUDA kernels": lambda s: not has_cuda_ops(),
+    "its CUDA kernels need dims divisible by 4": lambda s: any(dim % 4 for dim in s.dims),
+    "its CUDA kernels train tables of fp32 and fp16 only": lambda s: (
+        s.weights_dtype not in (torch.float32, torch.float16)
     ),
-    Limit(
-        "its CUDA kernels train tables of fp32 and fp16 only",
-        lambda s: s.weights_dtype not in (torch.float32, torch.float16),
+    "its CUDA kernels write outputs of fp32, fp16 and bf16 only": lambda s: (
+        s.output_dtype not in OUTPUT_CODES
     ),
-    Limit(
-        "its CUDA kernels write outputs of fp32, fp16 and bf16 only",
-        lambda s: s.output_dtype not in OUTPUT_CODES,
+}
+_MODULE_LIMITS: Limits = {
+    **INSTALLED,
+    "it has no CUDA kernel of this optimizer that was compared": lambda s: (
+        s.fused is not None and s.fused.algorithm not in _DECAYS
     ),
-)
-_MODULE_LIMITS = (
-    INSTALLED,
-    Limit(
-        "it has no CUDA kernel of this optimizer that was compared",
-        lambda s: s.fused is not None and s.fused.algorithm not in _DECAYS,
+    "on CUDA it serves the fused update only": lambda s: s.fused is None,
+    **_CUDA_LIMITS,
+    "it ignores this weight decay": lambda s: (
+        s.fused is not None
+        and s.fused.weight_decay != 0
+        and s.fused.weight_decay_mode not in _DECAYS.get(s.fused.algorithm, ())
     ),
-    Limit("on CUDA it serves the fused update only", lambda s: s.fused is None),
-    *_CUDA_LIMITS,
-    Limit(
-        "it ignores this weight decay",
-        lambda s: (
-            s.fused is not None
-            and s.fused.weight_decay != 0
-            and s.fused.weight_decay_mode not in _DECAYS.get(s.fused.algorithm, ())
-        ),
-    ),
-)
+}
 
 
 class FbgemmCudaLookup(TorchKernel):
@@ -97,12 +88,12 @@ class FbgemmCudaLookup(TorchKernel):
 
     name = "fbgemm"
     device_types = ("cuda",)
-    lookup_limits = (
-        *_CUDA_LIMITS,
-        Limit("its lookup has other arguments", lambda s: not has_ops(_LOOKUP_OPS)),
-        Limit("rows in a cache are its module's", lambda s: "MANAGED" in str(s.location)),
-    )
-    update_limits = (Limit("it looks up only", lambda s: True),)
+    lookup_limits: ClassVar[Limits] = {
+        **_CUDA_LIMITS,
+        "its lookup has other arguments": lambda s: not has_ops(_LOOKUP_OPS),
+        "rows in a cache are its module's": lambda s: "MANAGED" in str(s.location),
+    }
+    update_limits: ClassVar[Limits] = {"it looks up only": lambda s: True}
 
     def _prepare(self) -> None:
         self._geometry = Geometry.of(self.layout, range(self.layout.num_features))

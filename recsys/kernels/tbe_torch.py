@@ -9,7 +9,7 @@ Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D column
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import ClassVar, NamedTuple, TypeAlias, final
 
@@ -69,18 +69,12 @@ Rates: TypeAlias = float | tuple[float, ...]
 """The learning rate that all tables have, or where they differ one per table."""
 
 
-@final
-class _GroupPart(NamedTuple):
-    """The part of a batch that reads one dim group."""
+GroupPart: TypeAlias = tuple[DimGroup, Tensor | None, Batch]
+"""The part of a batch that reads a dim group: the group; [N_group] places in the batch's ids, None
+for all of them; and the ids, as rows of the group's matrix, with their bags and weights."""
 
-    positions: Tensor | None
-    """[N_group] places in the batch's ids; None: all of them."""
-    row_ids: Tensor
-    """[N_group] rows of the group's matrix."""
-    offsets: Tensor
-    """[F_group * B + 1]."""
-    weights: Tensor | None
-    """[N_group] fp32 per-sample weights."""
+Reduce: TypeAlias = Callable[[Tensor, int, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""What is made of gradients by row: see `_sum_by_row`."""
 
 
 @final
@@ -140,7 +134,6 @@ class TorchKernel(Backend):
         self.optimizer = settings.optimizer
         self.states = layout.new_states(settings.owned) if states is None else states
         self.rates: Rates = 0.0 if self.optimizer is None else self.optimizer.learning_rate
-        self._rates_of_groups: tuple[Rates, dict[int, float | Tensor]] | None = None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -159,8 +152,8 @@ class TorchKernel(Backend):
         if num_bags == 0:
             return batch.indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
         pieces: list[Tensor | None] = [None] * layout.num_features
-        for group, part in self._group_parts(batch):
-            pooled = sum_bags(group.matrix(self.storage), part.row_ids, part.offsets, part.weights)
+        for group, _, part in self._group_parts(batch):
+            pooled = sum_bags(group.matrix(self.storage), *part)
             if self.pooling is PoolingMode.MEAN:
                 pooled = pooled / part.offsets.diff().clamp_(min=1).unsqueeze(1)
             pooled_FBD = pooled.to(self.output_dtype).view(-1, num_bags, group.dim)
@@ -175,36 +168,26 @@ class TorchKernel(Backend):
         out = torch.empty(batch.indices.numel(), dtype=torch.float32, device=grad.device)
         if not batch.indices.numel():
             return out
-        for group, part in self._group_parts(batch._replace(weights=None)):
+        for group, positions, part in self._group_parts(batch._replace(weights=None)):
             gradients, source, scale = self._gradient_of_ids(grad, group, part)
-            rows = group.matrix(self.storage).index_select(0, part.row_ids).float()
+            rows = group.matrix(self.storage).index_select(0, part.indices).float()
             values = (rows * gradients.index_select(0, source)).sum(1)
             if scale is not None:
                 values *= scale
-            if part.positions is None:
+            if positions is None:
                 return values
-            out.index_copy_(0, part.positions, values)
+            out.index_copy_(0, positions, values)
         return out
 
     def row_gradients(self, grad: Tensor, batch: Batch) -> list[RowGradients]:
         """The row gradients of each dim group, rows of the group's matrix ascending."""
-        device = self.storage.device
-        result: list[RowGradients] = [
-            (torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, g.dim, device=device))
-            for g in self.layout.groups
-        ]
-        for group, part in self._group_parts(batch) if batch.indices.numel() else ():
-            result[group.number] = _sum_by_row(
-                part.row_ids, group.num_rows, *self._gradient_of_ids(grad, group, part)
-            )
-        return result
+        return self._by_group(_sum_by_row, grad, batch)
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """The gradient of the whole storage, fp32 in its layout."""
         out = torch.zeros_like(self.storage, dtype=torch.float32)
         found = self.row_gradients(grad, batch)
-        for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
-            put_rows(group.matrix(out), rows, grads)
+        put_rows(self.layout, out, found)
         return out
 
     def update(self, grad: Tensor, batch: Batch) -> None:
@@ -252,64 +235,51 @@ class TorchKernel(Backend):
         for i, (group, (rows, grads)) in enumerate(
             zip(self.layout.groups, row_gradients, strict=True)
         ):
-            apply_row_update(
-                self.optimizer,
-                group.matrix(self.storage),
-                self._group_states(group),
-                rows,
-                grads,
-                self._rate_of_rows(group, rows),
-                self._step_of_rows(group, rows),
-                row_moment=None if row_moments is None else row_moments[i],
-                first=first_of_rows(rows) if rows.is_cuda else None,
+            moment = None if row_moments is None else row_moments[i]
+            self._apply_to(
+                group, rows, grads, moment, first_of_rows(rows) if rows.is_cuda else None
             )
 
-    def apply_dense(self, gradients: Tensor) -> None:
-        """`apply` to all rows, from the gradient of the whole storage."""
-        assert self.optimizer is not None
-        for group in self.layout.groups:
-            apply_dense_update(
-                self.optimizer,
-                group.matrix(self.storage),
-                self._group_states(group),
-                group.matrix(gradients),
-                self._rate_of_rows(group, None),
-            )
+    def apply_dense(self, gradients: Tensor, touched: Tensor | None = None) -> None:
+        """One optimizer step from the gradient of the whole storage, in place.
 
-    def apply_touched(self, gradients: Tensor, touched: Tensor) -> None:
-        """`apply` to the rows where `touched` is not 0, without the host knowing which.
-
-        All rows are updated; the others then get back what they had.
+        Args:
+            gradients: [elements], laid out as the storage.
+            touched: [rows], not 0 for those to update; needed where the optimizer
+                `moves_without_gradient`. None: all rows.
         """
-        assert self.optimizer is not None
-        advance_step(self.states)
-        for group in self.layout.groups:
-            matrix, states = group.matrix(self.storage), self._group_states(group)
+        spec, groups = self.optimizer, self.layout.groups
+        assert spec is not None
+        if touched is not None and not touched.is_cuda:
+            rows = [group.rows(touched).nonzero().squeeze(1) for group in groups]
+            self.apply(
+                [
+                    (r, g.matrix(gradients).index_select(0, r))
+                    for g, r in zip(groups, rows, strict=True)
+                ]
+            )
+            return
+        if touched is not None:
+            advance_step(self.states)
+        for group in groups:
+            matrix, states = self._views(group)
+            grads = group.matrix(gradients)
+            if touched is None:
+                rate = self._rate_of_rows(group, None)
+                apply_dense_update(spec, matrix, states, grads, rate)
+                continue
+            # without the host knowing which: all are updated, and the others get back what they had
             live = [matrix, *states.values()]
             old = [tensor.clone() for tensor in live]
-            rows = torch.arange(group.num_rows, device=self.storage.device)
-            apply_row_update(
-                self.optimizer,
-                matrix,
-                states,
-                rows,
-                group.matrix(gradients),
-                self._rate_of_rows(group, rows),
-                self._step_of_rows(group, rows),
-            )
+            self._apply_to(group, torch.arange(group.num_rows, device=grads.device), grads)
             is_kept_R = group.rows(touched) == 0
             for tensor, before in zip(live, old, strict=True):
                 is_kept = is_kept_R.view(-1, *[1] * (tensor.dim() - 1))
                 tensor.copy_(torch.where(is_kept, before, tensor))
 
-    @property
-    def takes_row_moments(self) -> bool:
-        """Whether `row_statistics` and `update_by_moments` exist, which need no row gradients."""
-        return False
-
-    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics]:
-        """The statistics of each dim group."""
-        raise NotImplementedError
+    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics] | None:
+        """The statistics of each dim group; None: row gradients are needed for them."""
+        return None
 
     def update_by_moments(
         self,
@@ -333,64 +303,87 @@ class TorchKernel(Backend):
             kept.append((rows[keep], grads[keep]))
         return kept
 
-    def _group_states(self, group: DimGroup) -> dict[str, Tensor]:
+    def _apply_to(
+        self,
+        group: DimGroup,
+        rows: Tensor,
+        grads: Tensor,
+        moment: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> None:
+        assert self.optimizer is not None
+        rate, step = self._rate_of_rows(group, rows), self._step_of_rows(group, rows)
+        apply_row_update(
+            self.optimizer,
+            *self._views(group),
+            rows,
+            grads,
+            rate,
+            step,
+            row_moment=moment,
+            first=first,
+        )
+
+    def _views(self, group: DimGroup) -> tuple[Tensor, dict[str, Tensor]]:
+        """The matrix of a dim group, and its optimizer state."""
         assert self.optimizer is not None
         views = {"row": group.rows, "element": group.matrix}
-        return {
+        return group.matrix(self.storage), {
             name: views[kind](self.states[name])
             for name, kind in self.optimizer.rule.state.items()
             if kind != "table"
         }
 
     def _rate_of_rows(self, group: DimGroup, rows: Tensor | None) -> float | Tensor:
-        rates = self.rates
-        if isinstance(rates, float):
-            return rates
-        if self._rates_of_groups is None or self._rates_of_groups[0] != rates:
-            found: dict[int, float | Tensor] = {}
-            for each in self.layout.groups:
-                own = [rates[t] for t in each.tables]
-                differ = len(set(own)) > 1
-                found[each.dim] = (
-                    torch.tensor(own, device=self.storage.device) if differ else own[0]
-                )
-            self._rates_of_groups = rates, found
-        rate = self._rates_of_groups[1][group.dim]
-        if isinstance(rate, float):
-            return rate
-        if rows is None:
-            rows = torch.arange(group.num_rows, device=self.storage.device)
-        return rate.index_select(0, group.table_of_row(rows)).unsqueeze(1)
+        if isinstance(self.rates, float):
+            return self.rates
+        own = [self.rates[t] for t in group.tables]
+        return own[0] if len(set(own)) == 1 else self._of_rows(torch.tensor(own), group, rows)
 
     def _step_of_rows(self, group: DimGroup, rows: Tensor) -> Tensor | None:
-        if "step" not in self.states:
-            return None
-        steps = self.states["step"]
-        if len(group.tables) == 1:
-            return steps[group.tables[0]]
-        steps = upload(steps, rows.device).index_select(0, group.table_numbers)
-        return steps.index_select(0, group.table_of_row(rows)).unsqueeze(1)
+        steps = self.states.get("step")
+        if steps is None or len(group.tables) == 1:
+            return steps if steps is None else steps[group.tables[0]]
+        return self._of_rows(steps[list(group.tables)], group, rows)
 
-    def _group_parts(self, batch: Batch) -> list[tuple[DimGroup, _GroupPart]]:
+    def _of_rows(self, values_T: Tensor, group: DimGroup, rows: Tensor | None) -> Tensor:
+        """What each table of a group has one of, on the host, for rows of its matrix: [K, 1]."""
+        device = self.storage.device
+        if rows is None:
+            rows = torch.arange(group.num_rows, device=device)
+        return upload(values_T, device).index_select(0, group.table_of_row(rows)).unsqueeze(1)
+
+    def _group_parts(self, batch: Batch) -> list[GroupPart]:
         """Each dim group that some feature reads, with its part of a batch."""
         used = [group for group in self.layout.groups if group.features]
         if len(used) == 1:
-            row_ids = row_ids_of(used[0], batch)
-            return [(used[0], _GroupPart(None, row_ids, batch.offsets, batch.weights))]
+            return [(used[0], None, batch._replace(indices=row_ids_of(used[0], batch)))]
         parts = FeatureParts(batch, self.layout.num_features)
         ids_per_group = parts.ids_F.new_zeros(len(self.layout.groups))
         # one wait for the device, for all groups
         ids_per_group.index_add_(0, self.layout.group_of_feature, parts.ids_F)
-        result = []
-        for group, num_ids in zip(self.layout.groups, ids_per_group.tolist(), strict=True):
-            if group.features:
-                positions, part = parts.of(group.feature_numbers, num_ids)
-                row_ids = row_ids_of(group, part)
-                result.append((group, _GroupPart(positions, row_ids, part.offsets, part.weights)))
+        num_ids = ids_per_group.tolist()
+        result: list[GroupPart] = []
+        for group in used:
+            positions, part = parts.of(group.feature_numbers, num_ids[group.number])
+            result.append((group, positions, part._replace(indices=row_ids_of(group, part))))
         return result
 
+    def _by_group(self, reduce: Reduce, grad: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        """What is made by row of each dim group's gradients."""
+        found = {}
+        for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
+            given = self._gradient_of_ids(grad, group, part)
+            found[group.number] = reduce(part.indices, group.num_rows, *given)
+        none = torch.empty(0, dtype=torch.int64, device=grad.device)
+        return [
+            found.get(g.number)
+            or reduce(none, g.num_rows, grad.new_empty(0, g.dim).float(), none, None)
+            for g in self.layout.groups
+        ]
+
     def _gradient_of_ids(
-        self, grad: Tensor, group: DimGroup, part: _GroupPart
+        self, grad: Tensor, group: DimGroup, part: Batch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where the gradient of each id stands.
 
@@ -398,8 +391,8 @@ class TorchKernel(Backend):
             [M, D] fp32 gradients of bags; [N] the row of them that is each id's; and [N] its factor
             in the bag, None for 1.
         """
-        num_ids = part.row_ids.numel()
-        device = part.row_ids.device
+        num_ids = part.indices.numel()
+        device = part.indices.device
         if self.pooling is PoolingMode.NONE:
             return grad.float(), torch.arange(num_ids, device=device), part.weights
         num_bags, num_features = grad.shape[0], len(group.features)
@@ -449,11 +442,15 @@ def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:
     return lengths.float().reciprocal_().repeat_interleave(lengths, output_size=num_ids)
 
 
+def sort_rows(row_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Rows [N] ascending, of any integer dtype, and where they stood [N], ties in order."""
+    # in int32 it takes half the time
+    return torch.sort(row_ids.int() if num_rows < 2**31 else row_ids, stable=True)
+
+
 def distinct_rows(row_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [K] ascending, how often each occurs [K], and where they stood [N], ties in order."""
-    if num_rows < 2**31:
-        row_ids = row_ids.int()  # sorts in half the time
-    sorted_ids, order = torch.sort(row_ids, stable=True)
+    sorted_ids, order = sort_rows(row_ids, num_rows)
     # Waits for the device: how many rows are distinct sizes all that follows.
     rows, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
     return rows.long(), counts, order
@@ -481,26 +478,16 @@ def _sum_by_row(
     row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
 ) -> RowGradients:
     """Sum `scale[i] * gradients[source[i]]` over the i of each distinct row id."""
-    if row_ids.is_cuda:
-        return _sum_by_first(row_ids, num_rows, gradients, source, scale)
-    rows, counts, order = distinct_rows(row_ids, num_rows)
-    segments = functional.pad(counts.cumsum(0), (1, 0))
-    ordered_scale = None if scale is None else scale.index_select(0, order)
-    return rows, sum_bags(gradients, source.index_select(0, order), segments, ordered_scale)
-
-
-def _sum_by_first(
-    row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
-) -> RowGradients:
-    """`_sum_by_row` with an entry per id: a row's sum stands where the row comes up first."""
-    if num_rows < 2**31:
-        row_ids = row_ids.int()
-    rows, order = torch.sort(row_ids, stable=True)
-    place_N = torch.arange(rows.numel(), device=rows.device)
-    is_first_N = first_of_rows(rows) == place_N
-    # a row's first entry is a bag of all its ids, the others are empty ones behind it
-    ends_N = torch.searchsorted(rows, rows, right=True)
-    starts = functional.pad(torch.where(is_first_N, place_N, ends_N), (0, 1), value=rows.numel())
+    if row_ids.is_cuda:  # an entry per id: a row's sum stands where the row comes up first
+        rows, order = sort_rows(row_ids, num_rows)
+        place_N = torch.arange(rows.numel(), device=rows.device)
+        # a row's first entry is a bag of all its ids, the others are empty ones behind it
+        ends_N = torch.searchsorted(rows, rows, right=True)
+        starts_N = torch.where(first_of_rows(rows) == place_N, place_N, ends_N)
+        starts = functional.pad(starts_N, (0, 1), value=rows.numel())
+    else:
+        rows, counts, order = distinct_rows(row_ids, num_rows)
+        starts = functional.pad(counts.cumsum(0), (1, 0))
     ordered_scale = None if scale is None else scale.index_select(0, order)
     return rows.long(), sum_bags(gradients, source.index_select(0, order), starts, ordered_scale)
 
@@ -510,12 +497,13 @@ def first_of_rows(rows: Tensor) -> Tensor:
     return torch.searchsorted(rows, rows)
 
 
-def put_rows(matrix: Tensor, rows: Tensor, grads: Tensor) -> None:
-    """Write row gradients into a matrix of zeros."""
-    if rows.is_cuda:  # the entries of a row that repeats are 0 but one
-        matrix.index_add_(0, rows, grads)
-    else:
-        matrix.index_copy_(0, rows, grads)
+def put_rows(layout: StorageLayout, flat: Tensor, row_gradients: Sequence[RowGradients]) -> None:
+    """Write row gradients of dim groups into zeros that are laid out as the storage."""
+    for group, (rows, grads) in zip(layout.groups, row_gradients, strict=True):
+        if rows.is_cuda:  # the entries of a row that repeats are 0 but one
+            group.matrix(flat).index_add_(0, rows, grads)
+        else:
+            group.matrix(flat).index_copy_(0, rows, grads)
 
 
 def without_repeats(row_gradients: RowGradients) -> RowGradients:
