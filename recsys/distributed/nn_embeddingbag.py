@@ -18,11 +18,7 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.state.table_shards import TableShards
-from recsys.modules.embedding_configs import (
-    EmbeddingBagConfig,
-    PoolingType,
-    dtype_to_data_type,
-)
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableDict
 from recsys.sparse import KeyedJaggedTensor
@@ -89,10 +85,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         self.settings: _Settings = module.settings
 
     def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> LazyAwaitable[Tensor]:
         """Looks up and pools this rank's bags.
 
@@ -170,10 +163,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         return {_TABLE: self._table}
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields this module and its table by the same name, which is why parameters have it."""
         memo = set() if memo is None else memo

@@ -108,12 +108,7 @@ def _placements(
         )
     if generators:
         return construct_module_sharding_plan(
-            module,
-            generators,
-            sharder,
-            env.node_size,
-            env.world_size,
-            device.type,
+            module, generators, sharder, env.node_size, env.world_size, device.type
         )
     return EmbeddingModuleShardingPlan(placed)
 
@@ -306,9 +301,7 @@ def _put_in(
 
 
 def _check_plan_paths(
-    module: nn.Module,
-    plan: ShardingPlan,
-    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
+    module: nn.Module, plan: ShardingPlan, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]
 ) -> None:
     shardable = dict(outermost(module, lambda child: type(child) in sharders))
     for path, child in walk(module, lambda child: type(child) in sharders):

@@ -23,11 +23,11 @@ from recsys.distributed.placement.plan import (
 from recsys.distributed.placement.strategies import (
     MIN_COLUMNS,
     STRATEGIES,
-    column_blocks,
+    grid_of,
     parameter_sharding,
     placement,
+    placement_helper,
     rects_of,
-    row_blocks,
     sharding_of_rects,
     split_by_sizes,
     split_evenly,
@@ -119,7 +119,7 @@ def row_wise(
 
     def cut(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
         own = _bucket_rows(rows, num_buckets or 0, world_size) if sizes is None else sizes
-        return row_blocks(_blocks("row_wise", "rows", rows, own), dim, range(len(own)))
+        return grid_of(_blocks("row_wise", "rows", rows, own), [(0, dim)], range(len(own)))
 
     return _generator(ShardingType.ROW_WISE, cut, devices, compute_kernel)
 
@@ -163,7 +163,7 @@ def column_wise(
     sizes, places = size_per_rank, range(len(size_per_rank)) if ranks is None else ranks
 
     def cut(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
-        return column_blocks(rows, _blocks("column_wise", "columns", dim, sizes), places)
+        return grid_of([(0, rows)], _blocks("column_wise", "columns", dim, sizes), places)
 
     return _generator(ShardingType.COLUMN_WISE, cut, device_types, compute_kernel)
 
@@ -233,23 +233,7 @@ def data_parallel() -> ParameterShardingGenerator:
     Example:
         >>> plan = {"countries": data_parallel()}
     """
-
-    def generate(
-        weight: nn.Parameter,
-        local_size: int,
-        world_size: int,
-        device_type: str,
-        sharder: ModuleSharder[Any],
-    ) -> ParameterSharding:
-        return parameter_sharding(
-            ShardingType.DATA_PARALLEL,
-            weight.shape[0],
-            weight.shape[1],
-            range(world_size),
-            compute_kernel=EmbeddingComputeKernel.DENSE,
-        )
-
-    return generate
+    return _on_ranks(ShardingType.DATA_PARALLEL, lambda _, world: range(world))
 
 
 def apply_to_all(
@@ -387,22 +371,6 @@ _HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
 }
 
 
-def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
-    """Returns where a rank keeps its shards, as a plan writes it; see :func:`placement`.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        index: of the GPU on its node.
-        rank: among all ranks.
-
-    Example:
-        >>> placement_helper("cuda", index=1, rank=5), placement_helper("cpu", rank=5)
-        ('rank:5/cuda:1', 'rank:5/cpu')
-    """
-    device = f"cuda:{index}" if device_type == "cuda" else device_type
-    return f"rank:{rank}/{device}"
-
-
 def calculate_shard_sizes_and_offsets(
     tensor: Tensor,
     world_size: int,
@@ -480,15 +448,14 @@ def _in_proportion(num_rows: int, sizes: Sequence[int], world_size: int) -> list
     return split_by_sizes([*rows, num_rows - sum(rows)])
 
 
-_Cut = Callable[[int, int, int, int], list[Rect]]  # rows, columns, ranks per node, ranks
-
-
 def _generator(
     kind: ShardingType,
-    cut: _Cut,
+    cut: Callable[[int, int, int, int], list[Rect]],
     devices: str | list[str] | None = None,
     compute_kernel: str | None = None,
 ) -> ParameterShardingGenerator:
+    """Makes a generator from a function of rows, columns, ranks per node and ranks."""
+
     def generate(
         weight: nn.Parameter,
         local_size: int,
@@ -496,8 +463,11 @@ def _generator(
         device_type: str,
         sharder: ModuleSharder[Any],
     ) -> ParameterSharding:
-        num_rows, dim = weight.shape
-        rects = cut(num_rows, dim, local_size, world_size)
+        rows, dim = weight.shape
+        if kind is ShardingType.DATA_PARALLEL:
+            kernel = EmbeddingComputeKernel.DENSE
+            return parameter_sharding(kind, rows, dim, range(world_size), compute_kernel=kernel)
+        rects = cut(rows, dim, local_size, world_size)
         named = devices or device_type
         kinds = [named] * len(rects) if isinstance(named, str) else named
         placements = [

@@ -18,13 +18,7 @@ from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
 from recsys.distributed.checkpoint.plain import decode, decode_pickle
 from recsys.distributed.checkpoint.save import without_expected_warnings
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
-from recsys.distributed.checkpoint.state import (
-    env_of,
-    flat,
-    load_optimizer,
-    state_of,
-    whole_names,
-)
+from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.optim.keyed import KeyedOptimizer

@@ -35,10 +35,7 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
     """
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = {
-            **optimizer.state_dict(),
-            "state": _join_parts(model, optimizer),
-        }
+        state["optimizer"] = {**optimizer.state_dict(), "state": _join_parts(model, optimizer)}
     return state
 
 

@@ -98,11 +98,7 @@ def rank_colors(world_size: int, node_size: int) -> list[_Color]:
 
 
 def _draw_tables(
-    axes: Axes,
-    layout: Layout,
-    colors: list[_Color],
-    columns: int,
-    cell: float,
+    axes: Axes, layout: Layout, colors: list[_Color], columns: int, cell: float
 ) -> None:
     """Draws each table in a cell of a grid, in inches: by its columns and rows."""
     from matplotlib.collections import PatchCollection

@@ -7,6 +7,7 @@ their names; ``sharding_plan`` is for people who write plans by hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -69,45 +70,44 @@ def split_by_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
         [(0, 4), (4, 4), (4, 6)]
     """
     ends = list(accumulate(sizes))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def grid_of(
+    rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]], ranks: Sequence[int]
+) -> list[Rect]:
+    """Returns a rectangle per block of columns and block of rows in it, each on the next rank.
+
+    Example:
+        >>> [(rect.row_start, rect.rank) for rect in grid_of([(0, 5), (5, 10)], [(0, 8)], [3, 1])]
+        [(0, 3), (5, 1)]
+    """
+    cells = ((row, column) for column in columns for row in rows)
+    return [
+        Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
+        for ((top, bottom), (left, right)), rank in zip(cells, ranks, strict=False)
+    ]
 
 
 def _table_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return [Rect(row_start=0, row_end=rows, col_start=0, col_end=dim, rank=ranks[0])]
+    return grid_of([(0, rows)], [(0, dim)], ranks)
 
 
 def _row_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return row_blocks(split_evenly(rows, len(ranks)), dim, ranks)
+    return grid_of(split_evenly(rows, len(ranks)), [(0, dim)], ranks)
 
 
 def _column_wise(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
-    return column_blocks(rows, split_evenly(dim, len(ranks), MIN_COLUMNS), ranks)
-
-
-def row_blocks(blocks: Sequence[tuple[int, int]], dim: int, ranks: Sequence[int]) -> list[Rect]:
-    """Returns one rectangle of whole width per block of rows, each on the next of the ranks."""
-    return [
-        Rect(row_start=start, row_end=end, col_start=0, col_end=dim, rank=rank)
-        for (start, end), rank in zip(blocks, ranks, strict=False)
-    ]
-
-
-def column_blocks(rows: int, blocks: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[Rect]:
-    """Returns one rectangle of whole height per block of columns, each on the next of the ranks."""
-    return [
-        Rect(row_start=0, row_end=rows, col_start=start, col_end=end, rank=rank)
-        for (start, end), rank in zip(blocks, ranks, strict=False)
-    ]
+    return grid_of([(0, rows)], split_evenly(dim, len(ranks), MIN_COLUMNS), ranks)
 
 
 def _grid(rows: int, dim: int, ranks: Sequence[int], node_size: int) -> list[Rect]:
     nodes = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
+    columns = split_evenly(dim, len(nodes), MIN_COLUMNS)
     return [
-        Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
-        for (left, right), node in zip(
-            split_evenly(dim, len(nodes), MIN_COLUMNS), nodes, strict=False
-        )
-        for (top, bottom), rank in zip(split_evenly(rows, len(node)), node, strict=False)
+        rect
+        for block, node in zip(columns, nodes, strict=False)
+        for rect in grid_of(split_evenly(rows, len(node)), [block], node)
     ]
 
 
@@ -167,7 +167,7 @@ def sharding_of_rects(
     """Returns a plan's entry for rectangles, each with its :func:`placement`.
 
     Example:
-        >>> rects = row_blocks(split_by_sizes([7, 3]), 8, [0, 1])
+        >>> rects = grid_of(split_by_sizes([7, 3]), [(0, 8)], [0, 1])
         >>> kernel = EmbeddingComputeKernel.FUSED
         >>> cpus = ["rank:0/cpu", "rank:1/cpu"]
         >>> sharding_of_rects(ShardingType.ROW_WISE, rects, cpus, kernel).ranks
@@ -198,7 +198,22 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
         >>> placement("cuda", rank=5, local_size=4)
         'rank:5/cuda:1'
     """
-    device = f"cuda:{rank % local_size}" if compute_device == "cuda" else compute_device
+    return placement_helper(compute_device, rank % local_size, rank)
+
+
+def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
+    """Returns where a rank keeps its shards, as a plan writes it; see :func:`placement`.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        index: of the GPU on its node.
+        rank: among all ranks.
+
+    Example:
+        >>> placement_helper("cuda", index=1, rank=5), placement_helper("cpu", rank=5)
+        ('rank:5/cuda:1', 'rank:5/cpu')
+    """
+    device = f"cuda:{index}" if device_type == "cuda" else device_type
     return f"rank:{rank}/{device}"
 
 
@@ -276,13 +291,7 @@ def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
     for rect in sorted(rects, key=lambda r: r.col_start):
         last = merged[-1] if merged else None
         if last and last.rank == rect.rank and last.col_end == rect.col_start:
-            rect = Rect(
-                row_start=rect.row_start,
-                row_end=rect.row_end,
-                col_start=last.col_start,
-                col_end=rect.col_end,
-                rank=rect.rank,
-            )
+            rect = replace(rect, col_start=last.col_start)
             merged.pop()
         merged.append(rect)
     return merged

@@ -38,11 +38,7 @@ class Traffic:
 
 
 def traffic_of(
-    layout: Layout,
-    *,
-    samples_per_rank: int = 1,
-    ids_per_sample: float = 1.0,
-    pooled: bool = True,
+    layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Traffic:
     """Returns what one forward pass sends.
 

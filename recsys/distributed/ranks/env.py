@@ -85,9 +85,7 @@ class ShardingEnv:
         if key not in known:
             members = torch.distributed.get_process_group_ranks(self.process_group)
             known[key] = torch.distributed.new_group(
-                [members[rank] for rank in ranks],
-                backend=backend,
-                use_local_synchronization=True,
+                [members[rank] for rank in ranks], backend=backend, use_local_synchronization=True
             )
         return known[key]
 
