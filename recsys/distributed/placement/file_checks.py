@@ -40,13 +40,11 @@ def parse_json(text: str, subject: str) -> object:
         ValueError: if the text is no JSON, an object has a key twice, or it is nested deeper or
             has longer numbers than Python reads.
     """
+    twice: list[str] = []
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) < len(pairs):
-            twice = repeated(key for key, _ in pairs)[0]
-            raise _KeyTwiceError(f"{subject} must name each key once; received {twice!r} twice.")
-        return members
+        twice.extend(repeated(key for key, _ in pairs))
+        return dict(pairs)
 
     try:
         value: object = json.loads(text, object_pairs_hook=once)
@@ -56,21 +54,20 @@ def parse_json(text: str, subject: str) -> object:
         raise ValueError(
             f"{subject} must be JSON of a few levels; received brackets nested too deep to read."
         ) from None
-    except _KeyTwiceError:
-        raise
     except ValueError:  # from int(): numbers of more digits than Python reads
         raise ValueError(
             f"{subject} must have numbers of usual size; received one with thousands of digits."
         ) from None
+    if twice:
+        raise ValueError(f"{subject} must name each key once; received {twice[0]!r} twice.")
     return value
 
 
-class _KeyTwiceError(ValueError):
-    """An object names a key twice."""
+Reader: TypeAlias = Callable[[str, object], object]
+"""Checks a part of a file: takes how errors call it, and the part; returns what it means."""
 
-
-Readers: TypeAlias = Mapping[str, Callable[[str, object], object]]
-"""By key, what checks a member of an object: takes how errors call it, and the member."""
+Readers: TypeAlias = Mapping[str, Reader]
+"""By key, what reads a member of an object."""
 
 
 def members_of(
@@ -169,9 +166,7 @@ def object_of(subject: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def list_of(
-    subject: str, value: object, each: Callable[[str, object], object] | None = None
-) -> list[Any]:
+def list_of(subject: str, value: object, each: Reader | None = None) -> list[Any]:
     """Returns a list.
 
     Args:

@@ -6,10 +6,11 @@ matplotlib is imported when a picture is asked for.
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Callable
 from math import ceil, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from recsys.distributed.placement.traffic import traffic_of
+from recsys.distributed.placement.traffic import Traffic, traffic_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,17 @@ _LEAST_CELL = 0.62  # inches that a table takes when there are many
 _INK, _FAINT, _REPLICA = "#222222", "#888888", "#d9d9d9"
 _FONT = 8.0
 _POINTS = 72.0  # per inch
+_STYLE: Any = {
+    "font.size": _FONT,
+    "text.color": _INK,
+    "axes.titlesize": _FONT,
+    "axes.titlecolor": _INK,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": _INK,
+    "axes.labelsize": _FONT,
+    "figure.titlesize": _FONT,
+    "figure.titleweight": "normal",
+}
 _Color = tuple[float, float, float]
 
 
@@ -31,6 +43,7 @@ def plot_layout(
 ) -> Figure:
     """Draws a layout; see :meth:`~recsys.distributed.placement.layout.Layout.plot`."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
@@ -40,6 +53,13 @@ def plot_layout(
     traffic = traffic_of(
         layout, samples_per_rank=samples_per_rank, ids_per_sample=ids_per_sample, pooled=pooled
     )
+    with rc_context(_STYLE):
+        return _draw(Figure, layout, traffic, samples_per_rank)
+
+
+def _draw(
+    new_figure: Callable[..., Figure], layout: Layout, traffic: Traffic, samples_per_rank: int
+) -> Figure:
     exchanges = [("ids to their owners", traffic.ids_RR)]
     if layout.is_hierarchical:
         exchanges.append(("sums inside a node", traffic.node_sums_RR))
@@ -53,7 +73,7 @@ def plot_layout(
     matrix_height = min(_RANKS_WIDTH / len(exchanges), 2.6) + 0.6
     height = max(tables_height, bars_height + matrix_height)
 
-    figure = Figure(figsize=(tables_width + _RANKS_WIDTH, height), layout="constrained")
+    figure = new_figure(figsize=(tables_width + _RANKS_WIDTH, height), layout="constrained")
     [[left, right]] = figure.subfigures(
         1, 2, squeeze=False, width_ratios=[tables_width, _RANKS_WIDTH]
     )
@@ -68,15 +88,10 @@ def plot_layout(
     for axis, (title, bytes_RR) in zip(axes, exchanges, strict=True):
         cell_points = (_RANKS_WIDTH / len(exchanges) - 0.6) / layout.world_size * _POINTS
         _draw_exchange(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 4.3))
-    axes[0].set_ylabel("from rank", fontsize=_FONT, color=_INK)
+    axes[0].set_ylabel("from rank")
     each = "one sample" if samples_per_rank == 1 else f"{samples_per_rank:,} samples"
-    lower.suptitle(
-        f"Bytes from rank to rank in a forward pass, {each} on each rank",
-        fontsize=_FONT,
-        x=0.01,
-        ha="left",
-        color=_INK,
-    )
+    title = f"Bytes from rank to rank in a forward pass, {each} on each rank"
+    lower.suptitle(title, x=0.01, ha="left")
     return figure
 
 
@@ -124,16 +139,8 @@ def _draw_tables(
             parts.append(Rectangle(corner, *sides, fc=color, ec="white", lw=line_width))
             name = str(rect.rank) if table.rects else "all"
             if sides[0] * _POINTS > 5 * len(name) and sides[1] * _POINTS > 9:
-                axes.text(
-                    corner[0] + sides[0] / 2,
-                    corner[1] + sides[1] / 2,
-                    name,
-                    ha="center",
-                    va="center",
-                    fontsize=_FONT,
-                    color=_INK,
-                    in_layout=False,
-                )
+                middle = corner[0] + sides[0] / 2, corner[1] + sides[1] / 2
+                axes.text(*middle, name, ha="center", va="center", in_layout=False)
         letters = int(cell * _POINTS / (0.56 * font))
         names = [_shorten(table.name, letters), f"{_short(table.num_rows)} x {table.dim}"]
         for place, (text, ink) in enumerate(zip(names, (_INK, _FAINT), strict=True)):
@@ -145,12 +152,7 @@ def _draw_tables(
     axes.set_ylim(-ceil(len(layout.tables) / columns) * cell, 0)
     axes.set_aspect("equal", anchor="NW")
     axes.set_axis_off()
-    axes.set_title(
-        "Tables, and the rank of each part (heights: logarithm of the rows)",
-        fontsize=_FONT,
-        loc="left",
-        color=_INK,
-    )
+    axes.set_title("Tables, and the rank of each part (heights: logarithm of the rows)")
 
 
 def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
@@ -172,7 +174,7 @@ def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
     axes.add_collection(PatchCollection(parts, match_original=True, clip_on=False))
     axes.set_xlim(0, most * 1.02)
     axes.set_xticks([0, most], ["0", _short(most)])
-    axes.set_title("Weights on each rank", fontsize=_FONT, loc="left", color=_INK)
+    axes.set_title("Weights on each rank")
     _label_ranks(axes, layout, "y", most=16)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
@@ -196,15 +198,14 @@ def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, fon
                         ha="center",
                         va="center",
                         fontsize=font,
-                        color=_INK,
                         in_layout=False,
                     )
     for edge in range(layout.node_size, world_size, layout.node_size):
         axes.axhline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
         axes.axvline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
     total, kept = float(bytes_RR.sum()), float(bytes_RR.trace())
-    axes.set_title(f"{title}\n{_short(total - kept, 'B')} travel", fontsize=_FONT, color=_INK)
-    axes.set_xlabel("to rank", fontsize=_FONT, color=_INK)
+    axes.set_title(f"{title}\n{_short(total - kept, 'B')} travel", loc="center")
+    axes.set_xlabel("to rank")
     _label_ranks(axes, layout, "x")
     _label_ranks(axes, layout, "y")
     for side in axes.spines.values():

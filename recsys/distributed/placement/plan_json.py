@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
-from recsys.distributed.placement.file_checks import (
-    MOST_RANKS,
-    MOST_ROWS,
-    Readers,
-    bracket,
-    check_format,
-    choice_of,
-    flag_of,
-    is_number,
-    list_of,
-    members_of,
-    object_of,
-    parse_json,
-    read_members,
-    read_source,
-    text_of,
-    whole_of,
-    wrong_type,
-)
+from recsys.distributed.placement import file_checks as files
+from recsys.distributed.placement.file_checks import MOST_RANKS, MOST_ROWS, Reader, Readers
 from recsys.distributed.placement.plan import (
     CacheParams,
     EmbeddingComputeKernel,
@@ -120,7 +103,7 @@ class ShardingPlan:
                 message names module and table.
             TypeError: if a value has the wrong type.
         """
-        return read(*read_source(source, "Plan file"))
+        return read(*files.read_source(source, "Plan file"))
 
     def __str__(self) -> str:
         return "\n\n".join(
@@ -135,24 +118,17 @@ def write(plan: ShardingPlan) -> str:
     """Returns the text of a plan file."""
     made_for = plan.made_for or _guess_ranks(plan)
     modules = {
-        path: bracket(
-            [
-                f"{json.dumps(name)}: {_entry(sharding, made_for)}"
-                for name, sharding in tables.items()
-            ],
-            "{}",
-            "    ",
-        )
+        path: _object({name: _entry(sharding, made_for) for name, sharding in tables.items()}, 4)
         for path, tables in plan.plan.items()
     }
-    members = {
-        "format": str(FORMAT),
-        "world_size": str(made_for.world_size),
-        "local_world_size": str(made_for.local_world_size),
-        "compute_device": json.dumps(made_for.compute_device),
-        "plan": bracket([f"{json.dumps(k)}: {v}" for k, v in modules.items()], "{}", "  "),
-    }
-    return bracket([f"{json.dumps(k)}: {v}" for k, v in members.items()], "{}") + "\n"
+    ranks = {name: json.dumps(value) for name, value in asdict(made_for).items()}
+    return _object({"format": str(FORMAT), **ranks, "plan": _object(modules, 2)}) + "\n"
+
+
+def _object(members: Mapping[str, str], indent: int = 0) -> str:
+    """Returns the JSON of an object with a line for each member, whose values are JSON already."""
+    lines = [f"{json.dumps(name)}: {value}" for name, value in members.items()]
+    return files.bracket(lines, "{}", " " * indent)
 
 
 def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
@@ -175,15 +151,11 @@ def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
         entry["size"] = json.dumps(size)
     elif shards:
         lines = [_shard(shard, made_for) for shard in shards]
-        entry["shards"] = bracket(lines, "[]", "      ")
-    if sharding.bounds_check_mode is not None:
-        entry["bounds_check_mode"] = json.dumps(sharding.bounds_check_mode.name)
-    if sharding.cache_params is not None and sharding.cache_params.load_factor is not None:
-        entry["cache_load_factor"] = json.dumps(sharding.cache_params.load_factor)
-    if sharding.stochastic_rounding is not None:
-        entry["stochastic_rounding"] = json.dumps(sharding.stochastic_rounding)
-    if sharding.output_dtype is not None:
-        entry["output_dtype"] = json.dumps(str(sharding.output_dtype).removeprefix("torch."))
+        entry["shards"] = files.bracket(lines, "[]", "      ")
+    for name, (attribute, _, shown) in _SETTINGS.items():
+        value = getattr(sharding, attribute)
+        if value is not None and shown(value) is not None:
+            entry[name] = json.dumps(shown(value))
     return "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in entry.items()) + "}"
 
 
@@ -262,12 +234,8 @@ def read(text: str, subject: str) -> ShardingPlan:
             one of its choices, or ranks and sizes do not go with each other.
         TypeError: if a value has the wrong type.
     """
-    members = read_members(subject, parse_json(text, subject), _FILE, hint=_HINT)
-    made_for = PlanRanks(
-        world_size=members["world_size"],
-        local_world_size=members["local_world_size"],
-        compute_device=members["compute_device"],
-    )
+    members = files.read_members(subject, files.parse_json(text, subject), _FILE, hint=_HINT)
+    made_for = PlanRanks(**{own.name: members[own.name] for own in fields(PlanRanks)})
     if made_for.world_size % made_for.local_world_size:
         raise ValueError(
             f"{subject}: local_world_size must divide world_size, as nodes have equally many "
@@ -279,7 +247,7 @@ def read(text: str, subject: str) -> ShardingPlan:
         plan.plan[path] = EmbeddingModuleShardingPlan(
             {
                 name: _sharding(f"{owner}, table {name!r}", entry, made_for)
-                for name, entry in object_of(owner, tables).items()
+                for name, entry in files.object_of(owner, tables).items()
             }
         )
     return plan
@@ -289,11 +257,11 @@ def _sharding(subject: str, entry: object, made_for: PlanRanks) -> ParameterShar
     optional: Readers = {
         "ranks": partial(_ranks, world_size=made_for.world_size),
         "size": partial(_pair, rule="[rows, columns]", least=1),
-        "shards": partial(list_of, each=partial(_read_shard, made_for=made_for)),
-        **_SETTINGS,
+        "shards": partial(files.list_of, each=partial(_read_shard, made_for=made_for)),
+        **{name: read for name, (_, read, _) in _SETTINGS.items()},
     }
     hint = 'Such as {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [0]}.'
-    members = read_members(subject, entry, _ENTRY, optional, hint)
+    members = files.read_members(subject, entry, _ENTRY, optional, hint)
     kind, ranks, shards = members["sharding_type"], members.get("ranks"), members.get("shards")
     if shards is not None and ("ranks" in members or "size" in members):
         raise ValueError(
@@ -314,25 +282,22 @@ def _sharding(subject: str, entry: object, made_for: PlanRanks) -> ParameterShar
         members["compute_kernel"],
         ranks,
         spec,
-        cache_params=members.get("cache_load_factor"),
-        bounds_check_mode=members.get("bounds_check_mode"),
-        stochastic_rounding=members.get("stochastic_rounding"),
-        output_dtype=members.get("output_dtype"),
+        **{attribute: members.get(name) for name, (attribute, _, _) in _SETTINGS.items()},
     )
 
 
 def _cache_params(subject: str, share: object) -> CacheParams:
-    if not is_number(share):
-        wrong_type(subject, "a number", share)
+    if not files.is_number(share):
+        files.wrong_type(subject, "a number", share)
     return CacheParams(load_factor=share)
 
 
 def _bounds_check_mode(subject: str, name: object) -> BoundsCheckMode:
-    return BoundsCheckMode[choice_of(subject, name, [mode.name for mode in BoundsCheckMode])]
+    return BoundsCheckMode[files.choice_of(subject, name, [mode.name for mode in BoundsCheckMode])]
 
 
 def _dtype(subject: str, name: object) -> torch.dtype:
-    dtype = getattr(torch, text_of(subject, name), None)
+    dtype = getattr(torch, files.text_of(subject, name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"{subject} must name a torch dtype, such as 'float32'; received {name!r}."
@@ -341,24 +306,26 @@ def _dtype(subject: str, name: object) -> torch.dtype:
 
 
 _FILE: Readers = {
-    "format": partial(check_format, known=FORMAT),
-    "world_size": partial(whole_of, most=MOST_RANKS),
-    "local_world_size": whole_of,
-    "compute_device": partial(choice_of, choices=("cpu", "cuda")),
-    "plan": object_of,
+    "format": partial(files.check_format, known=FORMAT),
+    "world_size": partial(files.whole_of, most=MOST_RANKS),
+    "local_world_size": files.whole_of,
+    "compute_device": partial(files.choice_of, choices=("cpu", "cuda")),
+    "plan": files.object_of,
 }
 _ENTRY: Readers = {
-    "sharding_type": partial(choice_of, choices=[kind.value for kind in ShardingType]),
+    "sharding_type": partial(files.choice_of, choices=[kind.value for kind in ShardingType]),
     "compute_kernel": partial(
-        choice_of, choices=[kernel.value for kernel in EmbeddingComputeKernel]
+        files.choice_of, choices=[kernel.value for kernel in EmbeddingComputeKernel]
     ),
 }
-_SETTINGS: Readers = {
-    "bounds_check_mode": _bounds_check_mode,
-    "cache_load_factor": _cache_params,
-    "stochastic_rounding": flag_of,
-    "output_dtype": _dtype,
+_SETTINGS: Mapping[str, tuple[str, Reader, Callable[[Any], object]]] = {
+    "bounds_check_mode": ("bounds_check_mode", _bounds_check_mode, lambda mode: mode.name),
+    "cache_load_factor": ("cache_params", _cache_params, lambda params: params.load_factor),
+    "stochastic_rounding": ("stochastic_rounding", files.flag_of, bool),
+    "output_dtype": ("output_dtype", _dtype, lambda dtype: str(dtype).removeprefix("torch.")),
 }
+"""Settings by their names in a file: the attribute of ParameterSharding, and what reads and writes
+it."""
 
 
 def _spec(
@@ -380,7 +347,7 @@ def _spec(
 
 
 def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetadata:
-    members = members_of(subject, entry, ("rank", "rows", "columns"), ("placement",))
+    members = files.members_of(subject, entry, ("rank", "rows", "columns"), ("placement",))
     rank = _rank(f"{subject}: rank", members["rank"], made_for.world_size)
     top, bottom = _pair(f"{subject}: rows", members["rows"], "[first, one past the last]")
     left, right = _pair(f"{subject}: columns", members["columns"], "[first, one past the last]")
@@ -390,7 +357,7 @@ def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetada
             f"{members['rows']} and columns {members['columns']}."
         )
     usual = placement(made_for.compute_device, rank, made_for.local_world_size)
-    place = text_of(f"{subject}: placement", members.get("placement", usual))
+    place = files.text_of(f"{subject}: placement", members.get("placement", usual))
     shard = ShardMetadata([top, left], [bottom - top, right - left], place)
     if shard.rank != rank:
         raise ValueError(
@@ -400,14 +367,14 @@ def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetada
 
 
 def _pair(subject: str, value: object, rule: str, least: int = 0) -> list[int]:
-    if not isinstance(value, list) or len(value) != 2 or not all(map(is_number, value)):
-        wrong_type(subject, rule, value)
-    return [whole_of(subject, number, least, MOST_ROWS) for number in value]
+    if not isinstance(value, list) or len(value) != 2 or not all(map(files.is_number, value)):
+        files.wrong_type(subject, rule, value)
+    return [files.whole_of(subject, number, least, MOST_ROWS) for number in value]
 
 
 def _ranks(subject: str, value: object, world_size: int) -> list[int]:
     ranks: list[int] = []
-    for given in list_of(subject, value):
+    for given in files.list_of(subject, value):
         run = re.fullmatch(r"(\d{1,18})-(\d{1,18})", given) if isinstance(given, str) else None
         if isinstance(given, str) and (run is None or int(run[1]) > int(run[2])):
             raise ValueError(
@@ -424,7 +391,7 @@ def _ranks(subject: str, value: object, world_size: int) -> list[int]:
 
 
 def _rank(subject: str, value: object, world_size: int) -> int:
-    rank = whole_of(subject, value, least=0)
+    rank = files.whole_of(subject, value, least=0)
     if rank >= world_size:
         raise ValueError(
             f"{subject} must lie in 0..{world_size - 1}, as the plan's world_size is {world_size}; "
@@ -439,20 +406,16 @@ def _check_ranks(
     """Raises unless the ranks are such as the sharding type can use."""
     size = made_for.local_world_size
     nodes = [[rank // size for rank in ranks[i : i + size]] for i in range(0, len(ranks), size)]
+    is_one_node = len({rank // size for rank in ranks}) == 1
+    of_one_node = is_one_node, f"ranks of one node, which has {size}"
     rules: Mapping[ShardingType, tuple[bool, str]] = {
         ShardingType.TABLE_WISE: (len(ranks) == 1, "one rank"),
         ShardingType.DATA_PARALLEL: (
             sorted(ranks) == list(range(made_for.world_size)),
             f'all ranks, ["0-{made_for.world_size - 1}"], or none',
         ),
-        ShardingType.TABLE_ROW_WISE: (
-            len({rank // size for rank in ranks}) == 1,
-            f"ranks of one node, which has {size}",
-        ),
-        ShardingType.TABLE_COLUMN_WISE: (
-            len({rank // size for rank in ranks}) == 1,
-            f"ranks of one node, which has {size}",
-        ),
+        ShardingType.TABLE_ROW_WISE: of_one_node,
+        ShardingType.TABLE_COLUMN_WISE: of_one_node,
         ShardingType.GRID_SHARD: (
             len(ranks) % size == 0 and all(len(set(node)) == 1 for node in nodes),
             f"all ranks of some nodes, node by node; a node has {size}",
