@@ -87,7 +87,7 @@ def finite(
     return number
 
 
-def choice(subject: str, value: object, choices: type[_Choice]) -> _Choice:
+def choice(subject: str, value: object, choices: Iterable[_Choice]) -> _Choice:
     """A member of an enum, given as one, by its value, or by its name in any case.
 
     A member of another library's enum counts by its name.
@@ -95,7 +95,7 @@ def choice(subject: str, value: object, choices: type[_Choice]) -> _Choice:
     Args:
         subject: How errors call the value.
         value: What should be one.
-        choices: The enum.
+        choices: The enum, or some of its members.
 
     Raises:
         TypeError: It is neither a member nor text.
@@ -106,13 +106,12 @@ def choice(subject: str, value: object, choices: type[_Choice]) -> _Choice:
         >>> choice("pooling", "mean", PoolingMode).name
         'MEAN'
     """
-    if isinstance(value, choices):
-        return value
     text = value.name if isinstance(value, enum.Enum) else value
-    if isinstance(text, str):
-        for member in choices:
-            if text == member.value or text.upper() == member.name:
-                return member
+    for member in choices:
+        if value is member:
+            return member
+        if isinstance(text, str) and (text == member.value or text.upper() == member.name):
+            return member
     listed = f"one of {', '.join(str(member.value) for member in choices)}"
     if not isinstance(text, str):
         wrong_type(subject, listed, value)

@@ -20,7 +20,6 @@ __all__ = [
     "LateChecks",
     "are_bags_bad",
     "bad_id_message",
-    "check_ids",
     "find_bad_ids",
     "safe_lengths",
 ]
@@ -90,40 +89,6 @@ def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor
     return (indices < 0) | (indices >= limit_N)
 
 
-def check_ids(
-    indices: Tensor,
-    offsets: Tensor,
-    num_rows_per_feature: Tensor,
-    feature_names: Sequence[str],
-    table_names: Sequence[str],
-) -> None:
-    """Raise if any id does not fit its table. On a device this waits for the result.
-
-    Args:
-        indices: [N] int32 or int64.
-        offsets: [F * B + 1].
-        num_rows_per_feature: [F] int64 rows of the table that each feature reads.
-        feature_names: [F].
-        table_names: [F] the table each feature reads.
-
-    Raises:
-        IndexError: Naming feature, table, id, position and table size.
-
-    Example:
-        >>> check_ids(torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([3]), ["f"], ["t"])
-        Traceback (most recent call last):
-        ...
-        IndexError: Id 3 of feature 'f' is out of range for table 't' with 3 rows (position 0 ...
-    """
-    bad_N = find_bad_ids(indices, offsets, num_rows_per_feature)
-    if bool(bad_N.any()):
-        raise IndexError(
-            bad_id_message(
-                bad_N, indices, offsets, num_rows_per_feature, feature_names, table_names
-            )
-        )
-
-
 def bad_id_message(
     bad_N: Tensor,
     indices: Tensor,
@@ -135,12 +100,12 @@ def bad_id_message(
     """The text for the first of some bad ids; reads from the device.
 
     Args:
-        bad_N: [N] bool, at least one True.
-        indices: As for `check_ids`.
-        offsets: As for `check_ids`.
-        num_rows_per_feature: As for `check_ids`.
-        feature_names: As for `check_ids`.
-        table_names: As for `check_ids`.
+        bad_N: [N] bool, at least one True; see `find_bad_ids`.
+        indices: [N] int32 or int64.
+        offsets: [F * B + 1].
+        num_rows_per_feature: [F] int64 rows of the table that each feature reads.
+        feature_names: [F].
+        table_names: [F] the table each feature reads.
     """
     places = bad_N.nonzero().flatten()
     place = int(places[0])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recsys.kernels.bounds import check_ids
 from recsys.kernels.deferred import DeferredGradients
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
 from recsys.kernels.support import choose_backend
@@ -27,7 +26,7 @@ from recsys.kernels.types import (
     UpdateMode,
 )
 
-__all__ = ["TableBatchedEmbedding", "check_ids"]
+__all__ = ["TableBatchedEmbedding"]
 
 
 @final
@@ -122,11 +121,13 @@ class TableBatchedEmbedding:
         # Makes outputs require grad although no input does.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         # what a GradScaler must know: see `scaled_loss`
-        self._updates: TableUpdates | None = None
+        names = tuple(table.name for table in tables)
+        self._updates = {
+            UpdateMode.FUSED: TableUpdates(in_backward=names),
+            UpdateMode.DEFERRED: TableUpdates(kept=names),
+            UpdateMode.GRADIENT: TableUpdates(),
+        }[update_mode]
         if update_mode is not UpdateMode.GRADIENT:
-            names = tuple(table.name for table in tables)
-            fused = update_mode is UpdateMode.FUSED
-            self._updates = TableUpdates(in_backward=names) if fused else TableUpdates(kept=names)
             watch_grad_scaler()
 
     def _build_kernels(
@@ -200,7 +201,7 @@ class TableBatchedEmbedding:
         """Look up a batch.
 
         Args:
-            indices: [N] int32 or int64, in range (see `check_ids`), on the tables' device.
+            indices: [N] int32 or int64, in range (see `IdGuard`), on the tables' device.
             offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`.
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
             parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
@@ -331,8 +332,7 @@ class _Lookup(torch.autograd.Function):
         weights: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        if tbe._updates is not None:
-            ctx.metadata[TABLE_UPDATES] = tbe._updates
+        ctx.metadata[TABLE_UPDATES] = tbe._updates
         ctx.tbe, ctx.ids_of_tables = tbe, ids_of_tables
         ctx.save_for_backward(indices, offsets, weights)
         return tbe._looker.lookup(Batch(indices, offsets, weights))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -372,6 +372,14 @@ _ADAM_STATE: Mapping[str, StateKind] = {
 }
 _ROW_WISE_ADAM_STATE: Mapping[str, StateKind] = {**_ADAM_STATE, "exp_avg_sq": "row"}
 
+_LAMB = UpdateRule(
+    move=_move_by_lamb,
+    state=_ADAM_STATE,
+    settings=_ADAM_SETTINGS,
+    decay=_DECOUPLE,
+    reads_row=RowReads.NORMS,
+    update_copies=7,
+)
 UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
     EmbOptimType.SGD: UpdateRule(
         move=_move_by_sgd,
@@ -415,22 +423,8 @@ UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
         reads_row=RowReads.MOMENT,
         update_copies=4,
     ),
-    EmbOptimType.LAMB: UpdateRule(
-        move=_move_by_lamb,
-        state=_ADAM_STATE,
-        settings=_ADAM_SETTINGS,
-        decay=_DECOUPLE,
-        reads_row=RowReads.NORMS,
-        update_copies=7,
-    ),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: UpdateRule(
-        move=_move_by_lamb,
-        state=_ROW_WISE_ADAM_STATE,
-        settings=_ADAM_SETTINGS,
-        decay=_DECOUPLE,
-        reads_row=RowReads.NORMS,
-        update_copies=6,
-    ),
+    EmbOptimType.LAMB: _LAMB,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: replace(_LAMB, state=_ROW_WISE_ADAM_STATE, update_copies=6),
     EmbOptimType.LARS_SGD: UpdateRule(
         move=_move_by_lars_sgd,
         state={"momentum_buffer": "element"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ _hooks: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
 
 
 @final
+@dataclass(eq=False, repr=False)
 class AttachedOptimizer:
     """What one call of `apply_optimizer_in_backward` gave to its parameters.
 
@@ -43,7 +44,7 @@ class AttachedOptimizer:
 
     Args:
         optimizer_class: As given.
-        optimizer_kwargs: As given.
+        given: Its arguments.
         update_mode: As given.
         row_state: As given.
         stochastic_rounding: As given.
@@ -54,20 +55,15 @@ class AttachedOptimizer:
             `fused_optimizer`.
     """
 
-    def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        optimizer_kwargs: Mapping[str, Any],
-        update_mode: UpdateMode = UpdateMode.FUSED,
-        row_state: RowState = RowState.EXACT,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        self.optimizer_class = optimizer_class
-        self.given = optimizer_kwargs
-        self.param_groups: list[dict[str, Any]] = [dict(optimizer_kwargs)]
-        self.update_mode = update_mode
-        self.row_state = row_state
-        self.stochastic_rounding = stochastic_rounding
+    optimizer_class: type[Optimizer]
+    given: Mapping[str, Any]
+    update_mode: UpdateMode = UpdateMode.FUSED
+    row_state: RowState = RowState.EXACT
+    stochastic_rounding: bool = False
+    param_groups: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.param_groups = [dict(self.given)]
 
     def spec(self) -> OptimizerSpec:
         """The optimizer of an embedding table that carries this.

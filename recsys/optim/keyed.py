@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -66,14 +65,7 @@ class KeyedOptimizer(Optimizer):
         param_groups: Collection[dict[str, Any]],
     ) -> None:
         # torch.optim.Optimizer.__init__ would copy and re-group; the state here is someone else's.
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_state_dict_post_hooks = OrderedDict()
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._patch_step_function()
-        self.defaults: dict[str, Any] = {}
+        self.__setstate__({"defaults": {}})  # hooks alone
         self.params = params
         self.state = state  # type: ignore[assignment]
         self.param_groups = list(param_groups)
@@ -172,14 +164,21 @@ class KeyedOptimizer(Optimizer):
             ValueError: if a shape differs, or the parameter groups do not match.
             TypeError: if it is no state dict.
         """
-        state = self.state_dict()["state"]
         loaded = _loaded_state(state_dict)
-        _check_loaded(state, loaded)
-        for name, values in state.items():
-            for key, value in values.items():
-                _load_value(self.state[self.params[name]], key, value, loaded[name][key])
-        if "param_groups" in state_dict:
+        _check_loaded(self.state_dict()["state"], loaded)
+        if "param_groups" in state_dict:  # first: a warm-up then sets its rate
             self._load_param_groups(state_dict["param_groups"])
+        self._load_state(loaded)
+
+    @torch.no_grad()
+    def _load_state(self, loaded: Mapping[str, Any]) -> None:
+        for name, values in loaded.items():
+            own = self.state[self.params[name]]
+            for key, value in values.items():
+                if isinstance(own[key], Tensor):
+                    own[key].copy_(_to_tensor(value))
+                else:
+                    own[key] = value
         self.post_load_state_dict()
 
     def _load_param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -300,14 +299,6 @@ def _check_loaded(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
                 )
 
 
-def _load_value(holder: dict[str, Any], key: str, current: object, loaded: object) -> None:
-    if not isinstance(current, Tensor):
-        holder[key] = loaded
-        return
-    with torch.no_grad():
-        current.copy_(_to_tensor(loaded))
-
-
 def _to_tensor(value: object) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value)
 
@@ -402,21 +393,7 @@ class CombinedOptimizer(KeyedOptimizer):
             }
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has each optimizer load what is its own; nothing is loaded if something does not fit.
-
-        Args:
-            state_dict: as :meth:`state_dict` returns it.
-
-        Raises:
-            KeyError: if it lacks a parameter or a state that an optimizer has, or has more.
-            ValueError: if a shape differs, or the parameter groups do not match.
-            TypeError: if it is no state dict.
-        """
-        loaded = _loaded_state(state_dict)
-        _check_loaded(self.state_dict()["state"], loaded)
-        if "param_groups" in state_dict:  # first: a warm-up then sets its rate
-            self._load_param_groups(state_dict["param_groups"])
+    def _load_state(self, loaded: Mapping[str, Any]) -> None:
         for prefix, optim in self._optims:
             names = {name: self.prepend_opt_key(name, prefix) for name in _state_of(optim)}
             optim.load_state_dict({"state": {own: loaded[key] for own, key in names.items()}})

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, final
 
 from torch.optim import Optimizer
 
+from recsys.kernels.arguments import choice
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,
@@ -78,39 +78,28 @@ def to_update_mode(given: UpdateMode | str) -> UpdateMode:
     """The mode that a user names.
 
     Raises:
+        TypeError: It is neither a mode nor text.
         ValueError: Not one in which a table owns an optimizer.
 
     Example:
         >>> to_update_mode("deferred").name
         'DEFERRED'
     """
-    return _choose("update_mode", given, (UpdateMode.FUSED, UpdateMode.DEFERRED))
+    return choice("update_mode of a table", given, (UpdateMode.FUSED, UpdateMode.DEFERRED))
 
 
 def to_row_state(given: RowState | str) -> RowState:
     """The kind of row state that a user names.
 
     Raises:
+        TypeError: It is neither a kind nor text.
         ValueError: There is no such kind.
 
     Example:
         >>> to_row_state("per_shard").name
         'PER_SHARD'
     """
-    return _choose("row_state", given, tuple(RowState))
-
-
-_Choice = TypeVar("_Choice", bound=enum.Enum)
-
-
-def _choose(name: str, given: object, choices: Sequence[_Choice]) -> _Choice:
-    for choice in choices:
-        if given in (choice, choice.value):
-            return choice
-    raise ValueError(
-        f"{name} of a table must be one of {', '.join(repr(c.value) for c in choices)}; received "
-        f"{given!r}."
-    )
+    return choice("row_state of a table", given, RowState)
 
 
 _Meaning: TypeAlias = tuple[EmbOptimType, WeightDecayMode]

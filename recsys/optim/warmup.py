@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, final
 
 import torch
@@ -40,6 +40,14 @@ class WarmupPolicy(enum.Enum):
     """From 1 down to ``value`` along a cosine, anew every ``sgdr_period`` steps."""
     INTERPOLATE = "interpolate"
     """From ``value`` at ``start_interpolating_iters`` to ``end_value`` at ``max_iters``."""
+
+
+_LEAST_NUMBERS = {
+    "max_iters": 1,
+    "decay_iters": -1,
+    "sgdr_period": 1,
+    "start_interpolating_iters": 0,
+}
 
 
 @final
@@ -78,17 +86,14 @@ class WarmupStage:
 
     def __post_init__(self) -> None:
         self.policy = choice("WarmupStage.policy", self.policy, WarmupPolicy)
-        self.max_iters = whole("WarmupStage.max_iters", self.max_iters)
-        self.sgdr_period = whole("WarmupStage.sgdr_period", self.sgdr_period)
-        self.decay_iters = whole("WarmupStage.decay_iters", self.decay_iters, least=-1)
-        self.value = finite("WarmupStage.value", self.value)
-        self.lr_scale = finite("WarmupStage.lr_scale", self.lr_scale)
-        if self.start_interpolating_iters is not None:
-            self.start_interpolating_iters = whole(
-                "WarmupStage.start_interpolating_iters", self.start_interpolating_iters, least=0
-            )
-        if self.end_value is not None:
-            self.end_value = finite("WarmupStage.end_value", self.end_value)
+        for each in fields(self):
+            value, subject = getattr(self, each.name), f"WarmupStage.{each.name}"
+            if value is None and each.default is None:
+                continue
+            if each.name in _LEAST_NUMBERS:
+                setattr(self, each.name, whole(subject, value, _LEAST_NUMBERS[each.name]))
+            elif each.name != "policy":
+                setattr(self, each.name, finite(subject, value))
         if self.policy is WarmupPolicy.INTERPOLATE:
             if self.start_interpolating_iters is None or self.end_value is None:
                 raise ValueError(

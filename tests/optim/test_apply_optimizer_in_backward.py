@@ -112,6 +112,6 @@ def test_modes_of_tables_mean_nothing_to_other_parameters(modes: dict[str, Any])
 
 def test_unknown_modes_raise_at_once() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="one of 'fused', 'deferred'; received 'lazy'"):
+    with pytest.raises(ValueError, match="one of fused, deferred; received 'lazy'"):
         apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 1.0}, update_mode="lazy")
     assert attached_optimizer(parameter) is None

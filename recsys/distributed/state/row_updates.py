@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -228,19 +229,14 @@ class DeferredUpdates:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Replicas:
     """Replicated tables of one lookup, and the gradients of all ranks that they hold."""
 
-    def __init__(
-        self,
-        settings: GroupSettings,
-        kernel: TableBatchedEmbedding,
-        parameters: list[nn.Parameter],
-    ) -> None:
-        self.settings = settings
-        self.kernel = kernel
-        self.parameters = parameters
-        self.held: list[Tensor] | None = None
+    settings: GroupSettings
+    kernel: TableBatchedEmbedding
+    parameters: list[nn.Parameter]
+    held: list[Tensor] | None = None
 
     def receive(self, gradients: list[Tensor]) -> None:
         """Takes the gradients of all ranks, as ``take_dense`` has them."""

@@ -725,9 +725,9 @@ def test_the_optimizer_of_a_collection_prints_its_rate() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"update_mode": "later"}, "one of 'fused', 'deferred'; received 'later'"),
-        ({"update_mode": UpdateMode.GRADIENT}, "one of 'fused', 'deferred'"),
-        ({"row_state": "exactly"}, "one of 'exact', 'per_shard'; received 'exactly'"),
+        ({"update_mode": "later"}, "one of fused, deferred; received 'later'"),
+        ({"update_mode": UpdateMode.GRADIENT}, "one of fused, deferred"),
+        ({"row_state": "exactly"}, "one of exact, per_shard; received 'exactly'"),
         ({"rounding": True}, r"settings that no optimizer reads: \['rounding'\]"),
     ],
 )
