@@ -8,19 +8,16 @@ from typing import Any, ClassVar, final
 import torch
 
 from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs, codecs_for
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder
-from recsys.distributed.stages.awaitable import LazyAwaitable
-from recsys.distributed.stages.batch_segments import BatchCutter
-from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.sequence_dist import SequenceDist
-from recsys.modules.eager import eager_under_compile
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
-from recsys.sparse import JaggedTensor, KeyedJaggedTensor
-from recsys.sparse.features import FeatureViews
+from recsys.sparse import JaggedTensor
 
 
 @final
@@ -33,7 +30,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """An :class:`~recsys.modules.embedding_modules.EmbeddingCollection` placed on many ranks.
 
     Its output, gradients, weights and state dict are those of the unsharded collection, whatever
-    the plan. Every rank calls it with its own batch, also when that batch is empty.
+    the plan. Every rank calls it with its own batch, also when that batch is empty; its features
+    may have different numbers of samples. The output is pending, by feature ("feature@table" if
+    several tables read it): values ``[ids of the feature, D]`` of the plan's ``output_dtype``, fp32
+    if it names none, the feature's lengths, and its ids as weights if asked for.
 
     Args:
         module: the collection to place.
@@ -50,6 +50,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """
 
     tables_name: ClassVar[str] = "embeddings"
+    output_type = EmbeddingCollectionAwaitable
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if isinstance(module, ShardedEmbeddingCollection):
             self._use_index_dedup = module._use_index_dedup
 
-    def _new_cutter(self, features: Sequence[str]) -> BatchCutter:
-        return BatchCutter(
+    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
+        return InputDist(
             self._layout,
             features,
-            False,
+            self._env,
             self._device,
             self._bounds_check_mode,
             pooled=False,
@@ -90,75 +91,17 @@ class ShardedEmbeddingCollection(ShardedCollection):
             owner=type(self).__name__,
         )
 
-    def _new_output_dist(self) -> SequenceDist:
+    def _new_output_dist(self, features: Sequence[str], names: list[str]) -> SequenceDist:
         return SequenceDist(
             self._layout,
             self._env,
             self._device,
-            self._finisher.schedule,
+            self._finisher.backward,
             codecs_for(self._qcomm_codecs_registry, *SEQUENCE_OPS),
-            self._finisher.table_updates,
+            names,
+            self._output_dtype,
+            need_indices=self._need_indices,
         )
-
-    def compute_and_output_dist(self, trip: Trip) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Looks up the ids and starts sending the embeddings back."""
-        route = trip.route
-        assert route is not None
-        self._finisher.forget_failed_backward()
-        wait = self._output_dist.start(
-            self._lookups.forward(trip.lookups),
-            self._replicas.forward(trip.replicas),
-            route,
-            self._trains and torch.is_grad_enabled(),
-        )
-
-        def finish() -> dict[str, JaggedTensor]:
-            rows, order = wait(), self._output_dist.slot_order
-            if route.inverse is not None:
-                rows, order = self._output_dist.repeat(rows, route, route.inverse), None
-            if rows.dtype is not self._output_dtype:
-                rows = rows.to(self._output_dtype)
-            features = trip.features
-            slots, strides = route.slot_keys, features.stride_per_key()
-            lengths = features.lengths().split_with_sizes(strides)
-            indices = None
-            sizes = route.key_counts[slots].tolist()
-            if self._need_indices:
-                parts = features.values().split(route.key_counts.tolist())
-                indices = torch.cat([parts[k] for k in slots])
-            views = FeatureViews(
-                rows,
-                indices,
-                torch.cat([lengths[k] for k in slots]),
-                sizes,
-                [strides[k] for k in slots],
-                order,
-            )
-            return JaggedTensor.from_views(self._names, views)
-
-        return EmbeddingCollectionAwaitable(finish)
-
-    @eager_under_compile
-    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Looks up this rank's batch.
-
-        Args:
-            features: int32 or int64 ids of this rank's samples, with every feature the tables
-                read; features may have different numbers of samples.
-
-        Returns:
-            Pending, by feature ("feature@table" if several tables read it): values
-            ``[ids of the feature, D]`` of the plan's ``output_dtype``, fp32 if it names none, the
-            feature's lengths, and its ids as weights if asked for.
-
-        Raises:
-            IndexError: on every rank, if an id on any rank lies outside its table.
-            KeyError: on every rank, if a batch lacks a feature.
-            TypeError: on every rank, if a rank's features are no KeyedJaggedTensor or ids are not
-                integers.
-            ValueError: on every rank, if lengths or offsets of a rank do not fit.
-        """
-        return self.compute_and_output_dist(self._trip(features))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configuration of each table."""

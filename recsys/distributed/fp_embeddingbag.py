@@ -17,10 +17,10 @@ from recsys.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ModuleSharder
-from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor

@@ -17,6 +17,7 @@ from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import (
@@ -38,7 +39,6 @@ from recsys.distributed.sharder import (
     copy_around_sharded,
     refuse_to_pickle,
 )
-from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.train_pipeline.ahead import InputsAhead
 from recsys.kernels.arguments import wrong_type
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
-from recsys.distributed.stages.awaitable import LazyAwaitable
 from recsys.distributed.state.table_shards import TableShards
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -28,20 +28,20 @@ from recsys.distributed.placement.plan import (
 from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
 from recsys.distributed.ranks.agreement import in_words, stable
-from recsys.distributed.ranks.comm import together
+from recsys.distributed.ranks.comm import LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
-from recsys.distributed.stages.batch_segments import BatchCutter
 from recsys.distributed.stages.input_dist import InputDist, Trip
-from recsys.distributed.stages.lookup import GroupSettings, Lookups, needs_one_width
+from recsys.distributed.stages.lookup import GroupSettings, build_lookups, needs_one_width
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.distributed.state.table_shards import TableShards, load_tables
 from recsys.kernels.arguments import setting
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
+from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_tables import TableCollection, TableDict
 from recsys.optim.apply_optimizer_in_backward import (
@@ -80,6 +80,8 @@ class ShardedCollection(ShardedModule):
 
     tables_name: ClassVar[str]
     """The attribute that holds the tables, as in the unsharded collection."""
+    output_type: ClassVar[type[LazyAwaitable[Any]]]
+    """What :meth:`forward` returns."""
 
     def __init__(
         self,
@@ -166,10 +168,10 @@ class ShardedCollection(ShardedModule):
     def _adopt(self, module: Any) -> None:
         """Takes over the settings of the given module, or of a sharded one that is copied."""
 
-    def _new_cutter(self, features: Sequence[str]) -> BatchCutter:
+    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
         raise NotImplementedError
 
-    def _new_output_dist(self) -> Any:
+    def _new_output_dist(self, features: Sequence[str], names: list[str]) -> Any:
         raise NotImplementedError
 
     def _build(self, options: Sequence[_TableOptions]) -> None:
@@ -185,17 +187,21 @@ class ShardedCollection(ShardedModule):
             self._needs_one_width,
         )
         self._layout = layout
-        self._input_dist = InputDist(self._new_cutter(features), env)
-        self._lookups = Lookups(layout.groups[env.rank], layout.tables, device, env.world_size)
-        self._replicas = Lookups(layout.replica_groups, layout.tables, device, replicated=True)
+        self._input_dist = self._new_input_dist(features)
+        own = layout.groups[env.rank]
+        self._lookups = build_lookups(own, layout.tables, device, env.world_size)
+        self._replicas = build_lookups(
+            layout.replica_groups, layout.tables, device, replicated=True
+        )
         self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
-        self._output_dist = self._new_output_dist()
+        names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
+        self._output_dist = self._new_output_dist(features, names)
         self._trains = any(option.requires_grad for option in options)
-        self._names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
         tables = TableDict()
         shards: list[list[Any]] = [[] for _ in layout.tables]
-        for shard in (*self._lookups.shards(), *self._replicas.shards()):
-            shards[shard.table].append(shard)
+        for lookup in (*self._lookups, *self._replicas):
+            for shard in lookup.shards():
+                shards[shard.table].append(shard)
         for index, (config, option) in enumerate(zip(self._configs, options, strict=True)):
             table = TableShards(layout.tables[index], option.dtype, device, env, shards[index])
             tables[config.name] = table
@@ -282,11 +288,44 @@ class ShardedCollection(ShardedModule):
         """The stage that sends ids to the ranks that own their rows."""
         return self._input_dist
 
-    def _trip(self, features: KeyedJaggedTensor) -> Trip:
-        """Returns a batch's trip with the ids this rank looks up; it may have started ahead."""
+    def compute_and_output_dist(self, trip: Trip) -> LazyAwaitable[Any]:
+        """Looks up the ids and starts sending the embeddings back."""
+        if self._finisher.under_way:
+            self._finisher.forget_failed_backward()
+        lookups = (
+            lookup.kernel.forward(*bags[:3], lookup.parameters, bags.ids_of_tables)
+            for lookup, bags in zip(self._lookups, trip.lookups, strict=True)
+        )
+        replicas = []
+        for lookup, bags in zip(self._replicas, trip.replicas, strict=True):
+            replicas.append(lookup.kernel.forward(*bags[:3], lookup.parameters))
+        trains = self._trains and torch.is_grad_enabled()
+        return self.output_type(self._output_dist.start(trip, lookups, replicas, trains))
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
+        """Looks up this rank's batch.
+
+        Args:
+            features: int32 or int64 ids of this rank's samples, with every feature the tables read.
+
+        Returns:
+            What the unsharded collection returns, pending.
+
+        Raises:
+            IndexError: on every rank, if an id on any rank lies outside its table.
+            KeyError: on every rank, if a batch lacks a feature.
+            TypeError: on every rank, if a rank's features are no KeyedJaggedTensor or ids are not
+                integers.
+            ValueError: on every rank, if lengths, offsets, weights or inverse indices of a rank
+                do not fit.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return run_eagerly(self, features)  # type: ignore[no-any-return]
         ask = started_ahead.get()
         trip = None if ask is None else ask(self, features)
-        return (trip or self.input_dist(features).send()).ids()
+        if trip is None:  # else it has started ahead
+            trip = self.input_dist(features).send()
+        return self.compute_and_output_dist(trip.ids())
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -305,9 +344,7 @@ class ShardedCollection(ShardedModule):
 
     def extra_repr(self) -> str:
         """Shows the lookups of this rank and why each runs on its backend."""
-        return "\n".join(
-            repr(kernel) for kernel in (*self._lookups.kernels, *self._replicas.kernels)
-        )
+        return "\n".join(repr(lookup.kernel) for lookup in (*self._lookups, *self._replicas))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, device=self._device))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-C = TypeVar("C", bound=Callable[..., Any])
+from torch import nn
 
 REASON = (
     "a collection of embedding tables runs eagerly: the host reads how many ids a batch has, and "
@@ -16,31 +13,18 @@ REASON = (
 )
 
 
-def eager_under_compile(forward: C) -> C:
-    """Makes a module's forward pass one named graph break under ``torch.compile``.
+def _run(collection: nn.Module, features: Any) -> Any:
+    output = collection.forward(features)
+    output = output.wait() if hasattr(type(output), "wait") else output
+    if isinstance(output, dict):  # of jagged tensors, which are cut when they are first read
+        for jagged in output.values():
+            jagged.values(), jagged.lengths()
+    return output
 
-    The dense parts before and after it are compiled. A pending output is awaited, as what follows
-    needs tensors to trace.
 
-    Args:
-        forward: the forward pass of a collection.
-    """
+run_eagerly: Any = torch.compiler.disable(_run, reason=REASON)
+"""Runs a collection's forward pass as one named graph break under ``torch.compile``.
 
-    @functools.wraps(forward)
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output = output.wait() if hasattr(type(output), "wait") else output
-        if isinstance(output, dict):  # of jagged tensors, which are cut when they are first read
-            for jagged in output.values():
-                jagged.values(), jagged.lengths()
-        return output
-
-    eager: Any = torch.compiler.disable(whole, reason=REASON)
-
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return eager(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+The dense parts before and after it are compiled. A pending output is awaited, as what follows needs
+tensors to trace.
+"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.eager import eager_under_compile
+from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
@@ -93,7 +93,6 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         self.embedding_bags = self._new_tables()
         self._fill()
 
-    @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
 
@@ -113,6 +112,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
                 they are needed.
             IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
         """
+        if torch.compiler.is_dynamo_compiling():
+            return run_eagerly(self, features)  # type: ignore[no-any-return]
         if self.device.type == "meta" and is_on_meta(features):
             size = features.stride(), sum(self._dims)
             return KeyedTensor.from_parts(self._names, self._dims, torch.empty(size, device="meta"))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from recsys.kernels.types import BoundsCheckMode, PoolingMode
-from recsys.modules.eager import eager_under_compile
+from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import is_on_meta
 from recsys.modules.embedding_interfaces import (
@@ -76,7 +76,6 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         self.embeddings = self._new_tables()
         self._fill()
 
-    @eager_under_compile
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch.
 
@@ -95,6 +94,8 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             ValueError: The batch is on another device.
             IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
         """
+        if torch.compiler.is_dynamo_compiling():
+            return run_eagerly(self, features)  # type: ignore[no-any-return]
         if self.device.type == "meta" and is_on_meta(features):
             return self._on_meta(features)
         groups = self._groups()

@@ -86,19 +86,17 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         _instead("sparse.validate:check_inverse_contents", _nothing)
     ],
     "features are looked at": lambda: [
-        _instead("distributed.stages.batch_segments:check_features", _nothing),
+        _instead("distributed.stages.input_dist:check_features", _nothing),
         _instead("modules.embedding_tables:check_features", _nothing),
     ],
     "ids are checked": lambda: [
-        _instead("distributed.stages.batch_segments:BatchCutter._find_bad_ids", _nothing)
+        _instead("distributed.stages.input_dist:InputDist._find_bad_ids", _nothing)
     ],
     "ranks agree on what they build": lambda: [
         _instead("distributed.ranks.construction:agree", _do_not_compare)
     ],
     "narrow tables are laid out": lambda: [
-        _rewritten(
-            "distributed.stages.output_dist:_PooledExchange._outgoing", "reshape(-1)", "view(-1)"
-        )
+        _rewritten("distributed.stages.output_dist:_PooledExchange.send", "reshape(-1)", "view(-1)")
     ],
     "numbers of configs are whole": lambda: [
         _instead("modules.embedding_configs:whole", _as_given)

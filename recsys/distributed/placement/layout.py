@@ -186,7 +186,7 @@ class LookupGroup:
     """One lookup of one rank: its rectangles and, per stream, which of them serves it.
 
     ``streams`` is the stretch of the rank's streams that this lookup reads, ``width`` its output
-    columns, of which the last ``node_width`` are added up within the node before they travel.
+    columns, which are added up within the node before they travel where ``in_node``.
     """
 
     key: Hashable
@@ -195,7 +195,7 @@ class LookupGroup:
     feature_table_map: tuple[int, ...]
     streams: range
     width: int
-    node_width: int
+    in_node: bool = False
 
 
 @final
@@ -323,7 +323,8 @@ def build_layout(
         for rect in table.rects or [table.whole]:
             width = rect.num_cols if is_apart else 0
             block = block_of.get(rect.row_start, 0)
-            order = (group, width, index in in_node, index, block, rect.col_start)
+            # what takes two hops is looked up first
+            order = (index not in in_node, group, width, index, block, rect.col_start)
             (owned[rect.rank] if table.rects else replicated).append((order, rect))
     per_rank = [_plan_lookups(tables, sources, parts) for parts in owned]
     replica_groups, replica_streams, _ = _plan_lookups(tables, sources, replicated)
@@ -374,10 +375,10 @@ class _Source(NamedTuple):
     step: int  # from there to the next block's
 
 
-_Part: TypeAlias = tuple[tuple[int, int, bool, int, int, int], Rect]
+_Part: TypeAlias = tuple[tuple[bool, int, int, int, int, int], Rect]
 """A rectangle, after what sorts those of a rank into lookups, and these into the module's order:
-number and width of its lookup, whether its sums are added up in the node, the number of its table,
-its row block, its first column."""
+whether its sums travel in one hop, number and width of its lookup, the number of its table, its row
+block, its first column."""
 
 
 def _plan_lookups(
@@ -387,20 +388,20 @@ def _plan_lookups(
     streams: list[Stream] = []
     segments: list[int] = []
     groups: list[LookupGroup] = []
-    for _, group in groupby(sorted(owned, key=itemgetter(0)), key=lambda part: part[0][:2]):
+    for (is_flat, *_), group in groupby(
+        sorted(owned, key=itemgetter(0)), key=lambda part: part[0][:3]
+    ):
         parts = list(group)
         first = len(streams)
         feature_table_map: list[int] = []
-        width = node_width = 0
-        for local, ((_, _, in_node, index, block, _), rect) in enumerate(parts):
+        width = 0
+        for local, ((*_, index, block, _), rect) in enumerate(parts):
             for slot, col, segment, step in sources[index]:
                 cols = (col + rect.col_start, col + rect.col_end)
                 streams.append(Stream(slot=slot, rect=rect, cols=cols))
                 segments.append(segment + block * step)
                 feature_table_map.append(local)
-            columns = rect.num_cols * len(sources[index])
-            width += columns
-            node_width += columns if in_node else 0
+            width += rect.num_cols * len(sources[index])
         numbers = tuple(order[3] for order, _ in parts)
         groups.append(
             LookupGroup(
@@ -410,7 +411,7 @@ def _plan_lookups(
                 feature_table_map=tuple(feature_table_map),
                 streams=range(first, len(streams)),
                 width=width,
-                node_width=node_width,
+                in_node=not is_flat,
             )
         )
     return tuple(groups), tuple(streams), tuple(segments)

@@ -90,22 +90,19 @@ class WireFormat:
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
 
     @property
-    def is_exact(self) -> bool:
-        """Whether values travel as they are."""
-        return self.precision is CommType.FP32
-
-    @property
     def bytes_per_value(self) -> float:
         """Bytes that a value takes on its way, its share of a scale included."""
         if self.precision in _CASTS:
             return _CASTS[self.precision].itemsize
         return 1 + _SCALE_BYTES / (self.block or _MIN_BLOCK)
 
-    def fitted(self, chunk: int) -> WireFormat:
+    def fitted(self, chunk: int) -> WireFormat | None:
         """Returns the format whose blocks fit values that come in multiples of ``chunk``.
 
-        A block that was chosen is kept.
+        A block that was chosen is kept. None: values travel as they are.
         """
+        if self.precision is CommType.FP32:
+            return None
         return self if self.block else replace(self, block=chunk * -(-_MIN_BLOCK // chunk))
 
     def encoded_sizes(self, sizes: Sequence[int]) -> list[int]:
@@ -201,9 +198,9 @@ class QuantizedCommCodecs(NamedTuple):
     forward: WireFormat = EXACT
     backward: WireFormat = EXACT
 
-    def fitted(self, chunk: int) -> QuantizedCommCodecs:
+    def fitted(self, chunk: int) -> tuple[WireFormat | None, WireFormat | None]:
         """Returns the formats whose blocks fit values that come in multiples of ``chunk``."""
-        return QuantizedCommCodecs(*(wire.fitted(chunk) for wire in self))
+        return self.forward.fitted(chunk), self.backward.fitted(chunk)
 
 
 @final

@@ -6,36 +6,48 @@ reads it, which is the one device-to-host read of the stage. The *payload* is on
 words: the lengths, the ids and, for weighted features, the bits of the weights. Both ends build
 and take apart the payload with one segment permutation.
 
-Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``G`` segments (see
-``layout``), ``S`` streams of this rank, ``R`` ranks, ``T`` samples of all ranks, ``N`` ids.
+What travels are segments: whole features, or the parts of features whose ids fall in one block of
+rows of a row-split table (see ``layout``).
+
+Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``G`` segments, ``S``
+streams of this rank, ``R`` ranks, ``T`` samples of all ranks, ``N`` ids.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import LookupGroup
+from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.stages.batch_segments import BatchCutter, Segments
-from recsys.distributed.stages.id_routes import (
+from recsys.distributed.stages.bags import (
+    BatchBags,
+    bags_of,
+    joined,
+    keep_distinct,
+    smallest_table,
+    with_one_batch_size,
+)
+from recsys.distributed.stages.routes import (
     BATCH,
     COUNTS,
     FLAG,
-    IdRoute,
+    Routes,
+    SplitRound,
+    build_routes,
     index_tensor,
     lookup_order,
 )
-from recsys.distributed.stages.weight_gradients import WeightRoute, carry_weights
 from recsys.kernels import ops
+from recsys.kernels.bounds import bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.embedding_inputs import check_features, safe_features
 from recsys.sparse import KeyedJaggedTensor
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, and
@@ -73,17 +85,17 @@ class LastBatches:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bags:
-    """What one lookup reads: ``indices [N]``, ``offsets [F*T+1]``, ``weights [N]`` or None.
-
-    ``stream_ids`` are the ids of each stream of the lookup, of all ranks; None for replicas.
-    """
+class Bags(NamedTuple):
+    """What one lookup reads."""
 
     indices: Tensor
+    """``[N]``."""
     offsets: Tensor
+    """``[F*T+1]``."""
     weights: Tensor | None
-    stream_ids: np.ndarray | None = None
+    """``[N]``, or None."""
+    ids_of_tables: list[int] | None = None
+    """Ids that read each table, on a device, where the host knows them; else None."""
 
 
 @final
@@ -91,16 +103,33 @@ class InputDist:
     """Sends ids to their owners.
 
     Args:
-        cutter: cuts this rank's batches.
+        layout: the compiled placement.
+        feature_names: the module's distinct features, in the layout's numbering.
         env: the ranks.
+        device: where batches and tables are.
+        mode: what to do with an id outside its table.
+        is_weighted: whether the features carry weights.
+        pooled: whether embeddings are pooled bag by bag; else they return to their ids.
+        distinct: whether each id of a feature travels once (not with ``pooled``).
+        owner: who looks up, for messages.
     """
 
-    def __init__(self, cutter: BatchCutter, env: ShardingEnv) -> None:
-        self.cutter = cutter
-        self.env = env
-        self.layout = layout = cutter.layout
-        self.device = device = cutter.device
-        self.is_weighted = is_weighted = cutter.is_weighted
+    def __init__(
+        self,
+        layout: Layout,
+        feature_names: Sequence[str],
+        env: ShardingEnv,
+        device: torch.device,
+        mode: BoundsCheckMode,
+        *,
+        is_weighted: bool = False,
+        pooled: bool = True,
+        distinct: bool = False,
+        owner: str = "A sharded collection",
+    ) -> None:
+        self.layout, self.feature_names, self.env = layout, tuple(feature_names), env
+        self.device, self.mode, self.owner = device, mode, owner
+        self.is_weighted, self.pooled, self.distinct = is_weighted, pooled, distinct
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.header_width = self.num_streams + COUNTS  # words that each rank sends this one
@@ -109,143 +138,231 @@ class InputDist:
         narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
         self._word = torch.int32 if narrow else torch.int64
         self._weight_word = torch.float32 if narrow else torch.float64
-        reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=cutter.pooled)
+        reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=pooled)
         self.by_rank = index_tensor(np.argsort(reading), device)
         # payload of one source rank: lengths, ids, weights, each [S]; wanted: each as it is read
-        parts = 3 if is_weighted else 2
-        order = np.arange(env.world_size * parts * self.num_streams).reshape(
-            env.world_size, parts, self.num_streams
+        self.num_parts = 3 if is_weighted else 2
+        order = np.arange(env.world_size * self.num_parts * self.num_streams).reshape(
+            env.world_size, self.num_parts, self.num_streams
         )
-        by_part = order.transpose(1, 0, 2).reshape(parts, -1)
-        self._unpack = index_tensor(by_part[:, reading].reshape(-1), device)
+        by_part = order.transpose(1, 0, 2).reshape(self.num_parts, -1)
+        self._unpack_order = index_tensor(by_part[:, reading].reshape(-1), device)
         counts = np.arange(COUNTS, COUNTS + self.num_streams)
         self._recv_lengths = index_tensor(
-            np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (parts - 1))]), device
+            np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (self.num_parts - 1))]),
+            device,
         )
+        self._keys: list[str] | None = None
+        self._routes: Routes
 
     def start(self, features: KeyedJaggedTensor) -> Trip:
-        """Checks the batch, cuts it into segments, and starts the header exchange."""
-        (trip,) = start_together([(self, features)])
+        """Checks the batch, takes it apart into segments, and starts the header exchange."""
+        return start_together([(self, features)])[0]
+
+    def prepare(self, features: KeyedJaggedTensor | Exception) -> Trip:
+        """Checks a batch and takes it apart.
+
+        An error is noted in the trip: every rank hears of it, and raises it from the header. So are
+        bad ids and, on a device, bad lengths.
+
+        Args:
+            features: the batch; or why there is none.
+        """
+        trip = Trip(self, features)
+        try:
+            if self.last_batches is not None and self.last_batches.error is not None:
+                raise self.last_batches.error
+            if isinstance(features, Exception):
+                raise features
+            self._take_apart(trip, self._checked(trip, features))
+        except Exception as error:
+            trip.error = error
         return trip
 
-    def cut(self, features: KeyedJaggedTensor | Exception) -> Segments | Exception:
-        """Checks and cuts a batch; every rank hears of an error, which raises from the header."""
-        if self.last_batches is not None and self.last_batches.error is not None:
-            return self.last_batches.error
-        try:
-            return self.cutter.cut(features)
-        except Exception as error:
-            return error
+    def _checked(self, trip: Trip, features: KeyedJaggedTensor) -> BatchBags:
+        """Returns a batch's bags, with one batch size, id 0 in place of bad ones."""
+        check_features(
+            features,
+            self.owner,
+            self.device,
+            is_pooled=self.pooled,
+            is_weighted=self.is_weighted,
+        )
+        keys = features.keys()
+        if keys != self._keys:
+            num_padding = 1 if self.distinct else 0
+            self._routes = build_routes(
+                self.layout, self.feature_names, keys, self.is_weighted, self.device, num_padding
+            )
+            self._keys = list(keys)
+        routes = trip.routes = self._routes
+        if self.device.type != "cpu":  # there check_features has raised
+            features, trip.is_bad = safe_features(features)
+        bags = trip.checked = bags_of(features)
+        if features.variable_stride_per_key():
+            bags = trip.checked = with_one_batch_size(bags, features.stride_per_key())
+        bad_N = self._find_bad_ids(bags, routes)
+        if bad_N is None:
+            return bags
+        # no table has these: the batch can be taken apart, and nothing foreign is read
+        bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
+        if routes.unread is not None:  # whatever ids a feature has that no table reads
+            bad_N &= ~routes.unread.repeat_interleave(
+                bags.ids_per_key(len(keys)), output_size=bad_N.numel()
+            )
+        trip.bad_N = bad_N
+        return bags
 
-    def header_of(self, batch: Segments | Exception) -> Tensor:
+    def _find_bad_ids(self, bags: BatchBags, routes: Routes) -> Tensor | None:
+        """Returns ``[N]`` bool for ids outside their table; None: certainly none."""
+        if self.mode is BoundsCheckMode.NONE or not bags.values.numel():
+            return None
+        if bags.values.is_cpu:
+            low, high = torch.aminmax(bags.values)
+            if low >= 0 and high < routes.min_rows:
+                return None
+        return find_bad_ids(bags.values, bags.offsets, routes.check_rows)
+
+    def _take_apart(self, trip: Trip, bags: BatchBags) -> None:
+        """Notes a batch's segments in its trip."""
+        routes, num_keys = trip.routes, len(self._keys or ())
+        if self.distinct:
+            trip.own_counts = bags.ids_per_key(num_keys)
+            bags, trip.inverse = keep_distinct(bags, num_keys)
+        elif not self.pooled:  # bags do not matter: each feature is one
+            bags = bags.one_per_key(num_keys)
+        trip.bags, trip.batch_size = bags, bags.batch_size
+        weights_N = None
+        if self.is_weighted:
+            assert bags.weights is not None
+            weights_N = bags.weights.detach()
+            trip.weights_need_grad = torch.is_grad_enabled() and bags.weights.requires_grad
+        places_N = None
+        if trip.weights_need_grad or not self.pooled:
+            places_N = torch.arange(bags.values.numel(), device=self.device)
+        counts = [bags.ids_per_key(routes.num_keys)]
+        if routes.use_raw:
+            trip.add_segments(bags.lengths, bags.values, weights_N, places_N)
+        if routes.split_keys is not None:
+            lengths_KB = bags.lengths.view(routes.num_keys, trip.batch_size)
+            trip.bag_counts = lengths_KB.index_select(0, routes.split_keys)
+            for round_ in routes.rounds:
+                lengths = self._bucketize(trip, round_, lengths_KB, weights_N, places_N)
+                counts.append(lengths.view(round_.num_blocks, trip.batch_size).sum(1))
+        trip.counts = torch.cat([c.long() for c in counts])
+
+    def _bucketize(
+        self,
+        trip: Trip,
+        round_: SplitRound,
+        lengths_KB: Tensor,
+        weights_N: Tensor | None,
+        places_N: Tensor | None,
+    ) -> Tensor:
+        """Adds the segments of one round to the trip; returns its blocks' bag lengths."""
+        lengths_F, values_N = lengths_KB.flatten(), trip.bags.values
+        if round_.select is not None:
+            lengths_FB, values_N, weights_N = ops.permute_2d(
+                round_.select, lengths_KB, values_N, weights_N
+            )
+            lengths_F = lengths_FB.flatten()
+            if places_N is not None:
+                _, places_N, _ = ops.permute_2d(round_.select, lengths_KB, places_N)
+        if values_N.dtype not in round_.blocks:  # int32 ids of a table beyond int32
+            values_N = values_N.long()
+        block_sizes, boundaries = round_.blocks[values_N.dtype]
+        lengths, values, weights, moved_to = ops.block_bucketize(
+            lengths_F,
+            values_N,
+            weights_N,
+            block_sizes,
+            self.layout.num_buckets,
+            boundaries,
+            return_positions=places_N is not None,
+        )
+        if places_N is not None:
+            assert moved_to is not None
+            places_N = torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N)
+        trip.add_segments(lengths, values, weights, places_N)
+        return lengths
+
+    def header_of(self, trip: Trip) -> Tensor:
         """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
-        if isinstance(batch, Exception):
+        if trip.error is not None:
             total = sum(self.header_sizes)
             return torch.full((total,), _FAILED, dtype=torch.int64, device=self.device)
-        flag = _WEIGHTS_NEED_GRAD if batch.weights_need_grad else 0
+        flag = _WEIGHTS_NEED_GRAD if trip.weights_need_grad else 0
         if self.last_batches is not None and self.last_batches.is_last:
             flag |= _IS_LAST
-        head = ops.upload([flag, batch.batch_size], self.device)
-        if batch.bad_N is not None:
-            mode = self.cutter.mode
+        head = ops.upload([flag, trip.batch_size], self.device)
+        if trip.bad_N is not None:
             # what is an error here must be one on all ranks
-            fails = mode is BoundsCheckMode.FATAL or (
-                mode is BoundsCheckMode.WARNING and _warnings_raise()
+            fails = self.mode is BoundsCheckMode.FATAL or (
+                self.mode is BoundsCheckMode.WARNING and _warnings_raise()
             )
-            head[FLAG] |= batch.bad_N.any() * (_FAILED if fails else _WARNED)
-        if batch.is_bad is not None:
-            head[FLAG] |= batch.is_bad * _FAILED
-        return torch.cat([head, batch.counts_G])[batch.routes.header]
+            head[FLAG] |= trip.bad_N.any() * (_FAILED if fails else _WARNED)
+        if trip.is_bad is not None:
+            head[FLAG] |= trip.is_bad * _FAILED
+        return torch.cat([head, trip.counts])[trip.routes.header]
 
-    def payload_of(self, batch: Segments, total: int) -> Tensor:
+    def payload_of(self, trip: Trip, total: int) -> Tensor:
         """Builds the payload ``[total]``: per destination its lengths, ids and weights."""
-        counts = batch.counts_G if batch.routes.use_raw else batch.counts_G[batch.routes.num_keys :]
-        words = sum(t.numel() for t in (*batch.lengths, *batch.values, *batch.weights))
-        source = torch.empty(words, dtype=self._word, device=self.device)
-        at = 0
-        for tensor in (*batch.lengths, *batch.values):
-            source[at : at + tensor.numel()].copy_(tensor)
-            at += tensor.numel()
-        for tensor in batch.weights:
-            source[at : at + tensor.numel()].copy_(tensor.to(self._weight_word).view(self._word))
-            at += tensor.numel()
-        batch_sizes = torch.full_like(counts, batch.batch_size)
-        sizes = [batch_sizes, counts] + ([counts] if self.is_weighted else [])
-        _, payload, _ = ops.permute_1d(batch.routes.payload, torch.cat(sizes), source, None, total)
+        counts = trip.sent_segments(trip.counts)
+        words = [*trip.lengths, *trip.values]
+        for weights in trip.weights:
+            words.append(weights.to(self._weight_word).view(self._word))
+        num_words = sum(map(torch.numel, words))
+        source, at = torch.empty(num_words, dtype=self._word, device=self.device), 0
+        for part in words:
+            source[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        sizes = [torch.full_like(counts, trip.batch_size), *[counts] * (self.num_parts - 1)]
+        _, payload, _ = ops.permute_1d(trip.routes.payload, torch.cat(sizes), source, None, total)
         return payload
 
-    def unpack(self, payload: Tensor, header_RH: Tensor, host_RH: np.ndarray) -> Bags:
+    def unpack(self, payload: Tensor, header_RH: Tensor, num_samples: int, num_ids: int) -> Bags:
         """Takes a received payload apart into the bags of all streams of this rank."""
-        num_samples = int(host_RH[:, BATCH].sum())
         if self.env.world_size > 1:
             sizes = header_RH.index_select(1, self._recv_lengths).flatten()
-            _, payload, _ = ops.permute_1d(self._unpack, sizes, payload, None, payload.numel())
+            _, payload, _ = ops.permute_1d(
+                self._unpack_order, sizes, payload, None, payload.numel()
+            )
         num_lengths = self.num_streams * num_samples
-        num_ids = int(host_RH[:, COUNTS:].sum())
         weights = None
         if self.is_weighted:
-            bits = payload[num_lengths + num_ids :]
-            weights = bits.view(self._weight_word).float()
-        return Bags(
-            indices=payload[num_lengths : num_lengths + num_ids],
-            offsets=ops.complete_cumsum(payload[:num_lengths]),
-            weights=weights,
-        )
+            weights = payload[num_lengths + num_ids :].view(self._weight_word).float()
+        indices = payload[num_lengths : num_lengths + num_ids]
+        return Bags(indices, ops.complete_cumsum(payload[:num_lengths]), weights)
 
-    def replica_bags(
-        self, batch: Segments, host_counts: np.ndarray
-    ) -> tuple[tuple[Bags, ...], list[Tensor]]:
-        """Selects the bags of the replicated tables from this rank's own batch.
+    def split_bags(self, bags: Bags, stream_ids: np.ndarray, num_samples: int) -> list[Bags]:
+        """Splits the bags of all streams of this rank into those of its lookup groups.
 
-        Returns:
-            Per replica group its bags; and, where embeddings return to their ids, the ids' places.
+        Args:
+            bags: of all streams.
+            stream_ids: ids of each stream, of all ranks.
+            num_samples: of all ranks.
         """
-        features = batch.source
-        bags: list[Bags] = []
-        places: list[Tensor] = []
-        if not batch.routes.replicas:
-            return (), places
-        lengths_KB = features.lengths().view(batch.routes.num_keys, batch.batch_size)
-        carried = features.weights_or_none() if self.is_weighted else None
-        if not self.cutter.pooled:
-            carried = torch.arange(features.values().numel(), device=self.device)
-        for select, positions in zip(
-            batch.routes.replicas, batch.routes.replica_positions, strict=True
-        ):
-            total = int(host_counts[positions].sum())
-            lengths, values, picked = ops.permute_2d(
-                select, lengths_KB, features.values(), carried, total
-            )
-            offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
-            weights = picked if self.is_weighted else None
-            bags.append(Bags(indices=values, offsets=offsets, weights=weights))
-            if not self.cutter.pooled:
-                assert picked is not None
-                places.append(picked)
-        return tuple(bags), places
-
-
-def split_bags(
-    groups: Sequence[LookupGroup], bags: Bags, stream_ids: np.ndarray, num_samples: int
-) -> tuple[Bags, ...]:
-    """Cuts the bags of all streams of a rank into those of its lookup groups."""
-    if len(groups) == 1:
-        return (replace(bags, stream_ids=stream_ids),)
-    edges = np.concatenate([[0], np.cumsum(stream_ids)])
-    parts = []
-    for group in groups:
-        first, last = group.streams.start, group.streams.stop
-        ids = slice(int(edges[first]), int(edges[last]))
-        offsets = bags.offsets[first * num_samples : last * num_samples + 1]
-        parts.append(
-            Bags(
-                indices=bags.indices[ids],
-                offsets=offsets - int(edges[first]),
-                weights=None if bags.weights is None else bags.weights[ids],
-                stream_ids=stream_ids[first:last],
-            )
-        )
-    return tuple(parts)
+        groups = self.layout.groups[self.env.rank]
+        found = []
+        edges = np.concatenate([[0], np.cumsum(stream_ids)])
+        for group in groups:
+            first, last = group.streams.start, group.streams.stop
+            own = bags
+            if len(groups) > 1:
+                ids = slice(int(edges[first]), int(edges[last]))
+                offsets = bags.offsets[first * num_samples : last * num_samples + 1]
+                own = Bags(
+                    bags.indices[ids],
+                    offsets - int(edges[first]),
+                    None if bags.weights is None else bags.weights[ids],
+                )
+            if bags.indices.is_cuda:
+                of_tables = np.bincount(
+                    group.feature_table_map, stream_ids[first:last], len(group.tables)
+                )
+                own = own._replace(ids_of_tables=of_tables.astype(np.int64).tolist())
+            found.append(own)
+        return found
 
 
 def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> list[Trip]:
@@ -254,18 +371,20 @@ def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> l
     Args:
         requests: stages and their batches, in the same order on every rank.
     """
-    stages = [stage for stage, _ in requests]
-    batches = [stage.cut(features) for stage, features in requests]
-    headers = [stage.header_of(batch) for stage, batch in zip(stages, batches, strict=True)]
-    sent, sizes = headers[0], stages[0].header_sizes
-    if len(stages) > 1:
+    trips, headers = [], []
+    for stage, features in requests:
+        trip = stage.prepare(features)
+        trips.append(trip)
+        headers.append(stage.header_of(trip))
+    env, sent, sizes, width = stage.env, headers[0], stage.header_sizes, stage.header_width
+    if len(trips) > 1:
+        stages = [stage for stage, _ in requests]
         parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
         sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
         sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
-    env = stages[0].env
-    own = [sum(stage.header_width for stage in stages)] * env.world_size
+        width = sum(stage.header_width for stage in stages)
+    own = [width] * env.world_size
     pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
-    trips = [Trip(stage, batch) for stage, batch in zip(stages, batches, strict=True)]
     for trip in trips:
         trip.headers = pending, trips
     return trips
@@ -273,28 +392,24 @@ def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> l
 
 def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
     """Waits for the headers of trips that started together, and tells each what the ranks said."""
-    widths = [trip.stage.header_width for trip in trips]
-    header_RH = pending.wait().view(-1, sum(widths))
-    counts = [
-        counts
-        for trip in trips
-        if isinstance(trip.batch, Segments)
-        for counts in (trip.batch.counts_G, trip.batch.given_counts)
-    ]
-    flat = [header_RH.flatten(), *(own.to(header_RH.dtype) for own in counts)]
-    host = torch.cat(flat).cpu().numpy()  # the one device-to-host read
-    edges = np.cumsum([header_RH.numel()] + [own.numel() for own in counts])
-    first, *on_host = np.split(host, edges[:-1])
-    counts_of = iter(on_host)
-    host_RH = first.reshape(tuple(header_RH.shape))
+    arrived = pending.wait()
+    read = [arrived]
+    for trip in trips:
+        if trip.error is None:
+            read += [trip.counts.to(arrived.dtype), trip.own_counts.to(arrived.dtype)]
+    host = torch.cat(read).cpu().numpy()  # the one device-to-host read
+    edges = np.cumsum([part.numel() for part in read])
+    headers, *counts = np.split(host, edges[:-1])
+    num_ranks = trips[0].stage.env.world_size
+    host_RH, header_RH = headers.reshape(num_ranks, -1), arrived.view(num_ranks, -1)
     at = 0
-    for trip, width in zip(trips, widths, strict=True):
-        trip.header_RH = header_RH[:, at : at + width]
-        trip.host_RH = host_RH[:, at : at + width]
-        if isinstance(trip.batch, Segments):
-            trip.counts_G, trip.given_counts = next(counts_of), next(counts_of)
+    for trip in trips:
+        end = at + trip.stage.header_width
+        trip.header_RH, trip.host_RH = header_RH[:, at:end], host_RH[:, at:end]
+        if trip.error is None:
+            trip.counts_G, trip.given_counts, *counts = counts
         trip.headers = None
-        at += width
+        at = end
 
 
 @final
@@ -306,40 +421,85 @@ class Trip:
 
     Attributes:
         stage: the module's, whose batch it is.
-        batch: cut, or why it could not be; None once the ids are there.
-        headers: what is on its way, for it and those that started with it; None once it was read.
-        header_RH: what the ranks said, on the device.
-        host_RH: the same, on the host.
-        counts_G: of the batch, on the host.
-        given_counts: of the batch, on the host.
-        features: the batch as given.
-        batch_sizes: samples of each rank.
-        lookups: the bags of each lookup group.
-        replicas: the bags of each replica group.
+        given: the batch as the user gave it.
+        error: why it cannot travel, or None.
+        routes: the ways of its segments.
+        checked: its bags with one batch size, before bad ids were replaced.
+        bad_N: which ids are bad; None: none.
+        is_bad: ``[]`` bool, whether lengths or inverse indices were bad and others took their
+            place; None: certainly not.
+        bags: what was taken apart into segments.
+        batch_size: its samples.
+        lengths: of the whole features' bags and of the row blocks' bags, where there are any.
+        values: their ids.
+        weights: their weights, if weighted.
+        places: where ``values`` lie in ``bags``, if something returns to the ids.
+        weights_need_grad: whether a gradient must return to the weights.
+        counts: ``[G]`` ids of each segment, whole features first, then row blocks; ``counts_G``
+            on the host.
+        own_counts: ``[K]`` ids of each key as given, if they were made distinct, else ``[0]``;
+            ``given_counts`` on the host.
+        inverse: ``[N]`` place among the distinct ids of each id, if they were made distinct.
         bag_counts: ``[len(split_slots), B]`` ids per bag of the row-split slots, or None if there
             are none.
-        route: for embeddings that are not pooled.
+        headers: what is on its way, for it and those that started with it; None once it was read.
+        header_RH: what the ranks said, on the device; ``host_RH`` on the host.
+        batch_sizes: ``[R]`` samples of each rank.
+        received_counts: ``[R, S]`` ids that each rank sends to each stream.
+        lookups: the bags of each lookup group.
+        replicas: the bags of each replica group.
         anchor: ``[0]``, through which a backward pass reaches the weights' way back on every rank;
             None if no rank's weights need gradients.
     """
 
-    headers: tuple[comm.Pending, Sequence[Trip]] | None
-    header_RH: Tensor
-    host_RH: np.ndarray
+    routes: Routes
+    checked: BatchBags
+    bags: BatchBags
+    batch_size: int
+    counts: Tensor
     counts_G: np.ndarray
     given_counts: np.ndarray
-    features: KeyedJaggedTensor
-    batch_sizes: tuple[int, ...]
-    lookups: tuple[Bags, ...] = ()
-    replicas: tuple[Bags, ...] = ()
-    bag_counts: Tensor | None
-    route: IdRoute | None = None
-    anchor: Tensor | None = None
+    header_RH: Tensor
+    host_RH: np.ndarray
+    batch_sizes: np.ndarray
+    received_counts: np.ndarray
 
-    def __init__(self, stage: InputDist, batch: Segments | Exception) -> None:
+    def __init__(self, stage: InputDist, given: KeyedJaggedTensor | Exception) -> None:
         self.stage = stage
-        self.batch: Segments | Exception | None = batch
+        self.given = cast(KeyedJaggedTensor, given)
+        self.error: Exception | None = None
+        self.bad_N: Tensor | None = None
+        self.is_bad: Tensor | None = None
+        self.lengths: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self.places: list[Tensor] = []
+        self.weights_need_grad = False
+        self.own_counts = torch.empty(0, dtype=torch.int64, device=stage.device)
+        self.inverse: Tensor | None = None
+        self.bag_counts: Tensor | None = None
+        self.headers: tuple[comm.Pending, Sequence[Trip]] | None = None
+        self.lookups: Sequence[Bags] = ()
+        self.replicas: list[Bags] = []
+        self.anchor: Tensor | None = None
+        self._to_ranks: list[int] = []  # ids sent to each rank
         self._received: comm.Pending | None = None
+        self._replica_places: list[Tensor] = []
+
+    def add_segments(
+        self, lengths: Tensor, values: Tensor, weights: Tensor | None, places: Tensor | None
+    ) -> None:
+        """Adds segments that may travel."""
+        self.lengths.append(lengths)
+        self.values.append(values)
+        if weights is not None:
+            self.weights.append(weights)
+        if places is not None:
+            self.places.append(places)
+
+    def sent_segments(self, of_segments: Tensor) -> Tensor:
+        """Leaves out whole features where none of them travels."""
+        return of_segments if self.routes.use_raw else of_segments[self.routes.num_keys :]
 
     def send(self) -> Trip:
         """Waits for the headers and starts sending ids.
@@ -349,87 +509,170 @@ class Trip:
         """
         if self.headers is not None:
             _read_headers(*self.headers)
-        stage, batch, host_RH = self.stage, self.batch, self.host_RH
-        warning = self._raise_faults()
+        stage, host_RH = self.stage, self.host_RH
+        flags = host_RH[:, FLAG]
+        warning = self._raise_faults(flags) if flags.any() else ""
         if stage.last_batches is not None:
-            stage.last_batches.ranks = (host_RH[:, FLAG] & _IS_LAST) != 0
-        assert isinstance(batch, Segments)
-        parts = 2 if stage.is_weighted else 1
-        segments = batch.routes.segments
-        self._to_ranks = [int(self.counts_G[to_rank].sum()) for to_rank in segments]
-        send_sizes = [
-            len(to_rank) * batch.batch_size + parts * count
-            for to_rank, count in zip(segments, self._to_ranks, strict=True)
-        ]
-        recv_sizes = (
-            host_RH[:, BATCH] * stage.num_streams + parts * host_RH[:, COUNTS:].sum(1)
-        ).tolist()
-        if stage.has_streams and not batch.routes.is_identity:
-            payload = stage.payload_of(batch, sum(send_sizes))
+            stage.last_batches.ranks = (flags & _IS_LAST) != 0
+        self.batch_sizes, self.received_counts = host_RH[:, BATCH], host_RH[:, COUNTS:]
+        send_sizes = []
+        for segments in self.routes.segments:
+            count = int(self.counts_G[segments].sum())
+            self._to_ranks.append(count)
+            send_sizes.append(len(segments) * self.batch_size + (stage.num_parts - 1) * count)
+        if stage.has_streams and not self.routes.is_identity:
+            ids = self.received_counts.sum(1)
+            recv_sizes = self.batch_sizes * stage.num_streams + (stage.num_parts - 1) * ids
+            payload = stage.payload_of(self, sum(send_sizes))
             self._received = comm.all_to_all(
-                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes
+                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes.tolist()
             )
+        self.lengths = self.values = self.weights = []  # what was sent is not kept
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self
 
-    def _raise_faults(self) -> str:
+    def _raise_faults(self, flags: np.ndarray) -> str:
         """Raises what any rank found wrong; returns what this rank warns of."""
-        stage, batch, host_RH = self.stage, self.batch, self.host_RH
-        error = batch if isinstance(batch, Exception) else None
-        own_flag = host_RH[stage.env.rank, FLAG]
+        stage, error = self.stage, self.error
+        own_flag = flags[stage.env.rank]
         message = ""
-        if isinstance(batch, Segments) and own_flag & (_FAILED | _WARNED):
-            error = batch.fault_of_bags()
+        if error is None and own_flag & (_FAILED | _WARNED):
+            error = self._fault_of_bags()
             if error is None:
-                assert batch.bad_N is not None
-                message = stage.cutter.describe_bad_ids(batch.checked, batch.bad_N)
+                message = self._describe_bad_ids()
                 if own_flag & _FAILED:
                     error = IndexError(message)
-        if (host_RH[:, FLAG] & _FAILED).any():
+        if (flags & _FAILED).any():
             comm.raise_together(stage.env, "tell of a bad batch", error)
-        return message if stage.cutter.mode is BoundsCheckMode.WARNING else ""
+        return message if stage.mode is BoundsCheckMode.WARNING else ""
+
+    def _fault_of_bags(self) -> ValueError | None:
+        """Returns what is wrong with the lengths or inverse indices; waits for the device."""
+        if self.is_bad is not None and bool(self.is_bad):
+            try:
+                self.given.validate()
+            except ValueError as error:
+                return error
+            return ValueError("The lengths or inverse indices of the batch do not fit its ids.")
+        return None
+
+    def _describe_bad_ids(self) -> str:
+        """Returns the text for the first of the ids that lie outside their tables."""
+        assert self.bad_N is not None
+        stage, keys = self.stage, self.given.keys()
+        tables = [smallest_table(stage.layout, stage.feature_names, key) for key in keys]
+        return bad_id_message(
+            self.bad_N,
+            self.checked.values,
+            self.checked.offsets,
+            self.routes.check_rows,
+            keys,
+            tables,
+        )
 
     def ids(self) -> Trip:
         """Waits for the ids, and orders them for the lookups."""
-        stage, batch, host_RH = self.stage, self.batch, self.host_RH
-        assert isinstance(batch, Segments)
-        groups = stage.layout.groups[stage.env.rank]
-        batch_sizes, counts_RS = host_RH[:, BATCH], host_RH[:, COUNTS:]
-        self.features, self.bag_counts = batch.given, batch.bag_counts
-        self.batch_sizes = tuple(batch_sizes.tolist())
-        self.replicas, places = stage.replica_bags(batch, self.counts_G)
+        stage = self.stage
+        if self.routes.replicas:
+            self._select_replicas()
+        num_samples = int(self.batch_sizes.sum())
         if self._received is not None:
-            bags = stage.unpack(self._received.wait(), self.header_RH, host_RH)
-            if (host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
-                bags = self._with_weight_gradients(batch, bags)
-            self.lookups = split_bags(groups, bags, counts_RS.sum(0), int(batch_sizes.sum()))
-        elif batch.routes.is_identity:
-            features = batch.source
-            bags = Bags(
-                indices=features.values(),
-                offsets=features.offsets().to(features.values().dtype),
-                weights=features.weights() if stage.is_weighted else None,
-            )
-            self.lookups = split_bags(groups, bags, self.counts_G, batch.batch_size)
-        if not stage.cutter.pooled:
-            self.route = batch.id_route(
-                self.counts_G, self.given_counts, self._to_ranks, counts_RS, places
-            )
-        self.batch = self._received = None  # what was sent is not kept
+            num_ids = int(self.received_counts.sum())
+            bags = stage.unpack(self._received.wait(), self.header_RH, num_samples, num_ids)
+            self._received = None
+            if stage.is_weighted and (self.host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
+                bags = self._with_weight_gradients(bags)
+            self.lookups = stage.split_bags(bags, self.received_counts.sum(0), num_samples)
+        elif self.routes.is_identity:
+            own = self.bags
+            bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
+            self.lookups = stage.split_bags(bags, self.counts_G, num_samples)
         return self
 
-    def _with_weight_gradients(self, batch: Segments, bags: Bags) -> Bags:
-        assert bags.weights is not None
-        sent = batch.sent_places(self._to_ranks) if batch.weights_need_grad else None
-        route = WeightRoute(
-            env=self.stage.env,
-            places=sent,
-            num_ids=batch.source.values().numel(),
-            sent_counts=self._to_ranks,
-            received_counts=self.host_RH[:, COUNTS:].sum(1).tolist(),
-            stream_counts=self.header_RH[:, COUNTS:].t().flatten(),
-            by_rank=self.stage.by_rank,
+    def _select_replicas(self) -> None:
+        """Selects the bags of the replicated tables from this rank's own batch."""
+        stage, bags = self.stage, self.bags
+        lengths_KB = bags.lengths.view(self.routes.num_keys, self.batch_size)
+        carried = bags.weights if stage.is_weighted else None
+        if not stage.pooled:
+            carried = torch.arange(bags.values.numel(), device=stage.device)
+        for select, positions in zip(
+            self.routes.replicas, self.routes.replica_positions, strict=True
+        ):
+            total = int(self.counts_G[positions].sum())
+            lengths, values, picked = ops.permute_2d(
+                select, lengths_KB, bags.values, carried, total
+            )
+            offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
+            self.replicas.append(Bags(values, offsets, picked if stage.is_weighted else None))
+            if not stage.pooled:
+                assert picked is not None
+                self._replica_places.append(picked)
+
+    def sent_places(self) -> Tensor:
+        """Returns the places in the batch of the ids sent, rank by rank and stream by stream.
+
+        Then come those of the replicas' ids, where embeddings return to their ids.
+        """
+        found = list(self._replica_places)
+        if self.places:
+            counts, total = self.sent_segments(self.counts), sum(self._to_ranks)
+            places = joined(self.places)
+            _, sent, _ = ops.permute_1d(self.routes.sent, counts, places, None, total)
+            found.insert(0, sent)
+        return joined(found) if found else self.counts.new_empty(0)
+
+    def _with_weight_gradients(self, bags: Bags) -> Bags:
+        """Lets gradients flow from the received weights to the given ones.
+
+        Weights travel with their ids, so their gradients return as embeddings without pooling do:
+        one float per id that was sent, in one exchange of the backward pass. They are those of this
+        rank's own loss, not divided by the number of ranks: what computes the weights is
+        replicated, and its gradient averaged by DistributedDataParallel.
+        """
+        given_N = self.bags.weights
+        assert given_N is not None
+        if not given_N.requires_grad:  # those of another rank do
+            given_N = given_N.detach().requires_grad_()
+        places = self.sent_places() if self.weights_need_grad else None
+        num_ids, env, by_rank = self.bags.values.numel(), self.stage.env, self.stage.by_rank
+        sent, received = self._to_ranks, self.received_counts.sum(1).tolist()
+        stream_counts = self.header_RH[:, COUNTS:].t().flatten()
+
+        def send_back(grad_M: Tensor) -> Tensor | None:
+            _, returned, _ = ops.permute_1d(by_rank, stream_counts, grad_M, None, sum(received))
+            what = "send the gradients of weights back"
+            arrived = comm.all_to_all(env, what, returned, received, sent).wait()
+            if places is None:
+                return None
+            # the output stage divided it, for the tables' sake
+            whole = arrived * env.world_size
+            return whole.new_zeros(num_ids).index_add_(0, places, whole)
+
+        weights, self.anchor = _CarryWeights.apply(  # type: ignore[no-untyped-call]
+            send_back, given_N, bags.weights
         )
-        weights, self.anchor = carry_weights(route, batch.source.weights(), bags.weights)
-        return Bags(indices=bags.indices, offsets=bags.offsets, weights=weights)
+        return bags._replace(weights=weights)
+
+
+class _CarryWeights(torch.autograd.Function):
+    """The given weights to those received, in the graph, and an anchor ``[0]``.
+
+    A module's output must depend on the anchor, so that backward reaches every rank, also one that
+    received nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        send_back: Callable[[Tensor], Tensor | None],
+        given_N: Tensor,
+        received_M: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.send_back = send_back
+        return received_M.view_as(received_M), given_N.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor, anchor: Tensor) -> tuple[None, Tensor | None, None]:
+        return None, ctx.send_back(grad_M), None

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import LookupGroup, PlacedTable, Rect
-from recsys.distributed.stages.id_routes import reads_by_rank
-from recsys.distributed.stages.input_dist import Bags
+from recsys.distributed.stages.routes import reads_by_rank
 from recsys.kernels.support import LookupSettings, choose_backend
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import (
@@ -72,8 +70,37 @@ class LocalShard:
 
 
 @final
-class Lookups:
-    """The lookups of one rank (or of the replicated tables).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lookup:
+    """One lookup of this rank, or of replicated tables: what serves it, and its parameters."""
+
+    group: LookupGroup
+    settings: GroupSettings
+    kernel: TableBatchedEmbedding
+    parameters: list[nn.Parameter]
+
+    def shards(self) -> Iterator[LocalShard]:
+        """Yields every rectangle that it serves."""
+        for i, (table, rect) in enumerate(zip(self.group.tables, self.group.rects, strict=True)):
+            yield LocalShard(
+                table=table,
+                rect=rect,
+                parameter=self.parameters[i],
+                states=self.kernel.states[i] if self.settings.optimizer is not None else {},
+                kernel=self.kernel,
+                place=i,
+            )
+
+
+def build_lookups(
+    groups: Sequence[LookupGroup],
+    tables: Sequence[PlacedTable],
+    device: torch.device,
+    num_sources: int = 1,
+    *,
+    replicated: bool = False,
+) -> list[Lookup]:
+    """Allocates the tables of one rank's lookups, or of the replicated tables'.
 
     Args:
         groups: from the layout; each ``key`` is a :class:`GroupSettings`.
@@ -82,80 +109,29 @@ class Lookups:
         num_sources: ranks whose batches are looked up.
         replicated: whether gradients are those of this rank's batch only, to be added up later.
     """
-
-    def __init__(
-        self,
-        groups: Sequence[LookupGroup],
-        tables: Sequence[PlacedTable],
-        device: torch.device,
-        num_sources: int = 1,
-        *,
-        replicated: bool = False,
-    ) -> None:
-        self.groups = tuple(groups)
-        self.kernels: list[TableBatchedEmbedding] = []
-        self.parameters: list[list[nn.Parameter]] = []
-        for group, settings in zip(self.groups, self.settings(), strict=True):
-            pooled = settings.pooling is not PoolingMode.NONE
-            kernel = TableBatchedEmbedding(
-                [
-                    TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)
-                    for t, r in zip(group.tables, group.rects, strict=True)
-                ],
-                feature_table_map=group.feature_table_map
-                * (num_sources if reads_by_rank(group, pooled=pooled) else 1),
-                pooling=settings.pooling,
-                weights_dtype=settings.weights_dtype,
-                optimizer=_kernel_optimizer(settings, replicated),
-                update_mode=_update_mode(settings, replicated),
-                device=device,
-                location=settings.location,
-                cache_load_factor=settings.cache_load_factor,
-                keeps_batch=replicated
-                or (settings.exchanges_row_statistics and not settings.deferred),
-            )
-            self.kernels.append(kernel)
-            self.parameters.append(
-                [nn.Parameter(w, requires_grad=settings.requires_grad) for w in kernel.weights]
-            )
-
-    def settings(self) -> list[GroupSettings]:
-        """Returns what the tables of each lookup have in common."""
-        return [group.key for group in self.groups]  # type: ignore[misc]
-
-    def forward(self, bags: Sequence[Bags]) -> list[Tensor]:
-        """Looks up each group's bags: per group ``[T, width]``."""
-        return [
-            kernel.forward(
-                bag.indices, bag.offsets, bag.weights, parameters, _ids_of_tables(group, bag)
-            )
-            for group, kernel, parameters, bag in zip(
-                self.groups, self.kernels, self.parameters, bags, strict=True
-            )
-        ]
-
-    def shards(self) -> Iterator[LocalShard]:
-        """Yields every rectangle of this rank."""
-        for group, settings, kernel, parameters in zip(
-            self.groups, self.settings(), self.kernels, self.parameters, strict=True
-        ):
-            for i, (table, rect) in enumerate(zip(group.tables, group.rects, strict=True)):
-                yield LocalShard(
-                    table=table,
-                    rect=rect,
-                    parameter=parameters[i],
-                    states=kernel.states[i] if settings.optimizer is not None else {},
-                    kernel=kernel,
-                    place=i,
-                )
-
-
-def _ids_of_tables(group: LookupGroup, bags: Bags) -> list[int] | None:
-    """Returns how many ids read each table; on a CPU, where asking is free, None."""
-    if bags.stream_ids is None or not bags.indices.is_cuda:
-        return None
-    ids = np.bincount(group.feature_table_map, weights=bags.stream_ids, minlength=len(group.tables))
-    return [int(n) for n in ids]
+    found = []
+    for group in groups:
+        settings: GroupSettings = group.key  # type: ignore[assignment]
+        pooled = settings.pooling is not PoolingMode.NONE
+        kernel = TableBatchedEmbedding(
+            [
+                TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)
+                for t, r in zip(group.tables, group.rects, strict=True)
+            ],
+            feature_table_map=group.feature_table_map
+            * (num_sources if reads_by_rank(group, pooled=pooled) else 1),
+            pooling=settings.pooling,
+            weights_dtype=settings.weights_dtype,
+            optimizer=_kernel_optimizer(settings, replicated),
+            update_mode=_update_mode(settings, replicated),
+            device=device,
+            location=settings.location,
+            cache_load_factor=settings.cache_load_factor,
+            keeps_batch=replicated or (settings.exchanges_row_statistics and not settings.deferred),
+        )
+        parameters = [nn.Parameter(w, requires_grad=settings.requires_grad) for w in kernel.weights]
+        found.append(Lookup(group=group, settings=settings, kernel=kernel, parameters=parameters))
+    return found
 
 
 def needs_one_width(

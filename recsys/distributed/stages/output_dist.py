@@ -16,10 +16,13 @@ columns of one rank's lookups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from math import gcd
-from typing import final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -29,15 +32,215 @@ from torch.nn import functional
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.exchange import Exchange, start_exchange
+from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.input_dist import Trip
 from recsys.kernels import ops
-from recsys.kernels.scaled_loss import TableUpdates
+from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
+from recsys.kernels.types import PoolingMode
+from recsys.modules.embedding_inputs import expand_bags
+from recsys.sparse import KeyedTensor
 
 _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
 
-_Ranges = Sequence[tuple[int, int]]
+Ranges = Sequence[tuple[int, int]]
+"""Ranges of columns, half open."""
+
+
+class Stage(Protocol):
+    """What an exchange needs of the stage it belongs to.
+
+    Attributes:
+        device: where the embeddings are.
+        codecs: what embeddings and gradients look like while they travel.
+        tasks: what the ranks do in the exchange there and back, for messages.
+        has_exchange: whether any rank sends anything.
+    """
+
+    device: torch.device
+    codecs: tuple[WireFormat | None, WireFormat | None]
+    tasks: tuple[str, str]
+    has_exchange: bool
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backward:
+    """What an output stage tells of a backward pass.
+
+    Attributes:
+        begins: called in every backward pass, on every rank in the same order.
+        updates: the tables that take gradients, on any rank.
+    """
+
+    begins: Callable[[], None]
+    updates: TableUpdates
+
+
+S = TypeVar("S", bound=Stage)
+
+
+class Exchange(abc.ABC, Generic[S]):
+    """One batch's way through an output stage, and back: an exchange that autograd can follow.
+
+    It has four steps. ``send`` starts it and returns the buffer that things will arrive in;
+    ``place`` waits and lays the buffer out; in backward ``spread`` (transposed ``place``) starts
+    the reverse exchange, and ``send_back`` (transposed ``send``) ends it. Between the two steps of
+    a direction the model computes what does not need the result.
+
+    Args:
+        stage: whose batch it is.
+        env: the ranks.
+        sends: elements for each rank, in the forward pass.
+        receives: elements from each rank.
+    """
+
+    backward: Backward | None = None
+    grad_scale = 1.0
+    """Multiplies gradients when they have arrived."""
+
+    def __init__(self, stage: S, env: ShardingEnv, sends: list[int], receives: list[int]) -> None:
+        self.stage = stage
+        self.env = env
+        self.sends = sends
+        self.receives = receives
+        self.num_received = sum(receives)
+        self.pending: comm.Pending | None = None
+        self._replica_shapes: list[torch.Size] = []
+
+    @abc.abstractmethod
+    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Starts the exchange; returns the buffer that is complete after :meth:`place`."""
+
+    @abc.abstractmethod
+    def place(self, buffer: Tensor) -> Tensor:
+        """Waits, and returns the output."""
+
+    @abc.abstractmethod
+    def spread(self, grad: Tensor) -> Tensor:
+        """Turns the output's gradient into the buffer's, and starts sending it back."""
+
+    @abc.abstractmethod
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Waits, and returns the gradients of the lookups, then of the replicas."""
+
+    def start(
+        self,
+        lookups: Sequence[Tensor],
+        replicas: Sequence[Tensor],
+        trains: bool,
+        anchor: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Starts the exchange.
+
+        Args:
+            lookups: outputs of this rank's lookups.
+            replicas: outputs of the replicated tables' lookups.
+            trains: whether any table of the module, on any rank, takes gradients: a backward pass
+                must reach every rank, also one whose own tables are frozen or that owns none.
+            anchor: ``[0]``, what else every backward pass must reach.
+
+        Returns:
+            What waits for the output; call it once.
+        """
+        if anchor is None:
+            anchor = torch.zeros(0, device=self.stage.device, requires_grad=trains)
+        arriving = _Send.apply(  # type: ignore[no-untyped-call]
+            self, len(lookups), anchor, *lookups, *replicas
+        )
+        with_grad = torch.is_grad_enabled()
+
+        def finish() -> Tensor:
+            # whoever looks first, say a log under no_grad, must not decide about gradients
+            with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+                output: Tensor = _Place.apply(self, arriving)  # type: ignore[no-untyped-call]
+            return output
+
+        return finish
+
+    def start_sending(self, sent: Tensor, replicas: Sequence[Tensor] = ()) -> Tensor:
+        """Sends into one buffer; the replicas' outputs lie behind what arrives."""
+        stage, at = self.stage, self.num_received
+        size = at
+        for replica in replicas:
+            self._replica_shapes.append(replica.shape)
+            size += replica.numel()
+        buffer = torch.empty(size, device=stage.device)
+        if stage.has_exchange:
+            self.pending = comm.all_to_all(
+                self.env,
+                stage.tasks[0],
+                sent,
+                self.sends,
+                self.receives,
+                buffer[:at],
+                stage.codecs[0],
+            )
+        for replica in replicas:
+            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
+            at += replica.numel()
+        return buffer
+
+    def wait(self) -> None:
+        """Ends the exchange that is under way, if any."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def start_sending_back(self, grad: Tensor) -> Tensor:
+        """Sends back the gradient of what had arrived in the buffer; returns the gradient."""
+        stage = self.stage
+        if stage.has_exchange:
+            sent = grad[: self.num_received]
+            self.pending = comm.all_to_all(
+                self.env, stage.tasks[1], sent, self.receives, self.sends, wire=stage.codecs[1]
+            )
+        return grad
+
+    def wait_for_grads(self) -> Tensor | None:
+        """Ends what :meth:`start_sending_back` started, if anything, and returns what arrived."""
+        if self.pending is None:
+            return None
+        arrived, self.pending = self.pending.wait(), None
+        return arrived if self.grad_scale == 1.0 else arrived.mul_(self.grad_scale)
+
+    def replica_grads(self, grad: Tensor) -> list[Tensor]:
+        """Takes the gradients of the replicas' outputs out of the buffer's."""
+        sizes = [shape.numel() for shape in self._replica_shapes]
+        parts = grad[self.num_received :].split(sizes) if sizes else ()
+        return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
+
+
+class _Send(torch.autograd.Function):
+    """Local embeddings to the buffer they arrive in; the buffer is complete after ``_Place``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange[Any], num_lookups: int, anchor: Tensor, *outputs: Tensor
+    ) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, grad.new_zeros(0), *ctx.exchange.send_back(grad))
+
+
+class _Place(torch.autograd.Function):
+    """The arriving buffer to the output."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        if exchange.backward is not None:
+            ctx.metadata[TABLE_UPDATES] = exchange.backward.updates
+        return exchange.place(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        exchange: Exchange[Any] = ctx.exchange
+        if exchange.backward is not None:
+            exchange.backward.begins()
+        return None, exchange.spread(grad)
 
 
 @final
@@ -88,7 +291,7 @@ class ColumnGather:
         device: of the index tensors.
     """
 
-    def __init__(self, blocks: Sequence[_Ranges], width: int, device: torch.device) -> None:
+    def __init__(self, blocks: Sequence[Ranges], width: int, device: torch.device) -> None:
         self._width = width
         self.chunk = gcd(
             width, *(edge for block in blocks for stretch in block for edge in stretch)
@@ -122,7 +325,7 @@ class ColumnGather:
         """Returns ``[B, D]``."""
         if not batch_size:
             return buffer.new_empty(0, self._width)
-        placement = self._placement(batch_size)
+        placement = self._placements.get(batch_size) or self._placement(batch_size)
         rows = buffer.view(-1, self.chunk)
         if placement.offsets is None:
             output = rows.index_select(0, placement.collect)
@@ -138,132 +341,37 @@ class ColumnGather:
         return grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
 
     def _placement(self, batch_size: int) -> _Placement:
-        found = self._placements.get(batch_size)
-        if found is None:
+        if batch_size not in self._placements:
             if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
                 self._placements.pop(next(iter(self._placements)))
-            found = self._placements[batch_size] = _Placement(self, batch_size)
-        return found
+            self._placements[batch_size] = _Placement(self, batch_size)
+        return self._placements[batch_size]
 
 
-@final
-class NodeHop:
-    """Adds up the row parts of tables that lie within one node, before they leave it.
-
-    Each rank stands for the samples of the ranks that have its own place in their nodes: for those
-    it collects the node's parts, sums them, and sends the sums on.
-
-    Args:
-        layout: the compiled placement.
-        env: the ranks.
-        device: where the embeddings are.
-        codecs: what they look like while they travel.
-    """
-
-    def __init__(
-        self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
-    ) -> None:
-        size = layout.node_size
-        self._whole_env, self._size = env, size
-        self._env: ShardingEnv | None = None  # of the node
-        node, self._place = divmod(env.rank, size)
-        self._num_nodes = env.world_size // size
-        members = range(node * size, (node + 1) * size)
-        self.columns = node_columns(layout, node)
-        self.width = sum(end - start for start, end in self.columns)
-        blocks = [_columns(layout, layout.streams[rank], in_node=True) for rank in members]
-        self._widths = [sum(end - start for start, end in block) for block in blocks]
-        self._gather = ColumnGather(
-            [_within(self.columns, block) for block in blocks], self.width, device
-        )
-        self._codecs = codecs.fitted(self._gather.chunk) if self.width else codecs
-
-    def forward(self, parts_TC: Tensor, batch_sizes: Sequence[int]) -> Tensor:
-        """Turns this rank's parts into the node's sums.
-
-        Args:
-            parts_TC: ``[T, C]`` this rank's partial sums, for the samples of all ranks.
-            batch_sizes: samples of each rank.
-
-        Returns:
-            ``[samples of the ranks this one stands for, width]``, in rank order.
-        """
-        if not self.width:
-            return parts_TC.new_empty(0, 0)
-        if self._env is None:  # all ranks are here; while they are built, one may have failed
-            self._env = self._whole_env.of_node(self._size)
-        by_rank = parts_TC.split(list(batch_sizes))
-        sent = torch.cat([by_rank[rank].reshape(-1) for rank in self._by_place()])
-        samples = self._samples(batch_sizes)
-        own = parts_TC.shape[1]
-        received = comm.all_to_all(
-            self._env,
-            "add up embeddings inside a node",
-            sent,
-            [count * own for count in samples],
-            [samples[self._place] * width for width in self._widths],
-            wire=self._codecs.forward,
-        ).wait()
-        return self._gather.collect(received, samples[self._place])
-
-    def backward(self, grad: Tensor, batch_sizes: Sequence[int]) -> Tensor:
-        """Transposed :meth:`forward`: the gradient of ``parts_TC``."""
-        own = self._widths[self._place]
-        if not self.width:
-            return grad.new_empty(sum(batch_sizes), own)
-        assert self._env is not None
-        samples = self._samples(batch_sizes)
-        sent = self._gather.spread(grad) if grad.shape[0] else grad.reshape(-1)
-        received = comm.all_to_all(
-            self._env,
-            "send gradients back inside a node",
-            sent,
-            [samples[self._place] * width for width in self._widths],
-            [count * own for count in samples],
-            wire=self._codecs.backward,
-        ).wait()
-        order = self._by_place()
-        pieces = received.view(sum(samples), own).split([batch_sizes[rank] for rank in order])
-        ordered = sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])
-        return torch.cat([piece for _, piece in ordered])
-
-    def _by_place(self) -> list[int]:
-        """All ranks, by their place in their node."""
-        size = self._size
-        return [node * size + place for place in range(size) for node in range(self._num_nodes)]
-
-    def _samples(self, batch_sizes: Sequence[int]) -> list[int]:
-        return [sum(batch_sizes[place :: self._size]) for place in range(self._size)]
-
-
-def node_columns(layout: Layout, node: int) -> tuple[tuple[int, int], ...]:
-    """Output columns, ascending, that a node's ranks add up among themselves."""
-    members = range(node * layout.node_size, (node + 1) * layout.node_size)
-    found = {
-        stream.cols
-        for rank in members
-        for stream in layout.streams[rank]
-        if layout.slots[stream.slot].table in layout.node_tables
-    }
-    return merge_ranges(sorted(found))
-
-
-def _columns(layout: Layout, streams: Sequence[Stream], *, in_node: bool) -> _Ranges:
-    return merge_ranges(
+def _columns(
+    layout: Layout, streams: Iterable[Stream], *, in_node: bool
+) -> Iterator[tuple[int, int]]:
+    """Returns the output columns of streams: those added up within a node, or the others."""
+    return (
         stream.cols
         for stream in streams
         if (layout.slots[stream.slot].table in layout.node_tables) is in_node
     )
 
 
-def _within(outer: _Ranges, inner: _Ranges) -> _Ranges:
-    """Ranges of output columns, counted within the columns that ``outer`` lists."""
-    starts = np.cumsum([0] + [end - start for start, end in outer])
-    found = []
-    for start, end in inner:
-        i = next(i for i, (low, high) in enumerate(outer) if low <= start and end <= high)
-        found.append((int(starts[i]) + start - outer[i][0], int(starts[i]) + end - outer[i][0]))
-    return found
+def _ranges(layout: Layout, streams: Iterable[Stream], *, in_node: bool) -> Ranges:
+    return merge_ranges(_columns(layout, streams, in_node=in_node))
+
+
+def _width(ranges: Ranges) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def _join(outputs: Sequence[Tensor], num_rows: int, device: torch.device) -> Tensor:
+    """Joins outputs ``[T, C_g]`` into ``[T, C]``."""
+    if not outputs:
+        return torch.empty(num_rows, 0, device=device)
+    return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
 
 
 @final
@@ -272,187 +380,284 @@ class OutputDist:
 
     Args:
         layout: the compiled placement.
-        mean_slots: positions within ``layout.split_slots`` of the slots whose sums are divided by
-            the bag length.
+        poolings: of the tables.
         env: the ranks.
         device: where the embeddings are.
-        on_backward: called in every backward pass, on every rank in the same order.
+        backward: what is told of backward passes.
         codecs: what embeddings and gradients look like while they travel.
-        updates: the tables that take gradients, on any rank.
+        feature_names: the module's distinct features, in the layout's numbering.
+        names: of the output's parts.
+        dtype: of the output.
     """
+
+    tasks = "send embeddings back", "send gradients to the tables"
 
     def __init__(
         self,
         layout: Layout,
-        mean_slots: tuple[int, ...],
+        poolings: Sequence[PoolingMode],
         env: ShardingEnv,
         device: torch.device,
-        on_backward: Callable[[], None],
+        backward: Backward,
         codecs: QuantizedCommCodecs,
-        updates: TableUpdates,
+        feature_names: Sequence[str],
+        names: list[str],
+        dtype: torch.dtype,
     ) -> None:
-        self.layout = layout
-        self.env = env
-        self.device = device
-        self.mean_slots = mean_slots
-        self.mean_index = torch.tensor(mean_slots, dtype=torch.int64, device=device)
-        self.on_backward = on_backward
-        self.updates = updates
+        self.layout, self.env, self.device, self.backward = layout, env, device, backward
+        self._names, self._dtype = names, dtype
+        self._dims = [slot.dim for slot in layout.slots]
+        self._bags = tuple(self._dims), tuple(feature_names[s.feature] for s in layout.slots)
+        self.mean_slots = [  # positions in split_slots, and first and last column
+            (place, slot.col, slot.col + slot.dim)
+            for place, slot in enumerate(layout.slots[number] for number in layout.split_slots)
+            if poolings[slot.table] is PoolingMode.MEAN
+        ]
         self.has_exchange = any(layout.rank_widths)
         self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None
         # the columns of the received buffer, block by block: what each rank sends, then the
         # replicas'
-        blocks: list[_Ranges] = []
-        self.widths = []  # per source rank, columns of a sample of this rank
-        size = layout.node_size
-        self.stands_for = range(env.rank % size, env.world_size, size)  # ranks, see NodeHop
-        for rank in range(env.world_size):
-            sent = [_columns(layout, layout.streams[rank], in_node=False)]
-            if self.hop is not None and rank in self.stands_for:
-                sent.append(node_columns(layout, rank // size))
+        blocks: list[Ranges] = []
+        self.widths = np.zeros(env.world_size, dtype=np.int64)  # received from each rank, a sample
+        for rank, streams in enumerate(layout.streams):
+            sent = [_ranges(layout, streams, in_node=False)]
+            if self.hop is not None and rank in self.hop.stands_for:
+                sent.append(node_columns(layout, rank // layout.node_size))
             blocks += sent
-            self.widths.append(sum(end - start for block in sent for start, end in block))
+            self.widths[rank] = sum(map(_width, sent))
         for group in layout.replica_groups:
             members = (layout.replica_streams[i] for i in group.streams)
             blocks.append(merge_ranges(stream.cols for stream in members))
         self.gather = ColumnGather(blocks, layout.width, device)
         self.codecs = codecs.fitted(self.gather.chunk)
+        self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
+        self.flat_width = sum(self.group_widths)
         self._is_identity = (
             env.world_size == 1
-            and not mean_slots
+            and not self.mean_slots
             and blocks == [((0, layout.width),)]
             and len(layout.groups[0]) == 1
         )
 
     def start(
-        self,
-        lookups: Sequence[Tensor],
-        replicas: Sequence[Tensor],
-        trip: Trip,
-        trains: bool,
-    ) -> Callable[[], Tensor]:
+        self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
+    ) -> Callable[[], KeyedTensor]:
         """Starts the exchange.
 
         Args:
-            lookups: per lookup group of this rank, ``[T, C_g]``.
-            replicas: per replica group, ``[B, C_g]``.
             trip: of the batch.
+            lookups: looks up, per lookup group of this rank, ``[T, C_g]``.
+            replicas: per replica group, ``[B, C_g]``.
             trains: whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            What waits for the output ``[B, D]``; call it once.
+            What waits for the output; call it once.
         """
         if self._is_identity:
             (whole,) = lookups
-            return lambda: whole
-        exchange = _PooledExchange(self, trip)
-        return start_exchange(exchange, lookups, replicas, trains, trip.anchor)
+            return lambda: self._keyed(whole, trip)
+        outputs: list[Tensor] = []
+        if self.hop is not None and self.hop.width:
+            in_node = list(islice(lookups, self.hop.num_lookups))
+            sums = self.hop.start(trip, in_node, trains)
+            outputs = [*lookups, sums()]  # looked up while the node's parts travel
+        else:
+            outputs = list(lookups)
+        wait = _PooledExchange(self, trip).start(outputs, replicas, trains, trip.anchor)
+        return lambda: self._keyed(wait(), trip)
+
+    def _keyed(self, pooled_BD: Tensor, trip: Trip) -> KeyedTensor:
+        if trip.given.variable_stride_per_key():
+            pooled_BD = expand_bags(pooled_BD, *self._bags, trip.given)
+        if pooled_BD.dtype is not self._dtype:
+            pooled_BD = pooled_BD.to(self._dtype)
+        return KeyedTensor.from_parts(self._names, self._dims, pooled_BD)
 
 
 @final
 class _PooledExchange(Exchange[OutputDist]):
-    """One batch's way through the stage, forward and backward."""
+    """One batch's way through the stage, forward and backward.
+
+    Where there is a hop, the last of the lookups' outputs are the node's sums.
+    """
 
     def __init__(self, stage: OutputDist, trip: Trip) -> None:
-        self.batch_sizes = trip.batch_sizes
-        self.batch_size = trip.batch_sizes[stage.env.rank]
-        self.own_groups = stage.layout.groups[stage.env.rank]
-        self.flat_width = sum(group.width - group.node_width for group in self.own_groups)
-        sends = [size * self.flat_width for size in self.batch_sizes]
+        sizes_R = self.batch_sizes = trip.batch_sizes
+        self.batch_size = int(sizes_R[stage.env.rank])
+        self.flat = sizes_R * stage.flat_width  # elements for each rank that are no sums of a node
+        sends = self.flat
         if stage.hop is not None:
-            for rank in stage.stands_for:
-                sends[rank] += self.batch_sizes[rank] * stage.hop.width
-        super().__init__(stage, sends, [self.batch_size * width for width in stage.widths])
-        self.scales = self._mean_scales(trip)
+            sends = sends + sizes_R * stage.hop.sum_widths
+        super().__init__(
+            stage, stage.env, sends.tolist(), (stage.widths * self.batch_size).tolist()
+        )
+        self.backward = stage.backward
+        self.grad_scale = 1.0 / stage.env.world_size  # as DistributedDataParallel does
+        self._bag_counts = trip.bag_counts
 
-    def _mean_scales(self, trip: Trip) -> Tensor | None:
-        """Returns ``[slots, B, 1]``, one over the bag length, of mean-pooled row-split slots."""
-        if not self.stage.mean_slots:
-            return None
-        assert trip.bag_counts is not None
-        counts = trip.bag_counts.view(-1, self.batch_size) if self.batch_size else trip.bag_counts
-        counts = counts.index_select(0, self.stage.mean_index).clamp(min=1)
-        return counts.float().reciprocal_().unsqueeze(2)
+    @cached_property
+    def _scales(self) -> Tensor:
+        """``[row-split slots, B, 1]`` one over the bags' lengths."""
+        assert self._bag_counts is not None
+        return self._bag_counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
 
     def _scale_means(self, values_BD: Tensor) -> None:
-        if self.scales is None or not self.batch_size:
-            return
-        layout = self.stage.layout
-        for place, scale_B1 in zip(self.stage.mean_slots, self.scales, strict=True):
-            slot = layout.slots[layout.split_slots[place]]
-            values_BD[:, slot.col : slot.col + slot.dim].mul_(scale_B1)
+        for place, start, end in self.stage.mean_slots:
+            values_BD[:, start:end].mul_(self._scales[place])
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
-        return self.start_sending(self._outgoing(lookups), replicas)
+        num_groups, num_samples = len(self.stage.group_widths), sum(self.batch_sizes.tolist())
+        sent = _join(lookups[:num_groups], num_samples, self.stage.device)
+        if len(lookups) > num_groups:
+            sent = self._interleave(sent, lookups[num_groups])
+        return self.start_sending(sent.reshape(-1), replicas)
 
-    def _outgoing(self, lookups: Sequence[Tensor]) -> Tensor:
-        hop = self.stage.hop
-        if hop is None:
-            return _join(lookups, self.stage).reshape(-1)
-        edges = [group.width - group.node_width for group in self.own_groups]
-        flat_TC = _join([x[:, :e] for x, e in zip(lookups, edges, strict=True)], self.stage)
-        parts_TC = _join([x[:, e:] for x, e in zip(lookups, edges, strict=True)], self.stage)
-        if not lookups:
-            flat_TC = parts_TC = flat_TC.new_empty(sum(self.batch_sizes), 0)
-        sums = hop.forward(parts_TC, self.batch_sizes)
-        pieces: list[list[Tensor]] = [[rows] for rows in flat_TC.split(list(self.batch_sizes))]
-        if hop.width:
-            own = [self.batch_sizes[rank] for rank in self.stage.stands_for]
-            for rank, rows in zip(self.stage.stands_for, sums.split(own), strict=True):
-                pieces[rank].append(rows)
+    def _interleave(self, flat_TC: Tensor, sums: Tensor) -> Tensor:
+        """Puts the rows that each rank is sent together: its own samples' and the node's sums."""
+        assert self.stage.hop is not None
+        sizes, stands_for = self.batch_sizes.tolist(), self.stage.hop.stands_for
+        pieces: list[list[Tensor]] = [[rows] for rows in flat_TC.split(sizes)]
+        of_ranks = sums.split([sizes[rank] for rank in stands_for])
+        for rank, rows in zip(stands_for, of_ranks, strict=True):
+            pieces[rank].append(rows)
         return torch.cat([rows.reshape(-1) for to_rank in pieces for rows in to_rank])
 
     def place(self, buffer: Tensor) -> Tensor:
         """Waits and lays the buffer out: ``[B, D]``."""
         self.wait()
         output = self.stage.gather.collect(buffer, self.batch_size)
-        self._scale_means(output)
+        if self.stage.mean_slots:
+            self._scale_means(output)
         return output
 
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
-        if self.scales is not None:
+        if self.stage.mean_slots:
             grad_BD = grad_BD.clone()
             self._scale_means(grad_BD)
-        grad = self.stage.gather.spread(grad_BD)
-        self.start_sending_back(grad)
-        return grad
+        return self.start_sending_back(self.stage.gather.spread(grad_BD))
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
-        arrived = self.wait_for_grads()
-        if arrived is None or not (self.own_groups or self.stage.hop is not None):
+        stage, arrived, sums = self.stage, self.wait_for_grads(), []
+        if arrived is None:
             return self.replica_grads(grad)
-        return [*self._to_lookups(arrived), *self.replica_grads(grad)]
+        if stage.hop is not None and stage.hop.width:
+            pairs = zip(arrived.split(self.sends), self.flat.tolist(), strict=True)
+            flat, in_node = zip(*((part[:end], part[end:]) for part, end in pairs), strict=True)
+            arrived, sums = torch.cat(flat), [torch.cat(in_node).view(-1, stage.hop.width)]
+        parts: Sequence[Tensor] = ()
+        if stage.flat_width:
+            parts = arrived.view(-1, stage.flat_width).split(stage.group_widths, dim=1)
+        return [*(part.contiguous() for part in parts), *sums, *self.replica_grads(grad)]
 
-    def _to_lookups(self, arrived: Tensor) -> list[Tensor]:
-        hop = self.stage.hop
-        if hop is None:
-            width = self.stage.layout.rank_widths[self.env.rank]
-            parts = arrived.view(-1, width).split([g.width for g in self.own_groups], dim=1)
-            return [part.contiguous() for part in parts]
-        flat, sums = [], []
-        by_rank = arrived.split(self.sends)
-        for rank, given in enumerate(by_rank):
-            count = self.batch_sizes[rank]
-            flat.append(given[: count * self.flat_width].view(count, self.flat_width))
-            if rank in self.stage.stands_for:
-                sums.append(given[count * self.flat_width :].view(count, hop.width))
-        parts_TC = hop.backward(torch.cat(sums), self.batch_sizes)
-        if not self.own_groups:
+
+def node_columns(layout: Layout, node: int) -> Ranges:
+    """Output columns, ascending, that a node's ranks add up among themselves."""
+    members = range(node * layout.node_size, (node + 1) * layout.node_size)
+    streams = (stream for rank in members for stream in layout.streams[rank])
+    return merge_ranges(sorted(set(_columns(layout, streams, in_node=True))))
+
+
+@final
+class NodeHop:
+    """Adds up the row parts of tables that lie within one node, before they leave it.
+
+    Each rank stands for the samples of the ranks that have its own place in their nodes: for those
+    it collects the node's parts, sums them, and sends the sums on. What takes no hop is looked up,
+    and updated in backward, while the parts travel.
+
+    Args:
+        layout: the compiled placement.
+        env: the ranks.
+        device: where the embeddings are.
+        codecs: what they look like while they travel.
+    """
+
+    tasks = "add up embeddings inside a node", "send gradients back inside a node"
+    has_exchange = True
+
+    def __init__(
+        self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
+    ) -> None:
+        self.device = device
+        self._whole_env, self.size = env, layout.node_size
+        self._env: ShardingEnv | None = None  # of the node
+        node, self.place = divmod(env.rank, self.size)
+        self.stands_for = range(self.place, env.world_size, self.size)
+        in_node = [group.width for group in layout.groups[env.rank] if group.in_node]
+        self.group_widths, self.num_lookups = in_node, len(in_node)
+        columns = node_columns(layout, node)
+        self.width = _width(columns)
+        self.sum_widths = np.zeros(env.world_size, dtype=np.int64)  # for each rank, of a sample
+        self.sum_widths[self.place :: self.size] = self.width
+        members = range(node * self.size, (node + 1) * self.size)
+        blocks = [_ranges(layout, layout.streams[rank], in_node=True) for rank in members]
+        self.widths = np.array([_width(block) for block in blocks])
+        self.gather = ColumnGather([_within(columns, b) for b in blocks], self.width, device)
+        self.codecs = codecs.fitted(self.gather.chunk or 1)
+
+    def start(self, trip: Trip, lookups: Sequence[Tensor], trains: bool) -> Callable[[], Tensor]:
+        """Starts to turn this rank's parts into the node's sums.
+
+        Args:
+            trip: of the batch.
+            lookups: per lookup ``[T, C_g]``, this rank's sums for the samples of all ranks.
+            trains: as for :meth:`OutputDist.start`.
+
+        Returns:
+            What waits for ``[samples of the ranks this one stands for, width]``, in rank order.
+        """
+        if self._env is None:  # all ranks are here; while they are built, one may have failed
+            self._env = self._whole_env.of_node(self.size)
+        return _HopExchange(self, self._env, trip).start(lookups, (), trains)
+
+
+@final
+class _HopExchange(Exchange[NodeHop]):
+    """One batch's hop, forward and backward."""
+
+    def __init__(self, stage: NodeHop, env: ShardingEnv, trip: Trip) -> None:
+        self.batch_sizes = trip.batch_sizes
+        samples = self.batch_sizes.reshape(-1, stage.size).sum(0)  # of each place in a node
+        self.num_sums = int(samples[stage.place])
+        sends = samples * stage.widths[stage.place]
+        super().__init__(stage, env, sends.tolist(), (stage.widths * self.num_sums).tolist())
+        ranks = np.arange(len(self.batch_sizes)).reshape(-1, stage.size)
+        self.by_place = ranks.T.flatten()
+
+    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Starts the exchange."""
+        num_samples = int(self.batch_sizes.sum())
+        by_rank = _join(lookups, num_samples, self.stage.device).split(self.batch_sizes.tolist())
+        return self.start_sending(torch.cat([by_rank[r].reshape(-1) for r in self.by_place]))
+
+    def place(self, buffer: Tensor) -> Tensor:
+        """Waits, and adds up."""
+        self.wait()
+        return self.stage.gather.collect(buffer, self.num_sums)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """Transposed :meth:`place`."""
+        return self.start_sending_back(self.stage.gather.spread(grad))
+
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Transposed :meth:`send`."""
+        arrived = self.wait_for_grads()
+        if arrived is None or not self.stage.group_widths:
             return []
-        flat_TC = torch.cat(flat)
-        flat_widths = [group.width - group.node_width for group in self.own_groups]
-        node_widths = [group.node_width for group in self.own_groups]
-        pairs = zip(
-            flat_TC.split(flat_widths, dim=1), parts_TC.split(node_widths, dim=1), strict=True
-        )
-        return [torch.cat(pair, dim=1) for pair in pairs]
+        width = sum(self.stage.group_widths)
+        pieces = arrived.view(-1, width).split(self.batch_sizes[self.by_place].tolist())
+        parts_TC = torch.cat([pieces[place] for place in np.argsort(self.by_place)])
+        return [part.contiguous() for part in parts_TC.split(self.stage.group_widths, dim=1)]
 
 
-def _join(outputs: Sequence[Tensor], stage: OutputDist) -> Tensor:
-    """Joins outputs ``[T, C_g]`` into ``[T, C]``."""
-    if not outputs:
-        return torch.empty(0, device=stage.device)
-    return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
+def _within(outer: Ranges, inner: Ranges) -> Ranges:
+    """Ranges of output columns, counted within the columns that ``outer`` lists."""
+    starts = np.cumsum([0] + [end - start for start, end in outer])
+    found = []
+    for start, end in inner:
+        i = next(i for i, (low, high) in enumerate(outer) if low <= start and end <= high)
+        found.append((int(starts[i]) + start - outer[i][0], int(starts[i]) + end - outer[i][0]))
+    return found

@@ -10,7 +10,7 @@ Shape names: ``N`` ids of this rank's output, slot by slot; ``D`` columns of eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import final
 
@@ -18,13 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout, Stream
+from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.exchange import Exchange, start_exchange
-from recsys.distributed.stages.id_routes import IdRoute, index_tensor, lookup_order
+from recsys.distributed.stages.bags import joined
+from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.output_dist import Backward, Exchange
+from recsys.distributed.stages.routes import index_tensor, lookup_order
 from recsys.kernels import ops
-from recsys.kernels.scaled_loss import TableUpdates
+from recsys.sparse import JaggedTensor
+from recsys.sparse.features import FeatureViews
 
 
 @final
@@ -35,28 +38,30 @@ class SequenceDist:
         layout: the compiled placement of tables of one dim.
         env: the ranks.
         device: where the embeddings are.
-        on_backward: called in every backward pass, on every rank in the same order.
+        backward: what is told of backward passes.
         codecs: what embeddings and gradients look like while they travel.
-        updates: the tables that take gradients, on any rank.
+        names: of the output's parts.
+        dtype: of the output.
+        need_indices: whether the ids are returned too.
     """
+
+    tasks = "send embeddings back", "send gradients to the tables"
 
     def __init__(
         self,
         layout: Layout,
         env: ShardingEnv,
         device: torch.device,
-        on_backward: Callable[[], None],
+        backward: Backward,
         codecs: QuantizedCommCodecs,
-        updates: TableUpdates,
+        names: list[str],
+        dtype: torch.dtype,
+        *,
+        need_indices: bool,
     ) -> None:
-        self.layout = layout
-        self.env = env
-        self.device = device
-        self.on_backward = on_backward
-        self.updates = updates
+        self.layout, self.env, self.device, self.backward = layout, env, device, backward
+        self._names, self._dtype, self._need_indices = names, dtype, need_indices
         self.dim = layout.slots[0].dim
-        own = layout.streams[env.rank]
-        self.num_streams = len(own)
         sent = [stream for streams in layout.streams for stream in streams]
         sent += layout.replica_streams
         first_cols = [stream.cols[0] - layout.slots[stream.slot].col for stream in sent]
@@ -67,7 +72,8 @@ class SequenceDist:
         self.sent_slots = np.array([stream.slot for stream in sent])
         self.sent_first_chunks = np.array(first_cols) // self.chunk
         self.sent_chunks = np.array(widths) // self.chunk
-        self.own_chunks = np.array([_chunks(stream, self.chunk) for stream in own], dtype=np.int64)
+        own = [stream.rect.num_cols for stream in layout.streams[env.rank]]
+        self.own_chunks = np.array(own, dtype=np.int64) // self.chunk
         counts = [len(streams) for streams in layout.streams]
         self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
         self.has_exchange = any(counts)
@@ -81,123 +87,154 @@ class SequenceDist:
         self.slot_order = self.sent_slots.tolist() if self.is_whole else None
 
     def start(
-        self,
-        lookups: Sequence[Tensor],
-        replicas: Sequence[Tensor],
-        route: IdRoute,
-        trains: bool,
-    ) -> Callable[[], Tensor]:
+        self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
+    ) -> Callable[[], dict[str, JaggedTensor]]:
         """Starts the exchange.
 
         Args:
-            lookups: per lookup group of this rank, ``[ids, width]``.
+            trip: of the batch.
+            lookups: looks up, per lookup group of this rank, ``[ids, width]``.
             replicas: per replica group, ``[ids, D]``.
-            route: of the batch.
             trains: whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            What waits for the output ``[N, D]``, slot by slot: in order, or if given in that of
-            ``slot_order``; call it once.
+            What waits for the output, by feature; call it once.
         """
-        return start_exchange(_SequenceExchange(self, route), lookups, replicas, trains)
+        exchange = _SequenceExchange(self, trip)
+        wait = exchange.start(list(lookups), replicas, trains)
+        return lambda: self._views(wait(), exchange, trip)
 
-    def repeat(self, rows: Tensor, route: IdRoute, inverse: Tensor) -> Tensor:
-        """Returns the rows of the ids as given, slot by slot in order.
-
-        Args:
-            rows: of the distinct ids, from :meth:`start`.
-            route: of the batch.
-            inverse: of the route.
-        """
-        order = np.arange(len(self.layout.slots)) if self.slot_order is None else self.slot_order
-        shifts = -route.slot_starts
-        shifts[order] += np.cumsum(route.slot_counts[order]) - route.slot_counts[order]
-        parts = inverse.split(route.key_counts.tolist())
-        index = [parts[k] + int(s) for k, s in zip(route.slot_keys, shifts, strict=True)]
-        return rows.index_select(0, torch.cat(index))
-
-
-def _chunks(stream: Stream, chunk: int) -> int:
-    return stream.rect.num_cols // chunk
+    def _views(
+        self, rows: Tensor, exchange: _SequenceExchange, trip: Trip
+    ) -> dict[str, JaggedTensor]:
+        slots, strides = trip.routes.slot_keys, trip.given.stride_per_key()
+        counts_K, order = exchange.counts_K, self.slot_order
+        if trip.inverse is not None:
+            counts_K, order = trip.given_counts, None
+            rows = rows.index_select(0, exchange.repeats(trip.inverse.split(counts_K.tolist())))
+        if rows.dtype is not self._dtype:
+            rows = rows.to(self._dtype)
+        lengths = trip.given.lengths().split_with_sizes(strides)
+        indices = None
+        if self._need_indices:
+            parts = trip.given.values().split(counts_K.tolist())
+            indices = torch.cat([parts[k] for k in slots])
+        views = FeatureViews(
+            rows,
+            indices,
+            torch.cat([lengths[k] for k in slots]),
+            counts_K[slots].tolist(),
+            [strides[k] for k in slots],
+            order,
+        )
+        return JaggedTensor.from_views(self._names, views)
 
 
 @final
 class _SequenceExchange(Exchange[SequenceDist]):
     """One batch's way through the stage, forward and backward."""
 
-    def __init__(self, stage: SequenceDist, route: IdRoute) -> None:
-        self.num_out = int(route.slot_counts.sum())
-        sent_chunks = route.sent_counts * stage.sent_chunks
-        edges = np.concatenate([[0], np.cumsum(sent_chunks)])
-        receives = (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist()
+    def __init__(self, stage: SequenceDist, trip: Trip) -> None:
+        routes = trip.routes
+        self.slot_keys = routes.slot_keys
+        self.counts_K = counts_K = trip.counts_G[: routes.num_keys]
+        # ids of each slot, and places in the batch at which they begin
+        self.slot_counts = counts_K[self.slot_keys]
+        self.slot_starts = (np.cumsum(counts_K) - counts_K)[self.slot_keys]
+        of_replicas = [counts_K[positions] for positions in routes.replica_positions]
+        sent = [trip.counts_G[segments] for segments in routes.segments]
+        sent_counts = np.concatenate([np.zeros(0, dtype=np.int64), *sent, *of_replicas])
+        edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream
-        self.received_chunks = route.received_counts * stage.own_chunks
-        sends = (self.received_chunks.sum(1) * stage.chunk).tolist()
-        super().__init__(stage, sends, receives)
-        if not stage.is_whole:
-            self.target = self._target(route, int(edges[-1]))
+        self.received_chunks = trip.received_counts * stage.own_chunks
+        super().__init__(
+            stage,
+            stage.env,
+            (self.received_chunks.sum(1) * stage.chunk).tolist(),
+            (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
+        )
+        self.backward = stage.backward
+        self.grad_scale = 1.0 / stage.env.world_size  # as DistributedDataParallel does
         self.widths: list[int] = []
+        if not stage.is_whole:
+            self.target = self._target(trip.sent_places(), sent_counts, int(edges[-1]))
 
-    def _target(self, route: IdRoute, total: int) -> Tensor:
-        """Returns for each chunk of the buffer the chunk of the output it goes to."""
-        stage = self.stage
+    def _target(self, target: Tensor, sent_counts: np.ndarray, total: int) -> Tensor:
+        """Returns for each chunk of the buffer the chunk of the output it goes to.
+
+        Args:
+            target: ``[N]`` places in the batch of the ids sent, rank by rank and stream by stream,
+                then of the replicas' ids.
+            sent_counts: ids in each of those streams.
+            total: chunks of the buffer.
+        """
+        stage, num_ids = self.stage, target.numel()
         per_row = stage.dim // stage.chunk
-        slot_bases = np.cumsum(route.slot_counts) - route.slot_counts
-        shifts = (slot_bases - route.slot_starts)[stage.sent_slots]
-        target = route.positions
+
+        def repeat(values: np.ndarray) -> Tensor:
+            both = ops.upload(np.stack([values, sent_counts]), stage.device)
+            return both[0].repeat_interleave(both[1], output_size=num_ids)
+
+        slot_bases = np.cumsum(self.slot_counts) - self.slot_counts
+        shifts = (slot_bases - self.slot_starts)[stage.sent_slots]
         if shifts.any():
-            target = target + self._repeat(shifts, route.sent_counts, target.numel())
+            target = target + repeat(shifts)
         if per_row == 1:
             return target
         target = target * per_row
         if stage.sent_first_chunks.any():
-            target += self._repeat(stage.sent_first_chunks, route.sent_counts, target.numel())
-        chunks = self._repeat(stage.sent_chunks, route.sent_counts, target.numel())
+            target += repeat(stage.sent_first_chunks)
+        chunks = repeat(stage.sent_chunks)
         first = target - (chunks.cumsum(0) - chunks)
-        return first.repeat_interleave(chunks, output_size=total) + torch.arange(
-            total, device=stage.device
-        )
+        within = torch.arange(total, device=stage.device)
+        return first.repeat_interleave(chunks, output_size=total) + within
 
-    def _repeat(self, values: np.ndarray, counts: np.ndarray, total: int) -> Tensor:
-        both = ops.upload(np.stack([values, counts]), self.stage.device)
-        return both[0].repeat_interleave(both[1], output_size=total)
+    def repeats(self, inverse_of_keys: Sequence[Tensor]) -> Tensor:
+        """Returns the place in the output of the row of each id as given, slot by slot in order.
+
+        Args:
+            inverse_of_keys: where ids were made distinct: the places among the batch's distinct ids
+                of each feature's given ids.
+        """
+        counts, slots = self.slot_counts, self.stage.slot_order
+        order = np.arange(len(counts)) if slots is None else slots
+        shifts = -self.slot_starts
+        shifts[order] += np.cumsum(counts[order]) - counts[order]
+        pairs = zip(self.slot_keys, shifts, strict=True)
+        return torch.cat([inverse_of_keys[k] + int(shift) for k, shift in pairs])
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
+        stage = self.stage
         self.widths = [x.shape[1] for x in lookups]
-        rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=self.device)]
-        sent = rows[0] if len(rows) == 1 else torch.cat(rows)
-        if not self.stage.keeps_order:
-            sizes = self.received_chunks.reshape(-1)[self.stage.reading]
-            sent = self._reorder(sent, self.stage.to_ranks, sizes)
+        rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=stage.device)]
+        sent = joined(rows)
+        if not stage.keeps_order:
+            sizes = self.received_chunks.reshape(-1)[stage.reading]
+            sent = self._reorder(sent, stage.to_ranks, sizes)
         return self.start_sending(sent, replicas)
 
     def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
         """Permutes the segments of ``chunks`` chunks each."""
-        sizes = ops.upload(chunks * self.stage.chunk, self.device)
+        sizes = ops.upload(chunks * self.stage.chunk, self.stage.device)
         _, moved, _ = ops.permute_1d(order, sizes, rows, None, rows.numel())
         return moved
 
     def place(self, buffer: Tensor) -> Tensor:
         """Waits, and puts each row where its id is: ``[N, D]``."""
         self.wait()
-        if self.stage.is_whole:
-            return buffer.detach().view(-1, self.stage.dim)
-        chunk = self.stage.chunk
+        stage = self.stage
+        if stage.is_whole:
+            return buffer.detach().view(-1, stage.dim)
         output = torch.empty_like(buffer, memory_format=torch.contiguous_format)
-        output.view(-1, chunk).index_copy_(0, self.target, buffer.view(-1, chunk))
-        return output.view(self.num_out, self.stage.dim)
+        output.view(-1, stage.chunk).index_copy_(0, self.target, buffer.view(-1, stage.chunk))
+        return output.view(int(self.slot_counts.sum()), stage.dim)
 
     def spread(self, grad: Tensor) -> Tensor:
         """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
-        if self.stage.is_whole:
-            whole = grad.reshape(-1)
-            self.start_sending_back(whole)
-            return whole
-        chunk = self.stage.chunk
-        spread = grad.reshape(-1, chunk).index_select(0, self.target).view(-1)
-        self.start_sending_back(spread)
-        return spread
+        if not self.stage.is_whole:
+            grad = grad.reshape(-1, self.stage.chunk).index_select(0, self.target)
+        return self.start_sending_back(grad.reshape(-1))
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""

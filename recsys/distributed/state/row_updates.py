@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from recsys.distributed.placement.layout import Layout, LookupGroup
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.stages.lookup import GroupSettings, Lookups
+from recsys.distributed.stages.lookup import GroupSettings, Lookup
+from recsys.distributed.stages.output_dist import Backward
 from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.optim.clipping import power_sum
@@ -49,26 +50,25 @@ class BackwardFinisher:
 
     Attributes:
         deferred: the gradients of deferred tables.
-        table_updates: the tables that take gradients, on any rank.
+        under_way: the backward passes that have begun and not ended; of one that raised, too.
+        backward: what the output stage tells of.
     """
 
     def __init__(
         self,
-        lookups: Lookups,
-        replicas: Lookups,
+        lookups: Sequence[Lookup],
+        replicas: Sequence[Lookup],
         layout: Layout,
         env: ShardingEnv,
         device: torch.device,
     ) -> None:
         self._env = env
         self._device = device
-        self._backwards: set[int] = set()  # graph tasks under way that end in _finish
+        self.under_way: set[int] = set()  # graph tasks that end in _finish
         self._replicas = [
-            _Replicas(*alike)
-            for alike in zip(
-                replicas.settings(), replicas.kernels, replicas.parameters, strict=True
-            )
-            if alike[0].requires_grad
+            _Replicas(lookup.settings, lookup.kernel, lookup.parameters)
+            for lookup in replicas
+            if lookup.settings.requires_grad
         ]
         self._columns = _ColumnSplits(lookups, layout, env, device, deferred=False)
         self.deferred = DeferredUpdates(lookups, self._replicas, layout, env, device)
@@ -76,15 +76,15 @@ class BackwardFinisher:
             *(replica.kernel for replica in self._replicas),
             *self._columns.kernels,
         ]
-        self.table_updates = _table_updates(layout, env)
+        self.backward = Backward(begins=self._schedule, updates=_table_updates(layout, env))
         watch_grad_scaler()
-        self.needed = bool(self._replicas) or self._columns.exist or self.deferred.exist
+        self._needed = bool(self._replicas) or self._columns.exist or self.deferred.exist
 
-    def schedule(self) -> None:
+    def _schedule(self) -> None:
         """Called from within a backward pass, on every rank: finish when it ends."""
         task = torch._C._current_graph_task_id()
-        if self.needed and task not in self._backwards:
-            self._backwards.add(task)
+        if self._needed and task not in self.under_way:
+            self.under_way.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def forget_failed_backward(self) -> None:
@@ -92,14 +92,14 @@ class BackwardFinisher:
 
         Deferred tables keep what it has added to their gradients, as a parameter's ``.grad`` does.
         """
-        if self._backwards and torch._C._current_graph_task_id() < 0:
-            self._backwards.clear()
+        if self.under_way and torch._C._current_graph_task_id() < 0:
+            self.under_way.clear()
             for kernel in self._unfinished:
                 kernel.deferred.drop()
 
     @torch.no_grad()
     def _finish(self) -> None:
-        self._backwards.clear()
+        self.under_way.clear()
         self._finish_replicas()
         self._columns.apply()
         self.deferred.end_backward()
@@ -151,7 +151,7 @@ class DeferredUpdates:
 
     def __init__(
         self,
-        lookups: Lookups,
+        lookups: Sequence[Lookup],
         replicas: list[_Replicas],
         layout: Layout,
         env: ShardingEnv,
@@ -159,8 +159,7 @@ class DeferredUpdates:
     ) -> None:
         self._env = env
         self.device = device
-        settings = zip(lookups.settings(), lookups.kernels, strict=True)
-        self._kernels = [kernel for group, kernel in settings if group.deferred]
+        self._kernels = [lookup.kernel for lookup in lookups if lookup.settings.deferred]
         self._columns = _ColumnSplits(lookups, layout, env, device, deferred=True)
         self._replicas = [r for r in replicas if r.settings.deferred]
         self.exist = any(table.group.deferred for table in layout.tables)  # type: ignore[attr-defined]
@@ -286,7 +285,7 @@ class _ColumnSplits:
 
     def __init__(
         self,
-        lookups: Lookups,
+        lookups: Sequence[Lookup],
         layout: Layout,
         env: ShardingEnv,
         device: torch.device,
@@ -299,10 +298,10 @@ class _ColumnSplits:
         def is_meant(settings: GroupSettings) -> bool:
             return settings.exchanges_row_statistics and settings.deferred is deferred
 
-        own = [number for number, s in enumerate(lookups.settings()) if is_meant(s)]
-        self.kernels = [lookups.kernels[number] for number in own]
+        own = [lookup for lookup in lookups if is_meant(lookup.settings)]
+        self.kernels = [lookup.kernel for lookup in own]
         self.exist = any(t.rects and is_meant(t.group) for t in layout.tables)  # type: ignore[arg-type]
-        self._shared = self._find_shared([lookups.groups[number] for number in own], layout)
+        self._shared = self._find_shared([lookup.group for lookup in own], layout)
         self._by_rank = [  # the shared blocks that each other rank has a part of
             [place for place, (*_, peers) in enumerate(self._shared) if rank in peers]
             for rank in range(env.world_size)

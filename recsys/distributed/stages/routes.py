@@ -1,17 +1,14 @@
-"""Where the ids of a batch go, and where each that was sent came from.
-
-:class:`Routes` are index tensors that depend only on the layout and the order of a batch's keys;
-:class:`IdRoute` is how what belongs to an id (its embedding, or the gradient of its weight) finds
-its way back.
+"""Where the ids of a batch go: index tensors that depend on the layout and on a batch's keys.
 
 Shape names: ``K`` features of the given batch, ``H`` words of the header, ``S`` streams of this
-rank, ``R`` ranks, ``N`` ids.
+rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -60,9 +57,11 @@ class SplitRound:
         select: positions in the batch of the features; None: the whole batch as it is.
         blocks: by the ids' dtype the rows per block of each feature's table, and the blocks'
             boundaries where a table is cut unevenly.
+        num_blocks: that the features are cut into.
     """
 
     select: Tensor | None
+    num_blocks: int
     blocks: dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]
 
 
@@ -141,6 +140,38 @@ def _blocks_of(
     return found
 
 
+def _rounds(
+    layout: Layout, split: Sequence[int], num_keys: int, device: torch.device
+) -> tuple[tuple[SplitRound, ...], np.ndarray]:
+    """Finds the rounds in which row-split slots are cut, and where their blocks come to lie.
+
+    Args:
+        layout: the compiled placement.
+        split: position in the batch of each row-split slot's feature.
+        num_keys: features of the batch.
+        device: where the batch is.
+
+    Returns:
+        The rounds; and ``[buckets, split slots]`` the place of each block among those of all.
+    """
+    whole = device.type == "cuda"
+    select = None
+    if not whole and split != list(range(num_keys)):
+        select = index_tensor(np.array(split), device)
+    places = np.zeros((layout.num_buckets, len(split)), dtype=np.int64)
+    rounds: list[SplitRound] = []
+    first = 0
+    for slots in _slots_of_rounds(split, num_keys, whole):
+        for place, split_slot in enumerate(slots):
+            if split_slot >= 0:
+                places[:, split_slot] = first + place + np.arange(layout.num_buckets) * len(slots)
+        num_blocks = layout.num_buckets * len(slots)
+        blocks = _blocks_of(layout, slots, device)
+        rounds.append(SplitRound(select=select, num_blocks=num_blocks, blocks=blocks))
+        first += num_blocks
+    return tuple(rounds), places
+
+
 def build_routes(
     layout: Layout,
     feature_names: Sequence[str],
@@ -162,35 +193,17 @@ def build_routes(
     Raises:
         KeyError: if the keys lack a feature that a table reads.
     """
-
-    def index(values: np.ndarray) -> Tensor:
-        return index_tensor(values, device)
-
+    device_index = partial(index_tensor, device=device)
     at = np.array(positions_of(feature_names, keys, "this module"), dtype=np.int64)
-    num_features = layout.num_features
-    flat = [segment for segments in layout.send_segments for segment in segments]
-    use_raw = any(segment < num_features for segment in flat)
+    use_raw = any(s < layout.num_features for segments in layout.send_segments for s in segments)
     num_keys = len(keys) + num_padding
 
     split = [int(at[layout.slots[i].feature]) for i in layout.split_slots]
-    slots_of_rounds = _slots_of_rounds(split, num_keys, whole=device.type == "cuda")
-    # [buckets, split slots] the place of each block among those of all rounds
-    place_of_block = np.zeros((layout.num_buckets, len(split)), dtype=np.int64)
-    num_blocks = 0
-    for slots in slots_of_rounds:
-        for place, split_slot in enumerate(slots):
-            if split_slot >= 0:
-                bucket = np.arange(layout.num_buckets)
-                place_of_block[:, split_slot] = num_blocks + bucket * len(slots) + place
-        num_blocks += layout.num_buckets * len(slots)
+    rounds, place_of_block = _rounds(layout, split, num_keys, device)
     in_batch_order = np.concatenate([at, num_keys + place_of_block.reshape(-1)])
-
-    def in_batch(segments: tuple[int, ...]) -> np.ndarray:
-        return in_batch_order[np.array(segments, dtype=np.int64)]
-
-    segments = tuple(in_batch(s) for s in layout.send_segments)
+    segments = [in_batch_order[np.array(s, dtype=np.int64)] for s in layout.send_segments]
     skipped = 0 if use_raw else num_keys  # whole features are not in the payload's source
-    num_segments = num_keys - skipped + num_blocks
+    num_segments = num_keys - skipped + sum(round_.num_blocks for round_ in rounds)
     parts = 3 if is_weighted else 2
     header = np.concatenate([np.concatenate([[FLAG, BATCH], s + COUNTS]) for s in segments])
     payload = np.concatenate(
@@ -206,25 +219,17 @@ def build_routes(
         for group in layout.replica_groups
     )
     return Routes(
-        rounds=tuple(
-            SplitRound(
-                select=None
-                if device.type == "cuda" or split == list(range(num_keys))
-                else index(np.array(split)),
-                blocks=_blocks_of(layout, slots, device),
-            )
-            for slots in slots_of_rounds
-        ),
-        split_keys=index(np.array(split)) if split else None,
-        replicas=tuple(index(r) for r in replicas),
+        rounds=rounds,
+        split_keys=device_index(np.array(split)) if split else None,
+        replicas=tuple(device_index(r) for r in replicas),
         replica_positions=replicas,
         use_raw=use_raw,
         num_keys=num_keys,
         slot_keys=at[[slot.feature for slot in layout.slots]],
-        header=index(header).long(),
-        payload=index(payload),
-        segments=segments,
-        sent=index(np.concatenate([s - skipped for s in segments])),
+        header=device_index(header).long(),
+        payload=device_index(payload),
+        segments=tuple(segments),
+        sent=device_index(np.concatenate([s - skipped for s in segments])),
         check_rows=torch.from_numpy(rows).to(device),
         min_rows=int(rows.min()),
         unread=torch.from_numpy(rows == no_limit).to(device) if (rows == no_limit).any() else None,
@@ -232,31 +237,3 @@ def build_routes(
         and not split
         and np.array_equal(segments[0], np.arange(num_keys)),
     )
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdRoute:
-    """Where each id that a rank sent came from, for embeddings that return to their ids.
-
-    Attributes:
-        positions: ``[N]`` places in the batch of the ids sent, rank by rank and stream by stream,
-            then of the replicas' ids.
-        sent_counts: ids in each of those streams.
-        received_counts: ``[R, S]`` ids received from each rank in each stream.
-        slot_counts: ids of each slot.
-        slot_starts: places in the batch at which each slot's ids begin.
-        inverse: where ids were made distinct: the place among the batch's distinct ids of each
-            given id; else None.
-        slot_keys: positions in the batch of each slot's feature.
-        key_counts: ids of each of the batch's features as given.
-    """
-
-    positions: Tensor
-    sent_counts: np.ndarray
-    received_counts: np.ndarray
-    slot_counts: np.ndarray
-    slot_starts: np.ndarray
-    inverse: Tensor | None
-    slot_keys: np.ndarray
-    key_counts: np.ndarray

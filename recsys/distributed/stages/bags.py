@@ -1,0 +1,108 @@
+"""The bags of one rank's batch, as the input stage takes them apart.
+
+Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``N`` ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from recsys.distributed.placement.layout import Layout
+from recsys.kernels import ops
+from recsys.sparse import KeyedJaggedTensor
+
+
+@final
+class BatchBags(NamedTuple):
+    """Ids in bags, feature by feature, ``batch_size`` bags each.
+
+    ``values [N]``, ``weights [N]`` or None, ``lengths [K * B]``, ``offsets [K * B + 1]``.
+    """
+
+    values: Tensor
+    weights: Tensor | None
+    lengths: Tensor
+    offsets: Tensor
+    batch_size: int
+
+    def ids_per_key(self, num_keys: int) -> Tensor:
+        """Returns ``[K]``."""
+        if self.batch_size == 0:
+            return self.offsets.new_zeros(num_keys)
+        return self.lengths if self.batch_size == 1 else self.offsets[:: self.batch_size].diff()
+
+    def one_per_key(self, num_keys: int) -> BatchBags:
+        """Returns the ids with one bag per feature, without weights."""
+        offsets = self.offsets[:: self.batch_size or 1].expand(num_keys + 1)
+        return BatchBags(self.values, None, offsets.diff(), offsets, 1)
+
+
+def bags_of(features: KeyedJaggedTensor) -> BatchBags:
+    """Returns the bags of features, whose batch sizes may differ: then ``batch_size`` is wrong."""
+    return BatchBags(
+        features.values(),
+        features.weights_or_none(),
+        features.lengths(),
+        features.offsets(),
+        features.stride(),
+    )
+
+
+def with_one_batch_size(bags: BatchBags, strides: Sequence[int]) -> BatchBags:
+    """Pads the features of fewer samples with empty bags."""
+    longest = max(strides, default=0)
+    parts = bags.lengths.split_with_sizes(list(strides))
+    padded = [torch.nn.functional.pad(part, (0, longest - part.numel())) for part in parts]
+    lengths = torch.cat(padded)
+    return bags._replace(lengths=lengths, offsets=ops.complete_cumsum(lengths), batch_size=longest)
+
+
+_ID_BITS = 40  # of an id beside its feature's number, in one word
+_ID_MASK = (1 << _ID_BITS) - 1  # ids that nobody reads may be larger
+
+
+def keep_distinct(bags: BatchBags, num_keys: int) -> tuple[BatchBags, Tensor]:
+    """Leaves each id of a feature once; and where each given id is found among those ``[N]``.
+
+    There are as many ids as before, as the host does not know how many are distinct: what is left
+    over belongs to one more feature, which nobody reads.
+    """
+    num_ids, counts_K = bags.values.numel(), bags.ids_per_key(num_keys)
+    key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
+        counts_K, output_size=num_ids
+    )
+    words, order = torch.sort((key_N << _ID_BITS) + (bags.values & _ID_MASK))
+    is_first = torch.ones_like(words, dtype=torch.bool)
+    torch.ne(words[1:], words[:-1], out=is_first[1:])
+    place_N = is_first.cumsum(0) - 1
+    inverse = torch.empty_like(order).index_copy_(0, order, place_N)
+    # an id that comes up again is written again to the same place
+    found = torch.zeros_like(words).index_copy_(0, place_N, words)
+    values = (found & _ID_MASK).to(bags.values.dtype)
+    lengths = counts_K.new_zeros(num_keys + 1)
+    lengths.index_add_(0, words >> _ID_BITS, is_first.to(lengths.dtype))
+    lengths[num_keys] = num_ids - lengths.sum()
+    return BatchBags(values, None, lengths, ops.complete_cumsum(lengths), 1), inverse
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Returns tensors one behind the other, without a copy if there is but one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> str:
+    """Returns the name of the smallest table that reads a feature, or nothing.
+
+    Args:
+        layout: the compiled placement.
+        feature_names: the module's distinct features, in the layout's numbering.
+        key: the feature.
+    """
+    tables = [
+        layout.tables[slot.table] for slot in layout.slots if feature_names[slot.feature] == key
+    ]
+    return min(tables, key=lambda table: table.num_rows).name if tables else ""
