@@ -33,9 +33,10 @@ from recsys.modules.embedding_configs import (
     DataType,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import check_features, positions_of
+from recsys.modules.embedding_inputs import positions_of
 from recsys.modules.embedding_tables import TableCollection, TableDict
 from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import check_features
 
 __all__ = [
     "SERVED",

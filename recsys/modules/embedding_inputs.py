@@ -22,7 +22,6 @@ from recsys.sparse.validate import check_total, preview
 __all__ = [
     "FeatureSelector",
     "SelectedBags",
-    "check_features",
     "expand_bags",
     "positions_of",
     "safe_features",
@@ -150,90 +149,6 @@ def positions_of(
     return [place[feature] for feature in features]
 
 
-def check_features(
-    features: KeyedJaggedTensor,
-    owner: str,
-    device: torch.device,
-    *,
-    is_pooled: bool,
-    is_weighted: bool,
-) -> None:
-    """Raise if a lookup cannot read a batch, whatever its ids are.
-
-    Args:
-        features: The batch.
-        owner: Who asks, for messages.
-        device: Where the tables are.
-        is_pooled: Whether there is a row per sample, so that samples must be told.
-        is_weighted: Whether ids are weighted.
-
-    Raises:
-        TypeError: No KeyedJaggedTensor, ids that are not int32 or int64, or weights no floats.
-        ValueError: Ids or weights of more than one dim, a batch on another device, a weighted
-            lookup without weights, different batch sizes without inverse indices, or, on the CPU,
-            lengths, offsets or inverse indices that do not fit.
-    """
-    if not isinstance(features, KeyedJaggedTensor):
-        raise TypeError(
-            f"{owner} takes a KeyedJaggedTensor; received {_described(features)}. Build one: "
-            "KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
-        )
-    values = features.values()
-    if values.dtype is not torch.int64 and values.dtype is not torch.int32:
-        raise TypeError(
-            f"{owner} looks up ids, which must be int32 or int64; received {values.dtype} for the "
-            f"features {preview(features.keys())}. Convert them with .long()."
-        )
-    if values.dim() != 1:
-        raise ValueError(
-            f"{owner} looks up ids, which must have one dim, [ids]; received values of shape "
-            f"{tuple(values.shape)}. Flatten them: several ids of a sample are one bag."
-        )
-    if values.device != device:
-        raise ValueError(
-            f"{owner} has its tables on {device}; received a batch on {values.device}. Move one of "
-            "them with .to()."
-        )
-    if is_weighted:
-        weights = features.weights_or_none()
-        if weights is None:
-            raise ValueError(
-                f"{owner} was built with is_weighted=True and needs one weight per id; received a "
-                "batch without weights. Pass weights= to the KeyedJaggedTensor."
-            )
-        if weights.dim() != 1:
-            raise ValueError(
-                f"{owner} multiplies each id's row by a number, so weights must have one dim, "
-                f"[ids]; received weights of shape {tuple(weights.shape)}."
-            )
-        if not weights.is_floating_point():
-            raise TypeError(
-                f"{owner} needs weights of a floating dtype; received {weights.dtype}. Convert "
-                "them with .float()."
-            )
-    features.check_bags()
-    if features.variable_stride_per_key():
-        _check_samples(features, is_pooled)
-
-
-def _check_samples(features: KeyedJaggedTensor, is_pooled: bool) -> None:
-    inverse, strides = features.inverse_indices_or_none(), features.stride_per_key()
-    if inverse is None:
-        if is_pooled:
-            raise ValueError(
-                "A batch with a batch size per feature needs inverse_indices, which say the row of "
-                "each sample: without them pooled embeddings have no common batch size; received "
-                f"stride_per_key={strides[:10]} and none. Pass inverse_indices to the "
-                "KeyedJaggedTensor."
-            )
-    elif is_pooled and inverse[1].shape[1] and not all(strides):
-        key = features.keys()[strides.index(0)]
-        raise ValueError(
-            f"Each sample reads a bag of every feature; received inverse_indices of "
-            f"{inverse[1].shape[1]} samples and no bag of feature '{key}'. Give it an empty bag."
-        )
-
-
 def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
     """On a device: a batch whose bags can be read, and whether it had to be made so; no sync.
 
@@ -280,12 +195,6 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
         inverse_indices=inverse,
     )
     return safe, is_bad
-
-
-def _described(given: object) -> str:
-    if isinstance(given, Tensor):
-        return f"a tensor of shape {tuple(given.shape)}"
-    return "None" if given is None else f"a {type(given).__name__}"
 
 
 def is_on_meta(features: object) -> bool:

@@ -34,7 +34,7 @@ from recsys.modules.embedding_configs import (
     data_type_to_dtype,
 )
 from recsys.modules.embedding_init import draw_seed, init_rows
-from recsys.modules.embedding_inputs import FeatureSelector, check_features, safe_features
+from recsys.modules.embedding_inputs import FeatureSelector, safe_features
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,
@@ -43,6 +43,7 @@ from recsys.optim.apply_optimizer_in_backward import (
     mark,
 )
 from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import check_features
 
 __all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
 

@@ -765,3 +765,95 @@ class KeyedJaggedTensor(Bags):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return rearrange.map_tensors(self, function)
+
+
+def check_features(
+    features: KeyedJaggedTensor,
+    owner: str,
+    device: torch.device,
+    *,
+    is_pooled: bool,
+    is_weighted: bool,
+) -> Parts:
+    """Raise if a lookup cannot read a batch, whatever its ids are.
+
+    Args:
+        features: The batch.
+        owner: Who asks, for messages.
+        device: Where the tables are.
+        is_pooled: Whether there is a row per sample, so that samples must be told.
+        is_weighted: Whether ids are weighted.
+
+    Returns:
+        The batch's parts.
+
+    Raises:
+        TypeError: No KeyedJaggedTensor, ids that are not int32 or int64, or weights no floats.
+        ValueError: Ids or weights of more than one dim, a batch on another device, a weighted
+            lookup without weights, different batch sizes without inverse indices, or, on the CPU,
+            lengths, offsets or inverse indices that do not fit.
+    """
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(
+            f"{owner} takes a KeyedJaggedTensor; received {validate.described(features)}. Build "
+            "one: KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
+        )
+    parts = features.parts()  # on a CPU, lengths and offsets are checked when one makes the other
+    values = parts.values
+    if values.dtype is not torch.int64 and values.dtype is not torch.int32:
+        raise TypeError(
+            f"{owner} looks up ids, which must be int32 or int64; received {values.dtype} for the "
+            f"features {validate.preview(parts.keys)}. Convert them with .long()."
+        )
+    if values.dim() != 1:
+        raise ValueError(
+            f"{owner} looks up ids, which must have one dim, [ids]; received values of shape "
+            f"{tuple(values.shape)}. Flatten them: several ids of a sample are one bag."
+        )
+    if values.device != device:
+        raise ValueError(
+            f"{owner} has its tables on {device}; received a batch on {values.device}. Move one of "
+            "them with .to()."
+        )
+    if is_weighted:
+        weights = parts.weights
+        if weights is None:
+            raise ValueError(
+                f"{owner} was built with is_weighted=True and needs one weight per id; received a "
+                "batch without weights. Pass weights= to the KeyedJaggedTensor."
+            )
+        if weights.dim() != 1:
+            raise ValueError(
+                f"{owner} multiplies each id's row by a number, so weights must have one dim, "
+                f"[ids]; received weights of shape {tuple(weights.shape)}."
+            )
+        if not weights.is_floating_point():
+            raise TypeError(
+                f"{owner} needs weights of a floating dtype; received {weights.dtype}. Convert "
+                "them with .float()."
+            )
+    if parts.stride_per_key_per_rank is not None or parts.inverse_indices is not None:
+        _check_samples(features, parts, is_pooled)
+    return parts
+
+
+def _check_samples(features: KeyedJaggedTensor, parts: Parts, is_pooled: bool) -> None:
+    inverse, strides = parts.inverse_indices, features.stride_per_key()
+    if inverse is not None:
+        validate.check_inverse_contents(parts.keys, strides, inverse)
+    if not features.variable_stride_per_key():
+        return
+    if inverse is None:
+        if is_pooled:
+            raise ValueError(
+                "A batch with a batch size per feature needs inverse_indices, which say the row of "
+                "each sample: without them pooled embeddings have no common batch size; received "
+                f"stride_per_key={strides[:10]} and none. Pass inverse_indices to the "
+                "KeyedJaggedTensor."
+            )
+    elif is_pooled and inverse[1].shape[1] and not all(strides):
+        key = parts.keys[strides.index(0)]
+        raise ValueError(
+            f"Each sample reads a bag of every feature; received inverse_indices of "
+            f"{inverse[1].shape[1]} samples and no bag of feature '{key}'. Give it an empty bag."
+        )

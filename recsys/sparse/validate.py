@@ -487,6 +487,13 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
         check_inverse_contents(keys, strides, (inverse[0], inverse[1].cpu()))
 
 
+def described(given: object) -> str:
+    """Say what was given in place of a batch."""
+    if isinstance(given, Tensor):
+        return f"a tensor of shape {tuple(given.shape)}"
+    return "None" if given is None else f"a {type(given).__name__}"
+
+
 def preview(items: Sequence[object]) -> str:
     """Write the first items of a list for a message."""
     shown = ", ".join(map(repr, items[:10]))

@@ -65,8 +65,8 @@ def _batch(kind: str) -> KeyedJaggedTensor:
     )
 
 
-def _count(types: tuple[ShardingType, ...], kind: str) -> tuple[int, int, int, int]:
-    """Calls of the library's functions, operations, those that copy, and collectives."""
+def _sharded(types: tuple[ShardingType, ...], kind: str) -> Any:
+    """A collection of six tables on two ranks."""
     config: Any = EmbeddingConfig if kind == "sequence" else EmbeddingBagConfig
     tables = [config(10, 8, f"t{i}", feature_names=[f"f{i}"]) for i in range(6)]
     plan = EmbeddingModuleShardingPlan(
@@ -82,13 +82,16 @@ def _count(types: tuple[ShardingType, ...], kind: str) -> tuple[int, int, int, i
     )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     fused = {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.1}
-    sharded: Any
     if kind == "sequence":
         sequences = EmbeddingCollection(tables=tables)
-        sharded = EmbeddingCollectionSharder(fused).shard(sequences, plan, env)
-    else:
-        bags = EmbeddingBagCollection(tables=tables)
-        sharded = EmbeddingBagCollectionSharder(fused).shard(bags, plan, env)
+        return EmbeddingCollectionSharder(fused).shard(sequences, plan, env)
+    bags = EmbeddingBagCollection(tables=tables)
+    return EmbeddingBagCollectionSharder(fused).shard(bags, plan, env)
+
+
+def _count(types: tuple[ShardingType, ...], kind: str) -> tuple[int, int, int, int]:
+    """Calls of the library's functions, operations, those that copy, and collectives."""
+    sharded = _sharded(types, kind)
 
     def step() -> None:
         found = sharded(_batch(kind)).wait()
@@ -144,3 +147,39 @@ def test_a_step_costs_what_it_did(ranks: RankPool, name: str) -> None:
     if torch.__version__.startswith("2.13"):  # other versions have other operations
         assert found[0][1] <= operations, found
         assert found[0][2] <= copies, found
+
+
+def _way(kind: ShardingType) -> tuple[list[str], list[str], int]:
+    """Classes and files of the library that a forward pass goes through, and calls of it."""
+    sharded, batch = _sharded((kind,), "pooled"), _batch("pooled")
+    sharded(batch).to_dict()
+    classes, files, calls = set(), set(), 0
+
+    def on_event(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(LIBRARY):
+            calls += 1
+            files.add(code.co_filename)
+            if "self" in frame.f_locals:
+                classes.add(type(frame.f_locals["self"]).__qualname__)
+            elif code.co_name == "forward":  # of an autograd function
+                classes.add(code.co_qualname)
+
+    sys.setprofile(on_event)
+    try:
+        sharded(batch).to_dict()
+    finally:
+        sys.setprofile(None)
+    return sorted(classes), sorted(files), calls
+
+
+@pytest.mark.parametrize("kind", [S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE], ids=str)
+def test_a_batch_goes_through_few_classes_files_and_calls(
+    ranks: RankPool, kind: ShardingType
+) -> None:
+    """Who follows a batch must not get lost: DistributedModelParallel's own is one more of each."""
+    for classes, files, calls in ranks(2, _way, kind):
+        assert len(classes) <= 15, classes
+        assert len(files) <= 9, files
+        assert calls <= 80, calls

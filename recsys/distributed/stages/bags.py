@@ -6,72 +6,49 @@ Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``N`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout
 from recsys.kernels import ops
-from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import Parts
 
 
-@final
-class BatchBags(NamedTuple):
-    """Ids in bags, feature by feature, ``batch_size`` bags each.
-
-    ``values [N]``, ``weights [N]`` or None, ``lengths [K * B]``, ``offsets [K * B + 1]``.
-    """
-
-    values: Tensor
-    weights: Tensor | None
-    lengths: Tensor
-    offsets: Tensor
-    batch_size: int
-
-    def ids_per_key(self, num_keys: int) -> Tensor:
-        """Returns ``[K]``."""
-        if self.batch_size == 0:
-            return self.offsets.new_zeros(num_keys)
-        return self.lengths if self.batch_size == 1 else self.offsets[:: self.batch_size].diff()
-
-    def one_per_key(self, num_keys: int) -> BatchBags:
-        """Returns the ids with one bag per feature, without weights."""
-        offsets = self.offsets[:: self.batch_size or 1].expand(num_keys + 1)
-        return BatchBags(self.values, None, offsets.diff(), offsets, 1)
-
-
-def bags_of(features: KeyedJaggedTensor) -> BatchBags:
-    """Returns the bags of features, whose batch sizes may differ: then ``batch_size`` is wrong."""
-    return BatchBags(
-        features.values(),
-        features.weights_or_none(),
-        features.lengths(),
-        features.offsets(),
-        features.stride(),
-    )
-
-
-def with_one_batch_size(bags: BatchBags, strides: Sequence[int]) -> BatchBags:
+def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
     """Pads the features of fewer samples with empty bags."""
     longest = max(strides, default=0)
     parts = bags.lengths.split_with_sizes(list(strides))
     padded = [torch.nn.functional.pad(part, (0, longest - part.numel())) for part in parts]
     lengths = torch.cat(padded)
-    return bags._replace(lengths=lengths, offsets=ops.complete_cumsum(lengths), batch_size=longest)
+    return bags._replace(
+        lengths=lengths,
+        offsets=ops.complete_cumsum(lengths),
+        stride=longest,
+        stride_per_key_per_rank=None,
+    )
+
+
+def one_bag_per_key(bags: Parts) -> Parts:
+    """Puts the ids of each feature into one bag, without weights."""
+    offsets = bags.offsets[:: bags.stride or 1].expand(len(bags.keys) + 1)
+    return bags._replace(weights=None, lengths=offsets.diff(), offsets=offsets, stride=1)
 
 
 _ID_BITS = 40  # of an id beside its feature's number, in one word
 _ID_MASK = (1 << _ID_BITS) - 1  # ids that nobody reads may be larger
 
 
-def keep_distinct(bags: BatchBags, num_keys: int) -> tuple[BatchBags, Tensor]:
-    """Leaves each id of a feature once; and where each given id is found among those ``[N]``.
+def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
+    """Leaves each id of a bag once; and where each given id is found among those ``[N]``.
 
     There are as many ids as before, as the host does not know how many are distinct: what is left
     over belongs to one more feature, which nobody reads.
+
+    Args:
+        bags: one per feature.
     """
-    num_ids, counts_K = bags.values.numel(), bags.ids_per_key(num_keys)
+    num_keys, num_ids, counts_K = len(bags.keys), bags.values.numel(), bags.lengths
     key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
         counts_K, output_size=num_ids
     )
@@ -86,7 +63,8 @@ def keep_distinct(bags: BatchBags, num_keys: int) -> tuple[BatchBags, Tensor]:
     lengths = counts_K.new_zeros(num_keys + 1)
     lengths.index_add_(0, words >> _ID_BITS, is_first.to(lengths.dtype))
     lengths[num_keys] = num_ids - lengths.sum()
-    return BatchBags(values, None, lengths, ops.complete_cumsum(lengths), 1), inverse
+    offsets, keys = ops.complete_cumsum(lengths), [*bags.keys, ""]
+    return bags._replace(keys=keys, values=values, lengths=lengths, offsets=offsets), inverse
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

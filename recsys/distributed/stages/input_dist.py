@@ -27,10 +27,9 @@ from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.bags import (
-    BatchBags,
-    bags_of,
     joined,
     keep_distinct,
+    one_bag_per_key,
     smallest_table,
     with_one_batch_size,
 )
@@ -47,8 +46,9 @@ from recsys.distributed.stages.routes import (
 from recsys.kernels import ops
 from recsys.kernels.bounds import bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.embedding_inputs import check_features, safe_features
+from recsys.modules.embedding_inputs import safe_features
 from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import Parts, check_features
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, and
 # the sender has no batch after this one
@@ -179,16 +179,16 @@ class InputDist:
             trip.error = error
         return trip
 
-    def _checked(self, trip: Trip, features: KeyedJaggedTensor) -> BatchBags:
+    def _checked(self, trip: Trip, features: KeyedJaggedTensor) -> Parts:
         """Returns a batch's bags, with one batch size, id 0 in place of bad ones."""
-        check_features(
+        bags = check_features(
             features,
             self.owner,
             self.device,
             is_pooled=self.pooled,
             is_weighted=self.is_weighted,
         )
-        keys = features.keys()
+        keys = bags.keys
         if keys != self._keys:
             num_padding = 1 if self.distinct else 0
             self._routes = build_routes(
@@ -198,22 +198,22 @@ class InputDist:
         routes = trip.routes = self._routes
         if self.device.type != "cpu":  # there check_features has raised
             features, trip.is_bad = safe_features(features)
-        bags = trip.checked = bags_of(features)
-        if features.variable_stride_per_key():
-            bags = trip.checked = with_one_batch_size(bags, features.stride_per_key())
+            bags = features.parts()
+        if bags.stride_per_key_per_rank is not None:
+            bags = with_one_batch_size(bags, features.stride_per_key())
+        trip.checked = bags
         bad_N = self._find_bad_ids(bags, routes)
         if bad_N is None:
             return bags
         # no table has these: the batch can be taken apart, and nothing foreign is read
         bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
         if routes.unread is not None:  # whatever ids a feature has that no table reads
-            bad_N &= ~routes.unread.repeat_interleave(
-                bags.ids_per_key(len(keys)), output_size=bad_N.numel()
-            )
+            counts_K = ids_per_key(bags, len(keys))
+            bad_N &= ~routes.unread.repeat_interleave(counts_K, output_size=bad_N.numel())
         trip.bad_N = bad_N
         return bags
 
-    def _find_bad_ids(self, bags: BatchBags, routes: Routes) -> Tensor | None:
+    def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
         """Returns ``[N]`` bool for ids outside their table; None: certainly none."""
         if self.mode is BoundsCheckMode.NONE or not bags.values.numel():
             return None
@@ -223,15 +223,15 @@ class InputDist:
                 return None
         return find_bad_ids(bags.values, bags.offsets, routes.check_rows)
 
-    def _take_apart(self, trip: Trip, bags: BatchBags) -> None:
+    def _take_apart(self, trip: Trip, bags: Parts) -> None:
         """Notes a batch's segments in its trip."""
-        routes, num_keys = trip.routes, len(self._keys or ())
+        routes = trip.routes
+        if not self.pooled:  # bags do not matter: each feature is one
+            bags = one_bag_per_key(bags)
         if self.distinct:
-            trip.own_counts = bags.ids_per_key(num_keys)
-            bags, trip.inverse = keep_distinct(bags, num_keys)
-        elif not self.pooled:  # bags do not matter: each feature is one
-            bags = bags.one_per_key(num_keys)
-        trip.bags, trip.batch_size = bags, bags.batch_size
+            trip.own_counts = bags.lengths
+            bags, trip.inverse = keep_distinct(bags)
+        trip.bags, trip.batch_size = bags, bags.stride
         weights_N = None
         if self.is_weighted:
             assert bags.weights is not None
@@ -240,7 +240,7 @@ class InputDist:
         places_N = None
         if trip.weights_need_grad or not self.pooled:
             places_N = torch.arange(bags.values.numel(), device=self.device)
-        counts = [bags.ids_per_key(routes.num_keys)]
+        counts = [ids_per_key(bags, routes.num_keys)]
         if routes.use_raw:
             trip.add_segments(bags.lengths, bags.values, weights_N, places_N)
         if routes.split_keys is not None:
@@ -365,6 +365,13 @@ class InputDist:
         return found
 
 
+def ids_per_key(bags: Parts, num_keys: int) -> Tensor:
+    """Returns ``[K]``, for features of one batch size."""
+    if bags.stride == 0:
+        return bags.lengths.new_zeros(num_keys)
+    return bags.lengths if bags.stride == 1 else bags.offsets[:: bags.stride].diff()
+
+
 def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> list[Trip]:
     """Starts the trips of several modules of the same ranks with one header exchange.
 
@@ -453,8 +460,8 @@ class Trip:
     """
 
     routes: Routes
-    checked: BatchBags
-    bags: BatchBags
+    checked: Parts
+    bags: Parts
     batch_size: int
     counts: Tensor
     counts_G: np.ndarray
