@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recsys.kernels import ops
+from recsys.kernels import ops, tbe_fbgemm_module
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -84,7 +84,8 @@ class PretendedCuda(TorchFunctionMode):
                 (torch.cuda, "current_stream", lambda device=None: None),
                 (torch.cuda, "current_device", lambda: 0),
                 (torch.cuda, "set_device", lambda device: None),
-                (ops, "_FBGEMM_DEVICES", frozenset(("cpu", "cuda"))),
+                (ops, "FBGEMM_DEVICES", frozenset(("cpu", "cuda"))),
+                (tbe_fbgemm_module, "has_cuda_ops", lambda: False),  # of lookups
                 (torch.autograd, "_engine_run_backward", self._run_backward),
             ):
                 self._patches.enter_context(mock.patch.object(holder, name, value))

@@ -50,7 +50,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def _new_output_dist(self, features: Sequence[str], names: list[str]) -> OutputDist:
         return OutputDist(
             self._layout,
-            self._poolings,
             self._env,
             self._device,
             self._finisher.backward,

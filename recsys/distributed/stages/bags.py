@@ -83,4 +83,4 @@ def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> st
     tables = [
         layout.tables[slot.table] for slot in layout.slots if feature_names[slot.feature] == key
     ]
-    return min(tables, key=lambda table: table.num_rows).name if tables else ""
+    return min(tables, key=lambda table: table.ids.end).name if tables else ""

@@ -36,7 +36,6 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.input_dist import Trip
 from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
-from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
 
@@ -380,7 +379,6 @@ class OutputDist:
 
     Args:
         layout: the compiled placement.
-        poolings: of the tables.
         env: the ranks.
         device: where the embeddings are.
         backward: what is told of backward passes.
@@ -395,7 +393,6 @@ class OutputDist:
     def __init__(
         self,
         layout: Layout,
-        poolings: Sequence[PoolingMode],
         env: ShardingEnv,
         device: torch.device,
         backward: Backward,
@@ -410,8 +407,8 @@ class OutputDist:
         self._bags = tuple(self._dims), tuple(feature_names[s.feature] for s in layout.slots)
         self.mean_slots = [  # positions in split_slots, and first and last column
             (place, slot.col, slot.col + slot.dim)
-            for place, slot in enumerate(layout.slots[number] for number in layout.split_slots)
-            if poolings[slot.table] is PoolingMode.MEAN
+            for place in layout.averaged_slots
+            for slot in [layout.slots[layout.split_slots[place]]]
         ]
         self.has_exchange = any(layout.rank_widths)
         self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None

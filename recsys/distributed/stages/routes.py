@@ -114,29 +114,26 @@ def _blocks_of(
     layout: Layout, slots: Sequence[int], device: torch.device
 ) -> dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]:
     """Returns :attr:`SplitRound.blocks`; without int32 where a table is larger than that."""
-    cut = [layout.tables[layout.slots[layout.split_slots[i]].table] for i in slots if i >= 0]
+    tables = [layout.tables[layout.slots[layout.split_slots[i]].table] for i in slots if i >= 0]
     num_edges = layout.num_buckets + 1
-    is_even = all(t.row_starts == tuple(range(0, t.num_rows, t.row_starts[1])) for t in cut)
+    edges_of = [table.ids.edges(table.row_starts) for table in tables]
+    is_even = all(edges[:-1] == tuple(range(0, edges[-1], edges[1])) for edges in edges_of)
     found = {}
     for dtype in (torch.int32, torch.int64):
         limit = torch.iinfo(dtype).max
-        if max(t.num_rows for t in cut) > limit:
+        if max(edges[-1] for edges in edges_of) > limit:
             continue
-        tables = iter(cut)
-        sizes, edges = [], []
-        for slot in slots:
-            if slot < 0:  # any block will do, as nobody is sent them
-                sizes.append(limit // layout.num_buckets)
-                edges.append([0] + [limit] * layout.num_buckets)
-                continue
-            table = next(tables)
-            sizes.append(table.row_starts[1])
-            starts = list(table.row_starts)
-            edges.append((starts + [table.num_rows] * num_edges)[:num_edges])
-        found[dtype] = (
-            torch.tensor(sizes, dtype=dtype, device=device),
-            None if is_even else [torch.tensor(e, dtype=dtype, device=device) for e in edges],
+        # a feature without a slot: any block will do, as nobody is sent them
+        nobodys = (*(limit // layout.num_buckets * i for i in range(num_edges - 1)), limit)
+        known = iter(edges_of)
+        rows = np.array(
+            [
+                (edges + edges[-1:] * num_edges)[:num_edges]
+                for edges in (next(known) if slot >= 0 else nobodys for slot in slots)
+            ]
         )
+        on_device = torch.from_numpy(rows).to(device, dtype)
+        found[dtype] = on_device[:, 1].contiguous(), None if is_even else list(on_device)
     return found
 
 
@@ -213,7 +210,7 @@ def build_routes(
     rows = np.full(len(keys), no_limit)
     for slot in layout.slots:
         place = at[slot.feature]
-        rows[place] = min(rows[place], layout.tables[slot.table].num_rows)
+        rows[place] = min(rows[place], layout.tables[slot.table].ids.end)
     replicas = tuple(
         np.array([at[f] for t in group.tables for f in layout.tables[t].features])
         for group in layout.replica_groups
