@@ -1,10 +1,13 @@
 """Whether jagged tensors hold the same data."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
 
 
 def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
@@ -23,11 +26,7 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
         >>> jt_is_equal(a, b)
         True
     """
-    return (
-        torch.equal(jt_1.values(), jt_2.values())
-        and torch.equal(jt_1.lengths(), jt_2.lengths())
-        and _equal_or_none(jt_1.weights_or_none(), jt_2.weights_or_none())
-    )
+    return _have_equal_leaves(leaves_of_jagged(jt_1), leaves_of_jagged(jt_2))
 
 
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
@@ -47,21 +46,12 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
         >>> kjt_is_equal(a, b)
         True
     """
-    inverse_1, inverse_2 = kjt_1.inverse_indices_or_none(), kjt_2.inverse_indices_or_none()
-    return (
-        kjt_1.keys() == kjt_2.keys()
-        and kjt_1.stride_per_key() == kjt_2.stride_per_key()
-        and kjt_1.stride_per_key_per_rank() == kjt_2.stride_per_key_per_rank()
-        and torch.equal(kjt_1.values(), kjt_2.values())
-        and torch.equal(kjt_1.lengths(), kjt_2.lengths())
-        and _equal_or_none(kjt_1.weights_or_none(), kjt_2.weights_or_none())
-        and (inverse_1 and inverse_1[0]) == (inverse_2 and inverse_2[0])
-        and _equal_or_none(inverse_1 and inverse_1[1], inverse_2 and inverse_2[1])
+    return _have_equal_leaves(leaves_of_keyed_jagged(kjt_1), leaves_of_keyed_jagged(kjt_2))
+
+
+def _have_equal_leaves(one: tuple[Leaves, object], other: tuple[Leaves, object]) -> bool:
+    (leaves_1, context_1), (leaves_2, context_2) = one, other
+    return context_1 == context_2 and all(
+        leaf is None or torch.equal(leaf, cast(Tensor, leaves_2[name]))
+        for name, leaf in leaves_1.items()
     )
-
-
-def _equal_or_none(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are None, or both are equal tensors."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)

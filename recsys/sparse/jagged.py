@@ -273,12 +273,7 @@ class JaggedTensor(Bags):
             >>> JaggedTensor.empty_like(jt).values()
             tensor([], dtype=torch.int64)
         """
-        weights = jt.weights_or_none()
-        return JaggedTensor(
-            jt.values().new_empty((0, *jt.values().shape[1:]), device=device),
-            None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
-            lengths=jt.lengths().new_empty(0, device=device),
-        )
+        return JaggedTensor(*empty_parts(jt, device))
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
@@ -491,3 +486,15 @@ class JaggedTensor(Bags):
         if desired_length is None:
             desired_length = int(lengths.max()) if lengths.numel() else 0
         return ops.jagged_to_padded_dense(tensor, self.offsets(), desired_length, padding_value)
+
+
+def empty_parts(
+    bags: Bags, device: torch.device | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Make values, weights if there are any, and lengths of no bags, with the dtypes of others."""
+    values, weights = bags.values(), bags.weights_or_none()
+    return (
+        values.new_empty((0, *values.shape[1:]), device=device),
+        None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
+        bags.lengths().new_empty(0, device=device),
+    )

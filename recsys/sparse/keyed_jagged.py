@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import exchange, rearrange, validate
-from recsys.sparse.jagged import Bags, JaggedTensor
+from recsys.sparse.jagged import Bags, JaggedTensor, empty_parts
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 
 InverseIndices = tuple[list[str], Tensor]
@@ -220,16 +220,8 @@ class KeyedJaggedTensor(Bags):
             >>> kjt.length_per_key()
             [1, 2]
         """
-        return KeyedJaggedTensor(
-            keys,
-            values,
-            weights,
-            lengths,
-            None,
-            stride,
-            stride_per_key_per_rank,
-            inverse_indices=inverse_indices,
-        ).sync()
+        parts = keys, values, weights, lengths, None, stride, stride_per_key_per_rank
+        return KeyedJaggedTensor(*parts, inverse_indices=inverse_indices).sync()
 
     @staticmethod
     def from_offsets_sync(
@@ -259,16 +251,8 @@ class KeyedJaggedTensor(Bags):
             >>> kjt.offset_per_key()
             [0, 1, 3]
         """
-        return KeyedJaggedTensor(
-            keys,
-            values,
-            weights,
-            None,
-            offsets,
-            stride,
-            stride_per_key_per_rank,
-            inverse_indices=inverse_indices,
-        ).sync()
+        parts = keys, values, weights, None, offsets, stride, stride_per_key_per_rank
+        return KeyedJaggedTensor(*parts, inverse_indices=inverse_indices).sync()
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
@@ -358,9 +342,7 @@ class KeyedJaggedTensor(Bags):
             >>> KeyedJaggedTensor.empty_like(kjt).stride()
             2
         """
-        jt = JaggedTensor.from_parts(kjt._values, kjt._weights, kjt.lengths())
-        empty = JaggedTensor.empty_like(jt, device)
-        parts = empty.values(), empty.weights_or_none(), empty.lengths()
+        parts = empty_parts(kjt, device)
         return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride)
 
     def parts(self) -> Parts:

@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from recsys.sparse.jagged import JaggedTensor
+from recsys.sparse.jagged import Bags, JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 _T = TypeVar("_T")
-_Leaves = dict[str, Tensor | None]
+Leaves = dict[str, Tensor | None]
 """Tensors by name; those that are None are left out of the tree."""
 
 
-def _leaves_of_jagged(jt: JaggedTensor) -> tuple[_Leaves, bool]:
+def leaves_of_jagged(jt: Bags) -> tuple[Leaves, bool]:
+    """Returns values, lengths and weights, and whether there are weights."""
     weights = jt.weights_or_none()
     return {"values": jt.values(), "lengths": jt.lengths(), "weights": weights}, weights is not None
 
@@ -29,8 +30,9 @@ def _jagged_of(leaves: Iterable[Tensor], is_weighted: bool) -> JaggedTensor:
     return JaggedTensor.from_parts(values, rest[0] if is_weighted else None, lengths)
 
 
-def _leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[_Leaves, object]:
-    leaves, is_weighted = _leaves_of_jagged(kjt)  # type: ignore[arg-type]  # the same methods
+def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
+    """Returns the tensors, and what else makes the structure of a batch."""
+    leaves, is_weighted = leaves_of_jagged(kjt)
     inverse_keys, leaves["inverse_indices"] = kjt.inverse_indices_or_none() or (None, None)
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
     return leaves, (kjt.keys(), is_weighted, strides, inverse_keys)
@@ -58,7 +60,7 @@ def _keyed_jagged_of(leaves: Iterable[Tensor], context: Any) -> KeyedJaggedTenso
     )
 
 
-def _leaves_of_keyed(kt: KeyedTensor) -> tuple[_Leaves, object]:
+def _leaves_of_keyed(kt: KeyedTensor) -> tuple[Leaves, object]:
     return {"values": kt.values()}, (kt.keys(), kt.length_per_key(), kt.key_dim())
 
 
@@ -70,7 +72,7 @@ def _keyed_of(leaves: Iterable[Tensor], context: Any) -> KeyedTensor:
 
 def _register(
     kind: type[_T],
-    leaves_of: Callable[[_T], tuple[_Leaves, object]],
+    leaves_of: Callable[[_T], tuple[Leaves, object]],
     build: Callable[[Iterable[Tensor], Any], _T],
 ) -> None:
     def flatten(batch: _T) -> tuple[list[Tensor], object]:
@@ -91,6 +93,6 @@ def _register(
     )
 
 
-_register(JaggedTensor, _leaves_of_jagged, _jagged_of)
-_register(KeyedJaggedTensor, _leaves_of_keyed_jagged, _keyed_jagged_of)
+_register(JaggedTensor, leaves_of_jagged, _jagged_of)
+_register(KeyedJaggedTensor, leaves_of_keyed_jagged, _keyed_jagged_of)
 _register(KeyedTensor, _leaves_of_keyed, _keyed_of)
