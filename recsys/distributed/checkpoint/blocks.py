@@ -12,7 +12,6 @@ import dataclasses
 import io
 import os
 import uuid
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from recsys.distributed.checkpoint import versions
@@ -240,8 +240,8 @@ class BlockReader(FileSystemReader):
             if self._buffer.numel() < num_bytes:
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
             buffer = self._buffer[:num_bytes]
-            values = _memory_of(buffer)
-            self._read(file, name, start, [around[:first], values, around[first:]])
+            parts = [around[:first], _memory_of(buffer), around[first:]]
+            self._read(file, name, start, parts)
             saved = buffer.view(dtype).view(sizes)
             for item, target in zip(items, targets, strict=True):
                 target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
@@ -308,46 +308,14 @@ def _first_byte_of_values(file: io.FileIO, start: int, length: int, num_bytes: i
 
     A block is the archive that ``torch.save`` writes; the bytes of the values are one record of it.
     """
-    stream = io.BufferedReader(_Slice(file, start, length))
     try:
-        with zipfile.ZipFile(stream) as archive:
-            (record,) = [r for r in archive.infolist() if r.filename.endswith("/data/0")]
-        stream.seek(record.header_offset)
-        header = stream.read(30)  # then a name and further fields, as long as its last bytes say
-        name, fields = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-        first = record.header_offset + 30 + name + fields
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
+        view = cast(IO[bytes], _create_file_view(file, start, length))
+        archive: Any = torch._C.PyTorchFileReader(view)
+        first = archive.get_record_offset("data/0")
+    except (RuntimeError, OSError):
         return None
-    return first if record.file_size == num_bytes and first <= length - num_bytes else None
+    return first if first <= length - num_bytes else None
 
 
 def _memory_of(bytes_N: Tensor) -> memoryview:
     return memoryview(bytes_N.numpy())  # type: ignore[arg-type]  # numpy's type says no buffer
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if origin + offset < 0:
-            raise OSError("before the beginning")
-        self._at = origin + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(min(len(buffer), self._length - self._at), 0)
-        self._file.seek(self._start + self._at)
-        read = self._file.readinto(memoryview(buffer)[:count])
-        self._at += read
-        return read

@@ -1,15 +1,12 @@
 """Reads the metadata of ``torch.distributed.checkpoint``, a pickle, without running what it names.
 
-A pickle may name any function, and an unpickler calls it. This one knows the classes that metadata
-consists of, and refuses all else.
+It knows the classes that metadata consists of, and refuses all else.
 """
 
 from __future__ import annotations
 
 import collections
-import io
 import pathlib
-import pickle
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.plain import KnownUnpickler
 
 _CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -53,7 +51,8 @@ def decode_metadata(name: str, data: bytes) -> Metadata:
         CheckpointError: if it holds anything else.
     """
     try:
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
+        refusal = "it names {}, which no metadata consists of"
+        found = KnownUnpickler(data, _CLASSES, refusal).load()
     except Exception as error:
         raise CheckpointError(
             f"{name} is not the metadata of a checkpoint: {type(error).__name__}: {error}"
@@ -63,12 +62,3 @@ def decode_metadata(name: str, data: bytes) -> Metadata:
             f"{name} is not the metadata of a checkpoint: it holds a {type(found).__name__}"
         )
     return found
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata consists of")
-        return _CLASSES[module, name]

@@ -100,23 +100,42 @@ def decode_pickle(name: str, data: bytes) -> Any:
         CheckpointError: if it is more than plain data.
     """
     try:
-        return _PlainUnpickler(io.BytesIO(data)).load()
+        return KnownUnpickler(data, _PLAIN, "{} is not plain data").load()
     except Exception as error:
         raise CheckpointError(f"{name} are not read: {type(error).__name__}: {error}") from error
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Knows tensors and plain containers, and nothing else."""
+class KnownUnpickler(pickle.Unpickler):
+    """Knows some classes and functions, and torch's dtypes, and refuses what else a pickle names.
+
+    A pickle may name any function, and an unpickler calls it.
+
+    Args:
+        data: the pickle.
+        known: by module and name.
+        refusal: what errors say of a name that is not known.
+    """
+
+    def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], refusal: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = known
+        self._refusal = refusal
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        known = {
-            ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-            ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
-            ("collections", "OrderedDict"): collections.OrderedDict,
-            ("torch", "Size"): torch.Size,
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
-        return known[module, name]
+        """Returns what a pickle names, if it is known."""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in self._known:
+            raise pickle.UnpicklingError(self._refusal.format(f"{module}.{name}"))
+        return self._known[module, name]
+
+
+_PLAIN = {
+    ("torch.storage", "_load_from_bytes"): lambda data: torch.load(
+        io.BytesIO(data), weights_only=True
+    ),
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): torch.Size,
+}
