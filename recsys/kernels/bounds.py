@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -124,13 +124,8 @@ def bad_id_message(
     )
 
 
-class _LateCheck(NamedTuple):
-    """A check whose result is still on its way from the device."""
-
-    bad_count: Tensor
-    """[] int64 in pinned memory."""
-    done: torch.cuda.Event
-    complain: Callable[[], None]
+_LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[], None]]
+"""How much is bad, [] int64 in pinned memory; when that has arrived; and what then complains."""
 
 
 @final
@@ -151,22 +146,20 @@ class LateChecks:
         count.copy_(bad.sum(), non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(bad.device))
-        self._pending.append(_LateCheck(count, done, complain))
+        self._pending.append((count, done, complain))
 
     def read_arrived(self) -> None:
         """Complain about what the checks that are done have found."""
-        while self._pending and self._pending[0].done.query():
-            check = self._pending.pop(0)
-            if int(check.bad_count):
-                check.complain()
+        while self._pending and self._pending[0][1].query():
+            count, _, complain = self._pending.pop(0)
+            if int(count):
+                complain()
 
     def read_all(self) -> None:
         """Wait for the device, and complain about what all checks have found."""
-        pending, self._pending = self._pending, []
-        for check in pending:
-            check.done.synchronize()
-            if int(check.bad_count):
-                check.complain()
+        for _, done, _ in self._pending:
+            done.synchronize()
+        self.read_arrived()
 
 
 @final

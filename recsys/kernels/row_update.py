@@ -58,8 +58,8 @@ def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
 def row_statistic(
     spec: OptimizerSpec,
     grads: Tensor,
-    weight: Tensor | None = None,
-    rows: Tensor | None = None,
+    weight: Tensor,
+    rows: Tensor,
 ) -> Tensor:
     """The per-row sum over the given columns of what a row-wise optimizer averages.
 
@@ -70,18 +70,18 @@ def row_statistic(
         spec: A row-wise optimizer.
         grads: [K, D_local] row gradients.
         weight: [R, D_local] the table, and
-        rows: [K] the rows that the gradients are for; both are read only with L2 weight decay.
+        rows: [K] the rows that the gradients are for; both are read with L2 weight decay.
 
     Returns:
         [K] fp32.
 
     Raises:
-        ValueError: The optimizer has no such statistic, or weights are needed and missing.
+        ValueError: The optimizer has no such statistic.
 
     Example:
         >>> from recsys.kernels.types import EmbOptimType
         >>> spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-        >>> row_statistic(spec, torch.tensor([[1.0, 2.0]]))
+        >>> row_statistic(spec, torch.tensor([[1.0, 2.0]]), torch.ones(3, 2), torch.tensor([0]))
         tensor([5.])
     """
     if spec.rule.reads_row is not RowReads.MOMENT:
@@ -93,11 +93,6 @@ def row_statistic(
     grads = grads.float()
     decay = spec.decay(WeightDecayMode.L2)
     if decay:
-        if weight is None or rows is None:
-            raise ValueError(
-                "row_statistic needs weight and rows when weight_decay_mode is L2; received None. "
-                "Pass the table and the rows of the gradients."
-            )
         grads = grads.add(weight.index_select(0, rows).float(), alpha=decay)
     norm_K: Tensor = torch.linalg.vector_norm(grads, dim=1)
     return norm_K.square_()

@@ -51,14 +51,12 @@ _FORWARD = (
     "weights weights_offsets D_offsets total_D hash_size_cumsum indices offsets pooling_mode "
     "indice_weights output_dtype"
 )
-_BACKWARD = (
-    "grad_output host_weights weights_placements weights_offsets D_offsets max_D hash_size_cumsum "
-    "total_hash_size_bits indices offsets pooling_mode indice_weights stochastic_rounding"
+_OF_SUM = (  # see `Geometry.sum_of`
+    "weights_offsets D_offsets max_D hash_size_cumsum total_hash_size_bits indices offsets "
+    "pooling_mode indice_weights"
 )
-_DENSE_BACKWARD = (
-    "grad_output host_weights weights_offsets D_offsets max_D hash_size_cumsum "
-    "total_hash_size_bits indices offsets pooling_mode indice_weights unused"
-)
+_DENSE_BACKWARD = f"grad_output host_weights {_OF_SUM} unused"
+_BACKWARD = f"grad_output host_weights weights_placements {_OF_SUM} stochastic_rounding"
 _STATE = " momentum1_host momentum1_placements momentum1_offsets"
 _CPU_OPS: Mapping[str, str] = {
     "split_embedding_codegen_forward_cpu": _FORWARD,

@@ -54,11 +54,6 @@ class DimGroup:
         return torch.tensor([0, *accumulate(self.table_rows)], device=self.device)
 
     @cached_property
-    def table_numbers(self) -> Tensor:
-        """[tables] int64."""
-        return torch.tensor(self.tables, device=self.device)
-
-    @cached_property
     def feature_numbers(self) -> Tensor:
         """[len(features)] int64."""
         return torch.tensor(self.features, device=self.device)

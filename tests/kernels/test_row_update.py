@@ -224,10 +224,7 @@ def test_misplaced_row_moment_raises() -> None:
             row_moment=torch.ones(ROWS),
         )
     with pytest.raises(ValueError, match=r"received LAMB\. Do not split"):
-        row_statistic(spec, gradients()[0])
-    decayed = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, weight_decay=0.1)
-    with pytest.raises(ValueError, match="needs weight and rows"):
-        row_statistic(decayed, gradients()[0])
+        row_statistic(spec, gradients()[0], weight, torch.arange(ROWS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
