@@ -17,6 +17,7 @@ BROAD = {
     "compat/test_spec.py",
     "compat/test_tutorial.py",
     "distributed/stages/test_weight_gradients.py",
+    "distributed/planner/test_report.py",
     "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
     "distributed/test_step_cost.py",

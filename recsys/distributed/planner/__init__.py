@@ -14,8 +14,7 @@ To be read in this order:
   ``local_search``, ``exact`` and ``search``; ``partitioners`` is for one of a user's own;
 - the planner: ``agreement`` (of ranks), ``plan_cost`` (what it knows of a plan), ``planners``;
 - reports: ``advice`` (why tables do not fit, and what would help), ``explanation`` (the facts),
-  ``report`` and ``report_html`` (as text, as a page), ``rating``,
-  ``words``.
+  ``rating`` and ``report_html`` (as text, as a page), ``words``.
 """
 
 from recsys.distributed.planner.custom_topology import CustomTopologyData

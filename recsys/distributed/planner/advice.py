@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -100,9 +100,7 @@ def with_half_weights(tables: Sequence[PlannedTable]) -> tuple[PlannedTable, ...
 # -- what would make a plan faster -----------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gain:
+class Gain(NamedTuple):
     """What a change would give.
 
     Attributes:
@@ -184,9 +182,7 @@ def fullness(rating: Rating) -> float:
 # -- one table placed another way ------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alternative:
+class Alternative(NamedTuple):
     """Another way to place a table, all others staying where they are.
 
     Attributes:

@@ -54,18 +54,9 @@ class Assignment:
     def copy(self) -> Assignment:
         """Returns an independent copy."""
         twin = copy.copy(self)
-        for name in (
-            *("_ms_R", "_free_RM", "option_T", "rank_P"),
-            *("_slot_P", "slots_RS", "count_R", "load_R"),
-        ):
-            setattr(twin, name, getattr(self, name).copy())
-        return twin
-
-    def in_unit(self, unit_ms: float) -> Assignment:
-        """Returns the same placement with loads in another unit."""
-        twin = Assignment(self.arrays, unit_ms)
-        for table, option in enumerate(self.option_T.tolist()):
-            twin.add(option, self.ranks_of(table))
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                setattr(twin, name, value.copy())
         return twin
 
     @property
@@ -242,7 +233,11 @@ class Assignment:
             even_memory: whether to look at the share of memory that is taken as at the load.
         """
         self._even_memory = even_memory
-        size_N = self._sizes(options)
+        # the load of the longest shard of each option; FIXED ones come before all
+        size_N = self.arrays.longest_O[options] / self._unit_ms
+        if even_memory:
+            share_NM = self.arrays.biggest_OM[options] / self._full_M
+            size_N = np.maximum(size_N, share_NM.max(axis=1, initial=0.0))
         if noise is not None:
             size_N = size_N * noise
         rescues = _MAX_RESCUES
@@ -253,14 +248,6 @@ class Assignment:
                 option, ranks = self._least_overfull(option, ranks, peak, price_O)
             self.add(option, ranks)
         self._even_memory = False
-
-    def _sizes(self, options: Ints) -> Floats:
-        """Returns the load of the longest shard of each option; FIXED ones come before all."""
-        size_N = self.arrays.longest_O[options] / self._unit_ms
-        if self._even_memory:
-            share_NM = self.arrays.biggest_OM[options] / self._full_M
-            size_N = np.maximum(size_N, share_NM.max(axis=1, initial=0.0))
-        return size_N
 
     def _least_overfull(
         self, option: int, ranks: Ints, peak: float, price_O: Floats
@@ -280,28 +267,19 @@ class Assignment:
 
     def choices(self) -> tuple[Choice, ...]:
         """Returns the options and ranks of all tables, which must be placed."""
-        arrays = self.arrays
+        indices_T = self.arrays.index_O[self.option_T].tolist()
         return tuple(
-            Choice(
-                option=int(arrays.index_O[option]),
-                ranks=range(arrays.options[option].num_ranks)
-                if arrays.is_fixed_O[option]
-                else tuple(self.ranks_of(table).tolist()),
-            )
-            for table, option in enumerate(self.option_T.tolist())
+            Choice(option=index, ranks=tuple(self.ranks_of(table).tolist()))
+            for table, index in enumerate(indices_T)
         )
 
     def exact_loads(self) -> tuple[Floats, Floats]:
         """Returns milliseconds, [R], and bytes left, [R, M], added up afresh."""
-        arrays = self.arrays
-        ms_R, free_RM = arrays.base_R.copy(), arrays.free_RM.copy()
-        placed = np.flatnonzero(self.rank_P >= 0)
-        rank_N = self.rank_P[placed]
-        np.add.at(ms_R, rank_N, arrays.cost_PK[placed, arrays.kind_R[rank_N]])
-        np.subtract.at(free_RM, rank_N, arrays.memory_PM[placed])
-        for option in self.option_T.tolist():
-            if option >= 0 and arrays.is_fixed_O[option]:
-                cost_N, memory_NM = arrays.fixed(option)
-                ms_R[: len(cost_N)] += cost_N
-                free_RM[: len(cost_N)] -= memory_NM
+        arrays, ms_R, free_RM = self.arrays, self.arrays.base_R.copy(), self.arrays.free_RM.copy()
+        placed = self.option_T[self.option_T >= 0]
+        for option in placed[np.argsort(arrays.is_fixed_O[placed], kind="stable")].tolist():
+            ranks_N = self.ranks_of(int(arrays.table_O[option]))
+            cost_N, memory_NM = arrays.added(option, ranks_N)
+            ms_R[ranks_N] += cost_N
+            free_RM[ranks_N] -= memory_NM
         return ms_R, free_RM

@@ -18,8 +18,7 @@ and C cuts.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -32,9 +31,7 @@ _ROUNDING = 1e-9
 _HIGHEST_PRICE = 1e3  # of all memory of a kind, in units of the bound without such prices
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Relaxed:
+class Relaxed(NamedTuple):
     """A solution of the relaxation.
 
     Attributes:
@@ -48,9 +45,7 @@ class Relaxed:
     option_T: Ints
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cut:
+class _Cut(NamedTuple):
     """Choices at some prices.
 
     At any prices they cost ``value @ prices``: prices of the loads [K], which add up to 1, and of
@@ -79,9 +74,10 @@ class Relaxation:
         self._free_KM = self._of_kind_KR @ arrays.free_RM
         self._unit_KM = np.maximum(self._free_KM, 0.5)  # nothing free: any byte is too many
         self._bundles = _Bundles(arrays, self._of_kind_KR)
-        options = np.arange(arrays.width_T.max())
+        width_T = np.diff(arrays.first_T)
+        options = np.arange(width_T.max())
         self._option_TO = np.where(
-            options < arrays.width_T[:, None], arrays.first_T[:-1, None] + options, -1
+            options < width_T[:, None], arrays.first_T[:-1, None] + options, -1
         )
         # memory that cannot run out needs no price
         most_OM = np.add.reduceat(self._bundles.memory_BKM.sum(axis=1), self._bundles.first_O)

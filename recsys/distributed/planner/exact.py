@@ -8,9 +8,8 @@ matter which of them is where.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -25,9 +24,7 @@ _ZERO = 1e-6  # to the solver
 _Terms: TypeAlias = list[tuple[int, float]]  # variables with their coefficients
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Solved:
+class Solved(NamedTuple):
     """What the exact search found.
 
     Attributes:
@@ -47,6 +44,7 @@ def solve_exactly(
     *,
     bound_ms: float,
     known_ms: float,
+    unit_ms: float | None = None,
     seconds: float = np.inf,
     max_nodes: int | None = None,
 ) -> Solved:
@@ -57,6 +55,7 @@ def solve_exactly(
         options: those that a best placement may contain.
         bound_ms: a lower bound on the slowest rank.
         known_ms: an upper bound on the slowest rank of the best placement.
+        unit_ms: of the assignment's loads; ``known_ms`` if None.
         seconds: time limit.
         max_nodes: limit of the tree, which unlike a time limit ends it in the same place always.
     """
@@ -79,13 +78,11 @@ def solve_exactly(
     finished = result.status in (0, 2)
     assignment = None
     if result.x is not None:
-        assignment = program.assignment(result.x)
+        assignment = program.assignment(result.x, unit_ms or known_ms)
         if assignment.peak >= OVERFULL:  # fits only to the solver's eyes
             assignment, finished = None, False
-    if result.status == 2:  # nothing below the limit
-        bound = 1.0
-    else:
-        bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
+    # status 2: nothing below the limit
+    bound = 1.0 if result.status == 2 else result.mip_dual_bound or 0.0
     return Solved(
         assignment=assignment,
         bound_ms=max(bound_ms, min(bound, 1.0) * (1 - _ZERO) * known_ms),
@@ -102,9 +99,7 @@ def count_variables(arrays: ShardArrays, options: Ints) -> int:
     return sum(runs) + len(options)
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Like shards of one option.
 
     Attributes:
@@ -258,9 +253,9 @@ class _Program:
             for of_pool, free in zip(sizes[rank], arrays.free_RM[rank] / unit_M, strict=True):
                 self._add(of_pool, -np.inf, free)
 
-    def assignment(self, values: Floats) -> Assignment:
+    def assignment(self, values: Floats, unit_ms: float) -> Assignment:
         """Returns the placement that a solution describes."""
-        assignment = Assignment(self._arrays, self._unit_ms)
+        assignment = Assignment(self._arrays, unit_ms)
         for option, column in self._column_of.items():
             if values[column] < 0.5:
                 continue

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import final
+from dataclasses import fields
+from typing import NamedTuple, final
 
 from recsys.distributed.planner.advice import Alternative, Gain, alternatives, gains_of
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.plan_cost import RatedTable, Rating
 from recsys.distributed.planner.tables import Bytes, sum_of
-from recsys.distributed.planner.words import ms, percent, show_ranks, size_of
+from recsys.distributed.planner.words import ms, show_ranks, size_of
 
 COST_PARTS = tuple(part.name for part in fields(Cost))
 """The parts of a rank's time, in order."""
@@ -23,9 +23,7 @@ _EVEN = 0.02
 _WIDE_GAP = 0.02  # worth a longer search
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableFacts:
+class TableFacts(NamedTuple):
     """What there is to say about a table.
 
     Attributes:
@@ -135,7 +133,7 @@ class Explanation:
                 "python -m recsys plan."
             )
         return (
-            f"{text} No plan takes less than {ms(found.bound_ms)}: the gap is {percent(found.gap)} "
+            f"{text} No plan takes less than {ms(found.bound_ms)}: the gap is {found.gap:.1%} "
             f"{how}.{longer}"
         )
 
@@ -152,7 +150,7 @@ class Explanation:
         cost = self.rating.costs[self.rating.slowest_rank]
         shares = sorted(zip(cost.parts, COST_PARTS, strict=True), reverse=True)
         total = cost.total or 1.0
-        texts = [f"{percent(time / total)} {part}" for time, part in shares if time >= 5e-4 * total]
+        texts = [f"{time / total:.1%} {part}" for time, part in shares if time >= 5e-4 * total]
         return f"Time of rank {self.rating.slowest_rank}: {', '.join(texts) or 'none'}."
 
     def _hot_table(self) -> list[str]:
@@ -161,7 +159,7 @@ class Explanation:
         most_ms, rated = max(times, key=lambda entry: entry[0], default=(0.0, None))
         if rated is None or most_ms < _HOT * total:
             return []
-        share = f"{percent(most_ms / total)} of the time of rank {slowest} ({ms(most_ms)})"
+        share = f"{most_ms / total:.1%} of the time of rank {slowest} ({ms(most_ms)})"
         if rated.option.num_ranks == 1:
             return [f"Table {rated.table.name!r} is too hot for one rank: it takes {share}."]
         return [f"Table {rated.table.name!r} is hot: one of its shards takes {share}."]
@@ -175,9 +173,7 @@ class Explanation:
                 f"All ranks are equally busy ({ms(mean)} on average): only less work for all of "
                 "them makes a step faster."
             )
-        return (
-            f"The mean rank takes {ms(mean)}, {percent(1 - mean / slowest)} less than the slowest."
-        )
+        return f"The mean rank takes {ms(mean)}, {1 - mean / slowest:.1%} less than the slowest."
 
     def _memory(self) -> list[str]:
         found = []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -54,27 +53,26 @@ def tables_of(
     Raises:
         PlannerError: if a constraint is for no table, or does not fit its table or module.
     """
-    tables: list[PlannedTable] = []
-    known: dict[str, bool] = {}  # names, and whether some constraints are for one of them
     by_type = {sharder.module_type: sharder for sharder in sharders}
     stats = {} if pooling_stats is None else pooling_stats.features
-    for path, child in outermost(module, lambda found: type(found) in by_type):
-        reader = _ModuleReader(path, child, by_type[type(child)], device, batch_size, constraints)
-        for name, own in reader.constraints.items():
-            known[name] = known.get(name, False) or own is constraints.get(name)
-        tables += reader.tables(stats)
-    unknown = sorted(constraints.keys() - known.keys())
-    for name in sorted(constraints.keys() & known.keys()):
-        if not known[name]:
-            raise _refusal(
-                f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
-                f"table of that name; received {constraints[name].feature_names}. Name them all, "
-                "or leave it None."
-            )
-    if unknown:
+    readers = [
+        _ModuleReader(path, child, by_type[type(child)], device, batch_size, constraints)
+        for path, child in outermost(module, lambda found: type(found) in by_type)
+    ]
+    tables = [table for reader in readers for table in reader.tables(stats)]
+    named = [(name, of) for reader in readers for name, of in reader.constraints.items()]
+    known = {name for name, _ in named}
+    unused = constraints.keys() - {name for name, of in named if of is constraints.get(name)}
+    for name in sorted(unused & known):
         raise _refusal(
-            f"Constraints are given for the tables {unknown}, which the model does not have; "
-            f"its tables are {sorted(known)}."
+            f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
+            f"table of that name; received {constraints[name].feature_names}. Name them all, or "
+            "leave it None."
+        )
+    if unused:
+        raise _refusal(
+            f"Constraints are given for the tables {sorted(unused)}, which the model does not "
+            f"have; its tables are {sorted(known)}."
         )
     return tables
 
@@ -83,9 +81,7 @@ def _refusal(message: str) -> PlannerError:
     return PlannerError(message, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Traffic:
+class _Traffic(NamedTuple):
     """What one feature brings per sample of the planner's batch.
 
     Attributes:
@@ -138,7 +134,12 @@ class _ModuleReader:
         """Yields the tables, none if they are for another device."""
         if self._is_elsewhere():
             return
-        self._check_bounds_modes()
+        modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
+        if len(modes) > 1:
+            raise _refusal(
+                f"The tables of one module share one bounds_check_mode; the constraints on those "
+                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
+            )
         longest_seen = max((of.batch_size for of in stats.values()), default=0.0)
         traffic = {name: self._traffic(name, stats, longest_seen) for name in self.weights}
         # the samples of features with fewer are filled up with empty bags
@@ -149,10 +150,15 @@ class _ModuleReader:
         for name, weight in self.weights.items():
             constraints, of_table = self.constraints[name], traffic[name]
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
-            _check_rounding(name, constraints, optimizer)
+            rounds = optimizer is not None and optimizer.spec.stochastic_rounding
+            if constraints.stochastic_rounding not in (None, rounds):
+                raise _refusal(
+                    f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; "
+                    f"constraints ask for {constraints.stochastic_rounding}. Set it where the "
+                    "optimizer is set: in fused_params, or in apply_optimizer_in_backward."
+                )
             draws = sum(t.draws for t in of_table)
             asked = constraints.sharding_types, constraints.compute_kernels
-            is_free = asked == (None, None)
             yield PlannedTable(
                 path=self._path,
                 name=name,
@@ -173,7 +179,9 @@ class _ModuleReader:
                 is_weighted=self._is_weighted or constraints.is_weighted,
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
                 constraints=constraints,
-                kernels=usual if is_free else _kernels(self._sharder, *asked, self._device),
+                kernels=usual
+                if asked == (None, None)
+                else _kernels(self._sharder, *asked, self._device),
             )
 
     def _runs_on_torch(
@@ -207,31 +215,19 @@ class _ModuleReader:
             )
         return bool(others)
 
-    def _check_bounds_modes(self) -> None:
-        modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
-        if len(modes) > 1:
-            raise _refusal(
-                f"The tables of one module share one bounds_check_mode; the constraints on those "
-                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
-            )
-
     def _traffic(self, name: str, stats: Mapping[str, Any], longest: float) -> list[_Traffic]:
-        own, features, rows = (
-            self.constraints[name],
-            self._features[name],
-            self.weights[name].shape[0],
-        )
-        given = {field: getattr(own, field) for field in _OF_FEATURES}
-        for field, numbers in given.items():
+        own, features = self.constraints[name], self._features[name]
+        rows = self.weights[name].shape[0]
+        for field in _OF_FEATURES:
+            numbers = getattr(own, field)
             if numbers and len(numbers) != len(features):
                 raise _refusal(
                     f"ParameterConstraints.{field} of table {name!r} must have one number for each "
                     f"of its features {features}; received {numbers}."
                 )
-        if not stats and not any(given.values()):
-            return [self._of_feature(1.0, 1.0, None, rows)] * len(features)
         order = own.feature_names or features
         found = []
+        dedups = getattr(self._sharder, "use_index_dedup", False)
         for feature in features:
             place, seen = order.index(feature), stats.get(feature)
             ids, bags, skew = 1.0, 1.0, None
@@ -245,28 +241,12 @@ class _ModuleReader:
                 bags = own.batch_sizes[place] / self._batch_size
             if own.num_poolings:
                 bags *= own.num_poolings[place]
-            found.append(self._of_feature(ids * bags, bags, skew, rows))
+            ids = draws = ids * bags
+            if dedups:
+                ids = uniform_distinct(rows, of_rank := draws * self._batch_size)
+                ids = (ids if skew is None else skew.distinct(of_rank)) / self._batch_size
+            found.append(_Traffic(draws=draws, ids=ids, bags=bags, skew=skew))
         return found
-
-    def _of_feature(self, draws: float, bags: float, skew: IdSkew | None, rows: int) -> _Traffic:
-        ids = draws
-        if getattr(self._sharder, "use_index_dedup", False):
-            of_rank = draws * self._batch_size
-            distinct = uniform_distinct(rows, of_rank) if skew is None else skew.distinct(of_rank)
-            ids = distinct / self._batch_size
-        return _Traffic(draws=draws, ids=ids, bags=bags, skew=skew)
-
-
-def _check_rounding(
-    name: str, constraints: ParameterConstraints, optimizer: TableOptimizer | None
-) -> None:
-    rounds = optimizer is not None and optimizer.spec.stochastic_rounding
-    if constraints.stochastic_rounding not in (None, rounds):
-        raise _refusal(
-            f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; constraints ask "
-            f"for {constraints.stochastic_rounding}. Set it where the optimizer is set: in "
-            "fused_params, or in apply_optimizer_in_backward."
-        )
 
 
 def check_kernels(
@@ -308,15 +288,12 @@ def _kernels(
     """Returns the sharding types that are allowed and executable, each with its kernels."""
     kernels = {}
     for name in sharder.sharding_types(device):
-        if name not in (types or [name]):
-            continue
-        executable = [EmbeddingComputeKernel(k) for k in sharder.compute_kernels(name, device)]
-        if asked is None:
-            usable = [kernel for kernel in executable if kernel not in UVM_KERNELS][:1]
-        else:
-            usable = [
-                kernel for kernel in map(EmbeddingComputeKernel, asked) if kernel in executable
-            ]
-        if usable:
-            kernels[ShardingType(name)] = tuple(usable)
+        if name in (types or [name]):
+            usable = [EmbeddingComputeKernel(k) for k in sharder.compute_kernels(name, device)]
+            if asked is None:
+                usable = [kernel for kernel in usable if kernel not in UVM_KERNELS][:1]
+            else:
+                usable = [of for of in map(EmbeddingComputeKernel, asked) if of in usable]
+            if usable:
+                kernels[ShardingType(name)] = tuple(usable)
     return kernels

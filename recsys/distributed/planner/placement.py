@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 from recsys.distributed.planner.options import Reach, TableOption
 
@@ -160,9 +160,7 @@ class Placement:
         return self.gap <= 1e-5
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TooBig:
+class TooBig(NamedTuple):
     """A table with no option that fits on empty ranks.
 
     Attributes:

@@ -9,7 +9,7 @@ from string import Template
 
 from recsys.distributed.planner.explanation import COST_PARTS, Explanation, TableFacts
 from recsys.distributed.planner.plan_cost import Rating
-from recsys.distributed.planner.words import ms, percent, size_of
+from recsys.distributed.planner.words import ms, size_of
 
 _MOST_TABLES = 1500
 _MOST_RANKS = 2048
@@ -47,7 +47,7 @@ def _gains(explanation: Explanation) -> str:
     now = explanation.rating.slowest_ms
     rows = [
         f'<tr><td class="t">{escape(gain.text)}<td>{ms(gain.slowest_ms)}'
-        f"<td>-{percent(1 - gain.slowest_ms / now)}"
+        f"<td>-{1 - gain.slowest_ms / now:.1%}"
         for gain in explanation.gains
     ]
     head = (("change", "t"), ("slowest rank", ""), ("gain", ""))

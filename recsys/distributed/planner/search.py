@@ -261,6 +261,7 @@ class _Search:
                 options,
                 bound_ms=self._bound_ms,
                 known_ms=self._known_ms,
+                unit_ms=self._unit_ms,
                 seconds=max(self._deadline - time.monotonic(), 0.0),
                 max_nodes=_MAX_NODES if np.isinf(self._deadline) else None,
             )
@@ -268,7 +269,7 @@ class _Search:
             # the first that fits at all: with a true upper bound the solver is more precise
             is_first = self._best.peak >= OVERFULL and solved.assignment is not None
             if solved.assignment is not None:
-                self._assignments.append(solved.assignment.in_unit(self._unit_ms))
+                self._assignments.append(solved.assignment)
             if not is_first:
                 self._exact = solved.finished
                 return

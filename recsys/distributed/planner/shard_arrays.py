@@ -84,11 +84,6 @@ class ShardArrays:
         self._fixed: dict[int, tuple[Floats, Floats]] = {}
 
     @cached_property
-    def width_T(self) -> Ints:
-        """Number of options of each table."""
-        return np.diff(self.first_T)
-
-    @cached_property
     def longest_O(self) -> Floats:
         """Milliseconds of each option's longest shard; inf if it is FIXED."""
         return self._largest(self.cost_PK.max(axis=1, initial=0.0), np.inf)
@@ -156,6 +151,13 @@ class ShardArrays:
     def shards_of(self, option: int) -> Ints:
         """Returns the numbers of an option's shards, in order; none if it is FIXED."""
         return np.arange(self.first_O[option], self.first_O[option + 1])
+
+    def added(self, option: int, ranks_N: Ints) -> tuple[Floats, Floats]:
+        """Returns what an option adds to the ranks of its shards, [N] and [N, M]."""
+        if self.is_fixed_O[option]:
+            return self.fixed(option)
+        shards_N = self.shards_of(option)
+        return self.cost_PK[shards_N, self.kind_R[ranks_N]], self.memory_PM[shards_N]
 
     def fixed(self, option: int) -> tuple[Floats, Floats]:
         """Returns what a FIXED option adds to the first N ranks, [N] and [N, M]."""

@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.constants import UVM_CACHING_RATIO
@@ -161,12 +161,10 @@ class PlannedTable:
             return share * uniform_distinct(self.rows, draws)
         missed = 1.0
         for (part, skew), times in Counter(self.skews).items():
-            found = self._distinct(skew, part * draws)
+            part *= draws
+            found = uniform_distinct(self.rows, part) if skew is None else skew.distinct(part)
             missed *= (1 - found / self.rows) ** times
         return share * self.rows * (1 - missed)
-
-    def _distinct(self, skew: IdSkew | None, draws: float) -> float:
-        return uniform_distinct(self.rows, draws) if skew is None else skew.distinct(draws)
 
     @property
     def cached_share(self) -> float:
@@ -207,24 +205,19 @@ class PlannedTable:
             buffers: bytes of buffers on the device.
         """
         weights = rows * cols * self.element_bytes
-        by_element, by_row = (rows * size for size in self._state_of_row(cols))
-        by_row += self._steps_bytes
-        gradient = weights if self.has_gradient else 0
-        if kernel not in UVM_KERNELS:
-            return Storage(
-                weights=Bytes(weights),
-                state=Bytes(by_element + by_row),
-                gradients=Bytes(gradient + gradients),
-                buffers=Bytes(buffers),
-            )
-        cache = 0
+        by_element = rows * cols * self._state_bytes("element")
+        by_row = rows * self._state_bytes("row") + self._state_bytes("table")
+        state, cache, in_host = Bytes(by_element + by_row), 0, kernel in UVM_KERNELS
+        if in_host:
+            state = Bytes(by_row, by_element)  # FBGEMM keeps row states on the device
         if kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING:
             slot = cols * self.element_bytes + _CACHE_SLOT_BYTES
             cache = int(self.cached_share * rows * slot) + rows * _CACHE_ROW_BYTES
+        gradient = weights if self.has_gradient else 0
         return Storage(
-            weights=Bytes(0, weights),
-            state=Bytes(by_row, by_element),  # FBGEMM keeps row states on the device
-            gradients=Bytes(gradients, gradient),
+            weights=Bytes(0, weights) if in_host else Bytes(weights),
+            state=state,
+            gradients=Bytes(gradients, gradient) if in_host else Bytes(gradients + gradient),
             cache=Bytes(cache),
             buffers=Bytes(buffers),
         )
@@ -243,25 +236,17 @@ class PlannedTable:
 
     def state_bytes_per_row(self, cols: int) -> int:
         """Bytes of optimizer state of a row of so many columns."""
-        return sum(self._state_of_row(cols))
+        return cols * self._state_bytes("element") + self._state_bytes("row")
 
-    def _state_of_row(self, cols: int) -> tuple[int, int]:
-        """Returns the bytes of a row's states with a value per element, and with one per row."""
+    def _state_bytes(self, per: Literal["element", "row", "table"]) -> int:
+        """Returns the bytes of optimizer state for each "element", each "row", or the "table"."""
         if self.optimizer is None:
-            return 0, 0
-        kinds = list(self.optimizer.spec.rule.state.values())
-        return 4 * cols * kinds.count("element"), 4 * kinds.count("row")
+            return 0
+        return 4 * list(self.optimizer.spec.rule.state.values()).count(per)
 
     def adds_up_rows(self, cols: int) -> bool:
         """Whether owners of so many columns must add up one value per row before they update it."""
         return cols < self.dim and self.optimizer is not None and self.optimizer.exchanges_row_state
-
-    @property
-    def _steps_bytes(self) -> int:
-        """Bytes of the counter of updates, which a part has once."""
-        if self.optimizer is None:
-            return 0
-        return 4 * list(self.optimizer.spec.rule.state.values()).count("table")
 
     @property
     def whole(self) -> Bytes:

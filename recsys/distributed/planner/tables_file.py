@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -49,6 +49,10 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
 
 _ONE_OF_THE_TYPES = partial(choice_of, choices=("FP32", "FP16", "BF16"))
 _OPTIMIZER = partial(choice_of, choices=[*OPTIMIZERS])
+_DEFAULTS: Mapping[str, Any] = {
+    **{"pooling": "SUM", "weighted": False, "data_type": "FP32", "pooling_factors": 1.0},
+    "constraints": {},
+}
 _NAMED: Readers = {"name": text_of, "rows": whole_of, "dim": whole_of}
 _CONSTRAINTS: Readers = {
     "sharding_types": partial(
@@ -89,17 +93,6 @@ class TablesFile:
     batch_size: int | None = None
 
 
-@final
-@dataclass(kw_only=True, slots=True)
-class _Module:
-    """The tables of one collection."""
-
-    is_pooled: bool
-    is_weighted: bool
-    configs: list[Any] = field(default_factory=list)  # as is_pooled says
-    optimizers: dict[str, str] = field(default_factory=dict)
-
-
 def read_tables(path: str | Path) -> TablesFile:
     """Returns what a file says.
 
@@ -123,7 +116,7 @@ def read_tables(path: str | Path) -> TablesFile:
     members = read_members(subject, data, {"tables": list_of}, {**defaults, "wire": _sharders})
     if not members["tables"]:
         raise ValueError(f"{subject}: tables must hold at least one table; received none.")
-    modules: dict[str, _Module] = {}
+    modules: dict[str, list[Mapping[str, Any]]] = {}
     constraints: dict[str, ParameterConstraints] = {}
     for index, row in enumerate(members["tables"]):
         numbered = f"{subject}: tables[{index}]"
@@ -131,7 +124,7 @@ def read_tables(path: str | Path) -> TablesFile:
         owner = f"{subject}: table {text_of(f'{numbered}.name', name)!r}"
         if name in constraints:
             raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
-        table = {**members, **read_members(owner, row, _NAMED, _TABLE)}
+        table = {**_DEFAULTS, **members, **read_members(owner, row, _NAMED, _TABLE)}
         _add_table(owner, table, modules)
         constraints[name] = _constraints(owner, table)
     return TablesFile(
@@ -142,104 +135,104 @@ def read_tables(path: str | Path) -> TablesFile:
     )
 
 
-def _add_table(owner: str, table: Mapping[str, Any], modules: dict[str, _Module]) -> None:
+def _kind(table: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether a table is pooled, and whether its ids are weighted."""
+    return table["pooling"] != "NONE", table["weighted"]
+
+
+def _add_table(
+    owner: str, table: Mapping[str, Any], modules: dict[str, list[Mapping[str, Any]]]
+) -> None:
     """Adds a table to its module."""
-    pooling, weighted = table.get("pooling", "SUM"), table.get("weighted", False)
-    is_pooled = pooling != PoolingType.NONE.value
+    is_pooled, weighted = _kind(table)
     if weighted and not is_pooled:
         raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
     usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
-    path = table.get("module", usual)
-    module = modules.setdefault(path, _Module(is_pooled=is_pooled, is_weighted=weighted))
-    if (module.is_pooled, module.is_weighted) != (is_pooled, weighted):
+    of_module = modules.setdefault(path := table.get("module", usual), [])
+    of_module.append(table)
+    if _kind(of_module[0]) != (is_pooled, weighted):
         raise ValueError(
             f"{owner} must be pooled and weighted as the other tables of module {path!r} are; "
-            f"received pooling {pooling} and weighted {str(weighted).lower()}. Give it another "
-            "module."
+            f"received pooling {table['pooling']} and weighted {str(weighted).lower()}. Give it "
+            "another module."
         )
     if "optimizer" not in table:
         raise ValueError(
             f"{owner} must have an optimizer, one of {', '.join(OPTIMIZERS)}; received none. Give "
             "it one, or the whole file."
         )
-    module.optimizers[table["name"]] = table["optimizer"]
-    config = (
-        partial(EmbeddingBagConfig, pooling=PoolingType[pooling]) if is_pooled else EmbeddingConfig
-    )
-    module.configs.append(
-        config(
-            num_embeddings=table["rows"],
-            embedding_dim=table["dim"],
-            name=table["name"],
-            data_type=DataType[table.get("data_type", "FP32")],
-            feature_names=table.get("features", [table["name"]]),
-        )
-    )
 
 
 def _constraints(owner: str, table: Mapping[str, Any]) -> ParameterConstraints:
     num_features = len(table.get("features", "1"))
-    factors = table.get("pooling_factors", 1.0)
+    factors = table["pooling_factors"]
     numbers = factors if isinstance(factors, list) else [factors] * num_features
     if not all(map(is_number, numbers)) or len(numbers) != num_features:
         rule = f"a number, or a list of one for each of {num_features} features"
         wrong_type(f"{owner}: pooling_factors", rule, factors)
-    if any(number < 0 for number in numbers):
-        raise ValueError(f"{owner}: pooling_factors must not be negative; received {factors}.")
     try:
-        return ParameterConstraints(
-            **table.get("constraints", {}), pooling_factors=[float(number) for number in numbers]
-        )
+        return ParameterConstraints(**table["constraints"], pooling_factors=numbers)
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
 
 
-def _model(subject: str, modules: Mapping[str, _Module]) -> nn.Module:
+def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> nn.Module:
+    if "" in modules and len(modules) > 1:
+        raise ValueError(
+            f"{subject}: module '' is the whole model, and must be the only one; received "
+            f"{', '.join(map(repr, modules))}."
+        )
     root = nn.Module()
-    for path, module in modules.items():
+    for path, tables in modules.items():
+        inside = any(f"{path}.".startswith(f"{other}.") for other in modules if other != path)
+        if path and (inside or not all(names := path.split("."))):
+            raise ValueError(
+                f"{subject}: module must be a path of names with dots between, none inside "
+                f"another; received {path!r}."
+            )
         try:
-            collection = _collection(module)
+            collection = _collection(tables)
         except ValueError as error:
             raise ValueError(f"{subject}: module {path!r}: {error}") from None
-        for name, parameter in collection.named_parameters():
-            optimizer = OPTIMIZERS[module.optimizers[name.split(".")[-2]]]
-            if optimizer is not None:
-                optim.apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.01})
         if not path:
-            if len(modules) > 1:
-                raise ValueError(
-                    f"{subject}: module '' is the whole model, and must be the only one; received "
-                    f"{', '.join(map(repr, modules))}."
-                )
             return collection
-        _put(root, path, collection, subject)
+        parent = root
+        for name in names[:-1]:
+            if name not in parent._modules:
+                parent.add_module(name, nn.Module())
+            parent = parent.get_submodule(name)
+        parent.add_module(names[-1], collection)
     return root
 
 
-def _collection(module: _Module) -> EmbeddingBagCollection | EmbeddingCollection:
-    meta = torch.device("meta")
-    if not module.is_pooled:
-        return EmbeddingCollection(tables=module.configs, device=meta)
-    return EmbeddingBagCollection(
-        tables=module.configs, is_weighted=module.is_weighted, device=meta
-    )
-
-
-def _put(root: nn.Module, path: str, module: nn.Module, subject: str) -> None:
-    *parents, last = names = path.split(".")
-    held = (EmbeddingBagCollection, EmbeddingCollection)
-    for name in parents if all(names) else ():
-        if isinstance(root, held):
-            break
-        if name not in root._modules:
-            root.add_module(name, nn.Module())
-        root = root.get_submodule(name)
-    if not all(names) or last in root._modules or isinstance(root, held):
-        raise ValueError(
-            f"{subject}: module must be a path of names with dots between, none inside another; "
-            f"received {path!r}."
+def _collection(
+    tables: Sequence[Mapping[str, Any]],
+) -> EmbeddingBagCollection | EmbeddingCollection:
+    """Returns the tables of a module, with their optimizers."""
+    (is_pooled, weighted), meta = _kind(tables[0]), torch.device("meta")
+    config: type[Any] = EmbeddingBagConfig if is_pooled else EmbeddingConfig
+    configs = [
+        config(
+            num_embeddings=table["rows"],
+            embedding_dim=table["dim"],
+            name=table["name"],
+            data_type=DataType[table["data_type"]],
+            feature_names=table.get("features", [table["name"]]),
+            **({"pooling": PoolingType[table["pooling"]]} if is_pooled else {}),
         )
-    root.add_module(last, module)
+        for table in tables
+    ]
+    collection = (
+        EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=meta)
+        if is_pooled
+        else EmbeddingCollection(tables=configs, device=meta)
+    )
+    optimizers = {table["name"]: OPTIMIZERS[table["optimizer"]] for table in tables}
+    for name, parameter in collection.named_parameters():
+        optimizer = optimizers[name.split(".")[-2]]
+        if optimizer is not None:
+            optim.apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.01})
+    return collection
 
 
 def _sharders(subject: str, wire: object) -> Sequence[ModuleSharder[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
     ShardingType,
 )
+from recsys.kernels.arguments import finite, whole
 from recsys.kernels.types import BoundsCheckMode
 
 
@@ -104,19 +104,16 @@ class ParameterConstraints:
     use_virtual_table: bool = False
 
     def __post_init__(self) -> None:
-        self._check_choices("sharding_types", [kind.value for kind in ShardingType])
-        self._check_choices("compute_kernels", [kind.value for kind in EmbeddingComputeKernel])
-        self._check_numbers("pooling_factors", least=0)
-        self._check_numbers("num_poolings", least=0)
-        self._check_numbers("batch_sizes", least=1)
+        self._check_choices("sharding_types", ShardingType)
+        self._check_choices("compute_kernels", EmbeddingComputeKernel)
+        for name, least in (("pooling_factors", 0), ("num_poolings", 0), ("batch_sizes", 1)):
+            self._check_numbers(name, least)
+        if self.min_partition is not None:
+            whole("ParameterConstraints.min_partition", self.min_partition)
         if self.bounds_check_mode is not None:
             self.bounds_check_mode = _our_bounds_check_mode(self.bounds_check_mode)
         dtype = getattr(self.output_dtype, "name", self.output_dtype)  # TorchRec has an enum
         caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
-        self._check(
-            self.min_partition is None or self.min_partition >= 1,
-            f"min_partition must be at least 1; received {self.min_partition}.",
-        )
         self._check(
             dtype in (None, "FP32", torch.float32),
             "output_dtype must be None or torch.float32, as sharded embeddings are; received "
@@ -150,26 +147,22 @@ class ParameterConstraints:
         if not holds:
             raise error(f"ParameterConstraints.{message}")
 
-    def _check_choices(self, name: str, choices: list[str]) -> None:
-        chosen = getattr(self, name)
+    def _check_choices(self, name: str, kinds: type[Enum]) -> None:
+        chosen, choices = getattr(self, name), [kind.value for kind in kinds]
         self._check(
             chosen is None or (chosen != [] and set(chosen) <= set(choices)),
             f"{name} must name some of {', '.join(choices)}; received {chosen}.",
         )
 
     def _check_numbers(self, name: str, least: int) -> None:
-        values = getattr(self, name)
-        if values is None:
-            return
+        values = () if (given := getattr(self, name)) is None else given
         self._check(
             isinstance(values, Sequence) and all(isinstance(v, numbers.Real) for v in values),
             f"{name} must be a list of numbers, one for each feature; received {values!r}.",
             TypeError,
         )
-        self._check(
-            all(math.isfinite(value) and value >= least for value in values),
-            f"{name} must be finite and at least {least}; received {values}.",
-        )
+        for place, value in enumerate(values):
+            finite(f"ParameterConstraints.{name}[{place}]", value, least)
 
     def apply_to(self, sharding: ParameterSharding) -> ParameterSharding:
         """Returns a plan's entry that carries what these say of the table's execution."""
@@ -225,13 +218,10 @@ class HeuristicalStorageReservation:
     dense_tensor_estimate: int | None = None
 
     def __post_init__(self) -> None:
-        _check_share(type(self).__name__, self.percentage)
-        for name in ("parameter_multiplier", "dense_tensor_estimate"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(
-                    f"HeuristicalStorageReservation.{name} must be at least 0; received {value}."
-                )
+        owner = type(self).__name__
+        finite(f"{owner}.percentage", self.percentage, least=0, below=1)
+        finite(f"{owner}.parameter_multiplier", self.parameter_multiplier, least=0)
+        finite(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate or 0, least=0)
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Returns the bytes left for tables."""
@@ -254,13 +244,8 @@ class FixedPercentageStorageReservation:
     percentage: float
 
     def __post_init__(self) -> None:
-        _check_share(type(self).__name__, self.percentage)
+        finite(f"{type(self).__name__}.percentage", self.percentage, least=0, below=1)
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Returns the bytes left for tables."""
         return int(memory_cap * (1 - self.percentage))
-
-
-def _check_share(owner: str, share: float) -> None:
-    if not 0 <= share < 1:
-        raise ValueError(f"{owner}.percentage must lie in [0, 1); received {share}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 
 def ms(milliseconds: float) -> str:
@@ -41,16 +42,6 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):,.1f} MiB"
 
 
-def percent(share: float) -> str:
-    """Returns a share with one digit.
-
-    Example:
-        >>> percent(0.0234)
-        '2.3%'
-    """
-    return f"{share:.1%}"
-
-
 def shorten(texts: Sequence[str], most: int = 3) -> str:
     """Returns texts as one, the last of many left out.
 
@@ -62,22 +53,6 @@ def shorten(texts: Sequence[str], most: int = 3) -> str:
     return ", ".join([*texts[:most], *rest])
 
 
-def runs_of(ranks: Sequence[int]) -> list[list[int]]:
-    """Returns ranks in order, split where one does not follow the one before.
-
-    Example:
-        >>> runs_of([0, 1, 2, 5])
-        [[0, 1, 2], [5]]
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return runs
-
-
 def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
     """Returns ranks in order as runs.
 
@@ -85,7 +60,8 @@ def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
         >>> show_ranks([0, 1, 2, 5])
         '0-2, 5'
     """
-    runs = runs_of(ranks)
+    steady = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in run] for _, run in steady]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     rest = sum(map(len, runs[most:]))
     return ", ".join([*texts[:most], *([f"... and {rest} more"] if rest else [])])

@@ -27,7 +27,7 @@ def test_books_are_true_after_many_changes() -> None:
     packed.fill(arrays.first_T[:-1], free(arrays))
     for table in rng.integers(0, 30, 200).tolist():
         packed.remove(table)
-        option = int(arrays.first_T[table] + rng.integers(arrays.width_T[table]))
+        option = int(arrays.first_T[table] + rng.integers(np.diff(arrays.first_T)[table]))
         packed.add(option, packed.best_ranks(option)[0])
     load_R, free_RM = packed.exact_loads()
     np.testing.assert_allclose(packed.load_R, packed.loads(load_R, free_RM), rtol=1e-9)
