@@ -18,6 +18,7 @@ BROAD = {
     "compat/test_tutorial.py",
     "distributed/stages/test_weight_gradients.py",
     "distributed/planner/test_report.py",
+    "distributed/planner/test_shard_estimators.py",
     "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
     "distributed/test_step_cost.py",

@@ -58,6 +58,7 @@ moved_modules(
         "layout_plot": "placement.layout_plot",
         "node": "ranks.node",
         "plan_layout": "placement.plan_layout",
+        "planner.shard_estimators": "planner.option_lister",
         "sharded_table": "state.sharded_table",
         "strategies": "placement.strategies",
         "traffic": "placement.traffic",

@@ -39,9 +39,9 @@ from recsys.distributed.placement.strategies import placement
 from recsys.distributed.planner import enumerators, partitioners, planners, types
 from recsys.distributed.planner import topology as topologies
 from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
+from recsys.distributed.planner.option_lister import ShardEstimator
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
-from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.types import (
     ParameterConstraints,

@@ -7,8 +7,8 @@ To be read in this order:
 - what is placed: ``types`` (constraints), ``pooling_stats`` (ids), ``tables``, ``model_tables`` (of
   a model), ``tables_file`` (of a file);
 - what a placement costs: ``costs`` (time), ``storage`` (memory), ``options`` and ``option_lister``
-  (all ways to place a table); ``shard_estimators`` and ``enumerators`` are for costs and options of
-  a user's own;
+  (all ways to place a table); ``enumerators`` is for options of a user's own, as ``ShardEstimator``
+  is for costs;
 - the search, which of an option reads where its shards may go, their milliseconds and bytes:
   ``placement`` (what it is asked and answers), ``shard_arrays``, ``bounds``, ``assignment``,
   ``local_search``, ``exact`` and ``search``; ``partitioners`` is for one of a user's own;

@@ -85,10 +85,11 @@ def plan_again(
 
 
 def unconstrained(constraints: Constraints) -> dict[str, ParameterConstraints]:
-    """Returns constraints that leave sharding types and kernels free."""
+    """Returns those that restrict sharding types or kernels, without these restrictions."""
     return {
         name: replace(of_table, sharding_types=None, compute_kernels=None, cache_params=None)
         for name, of_table in constraints.items()
+        if (of_table.sharding_types, of_table.compute_kernels) != (None, None)
     }
 
 
@@ -366,10 +367,9 @@ class Misfit:
         )
 
     def _other_tables(self) -> Iterator[tuple[str, Sequence[PlannedTable]]]:
-        free = unconstrained(self.constraints)
-        if free != self.constraints:
+        if free := unconstrained(self.constraints):
             text = "the tables without constraints on sharding_types and compute_kernels"
-            yield text, self.tables_under(free)
+            yield text, self.tables_under({**self.constraints, **free})
         yield "weights of 16 bits (data_type=DataType.FP16)", with_half_weights(self.tables)
         if self.lister.topology.compute_device == "cuda":
             kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value

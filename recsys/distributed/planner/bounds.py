@@ -179,11 +179,12 @@ class Relaxation:
             if upper <= best_bound + _TOLERANCE * abs(best_bound):
                 break
         assert best is not None
-        return Relaxed(
-            bound_ms=max(best_bound, 0.0),
-            price_O=best.price_O,
-            option_T=_mixed(cuts[: len(weights)], weights),
-        )
+        # of each cut about as many options as its weight says: the golden ratio spreads any few
+        # neighbours evenly over [0, 1)
+        spread_T = np.arange(1, self._arrays.num_tables + 1) * 0.6180339887498949 % 1.0
+        cut_T = np.searchsorted(np.cumsum(weights)[:-1], spread_T)
+        option_T = np.array([cut.option_T for cut in cuts])[cut_T, np.arange(len(cut_T))]
+        return Relaxed(bound_ms=max(best_bound, 0.0), price_O=best.price_O, option_T=option_T)
 
     def lower_bound(self, deadline: float = np.inf) -> Relaxed:
         """Returns the solution at the least ceiling that it does not exceed.
@@ -292,9 +293,12 @@ class _Bundles:
         known: dict[int, tuple[Floats, Floats, float]] = {}  # by the option, which tables may share
         for bundle in np.flatnonzero(self.fixed_B).tolist():
             option = int(self.owner_B[bundle])
-            key = id(arrays.options[option])
-            if key not in known:
-                known[key] = _fixed_bundle(arrays, option, of_kind_KR)
+            if (key := id(arrays.options[option])) not in known:
+                cost_N, memory_NM = arrays.fixed(option)
+                there, of_kind_KN = slice(len(cost_N)), of_kind_KR[:, : len(cost_N)]
+                fits = (memory_NM <= arrays.free_RM[there]).all()
+                peak = float((cost_N + arrays.base_R[there]).max()) if fits else np.inf
+                known[key] = of_kind_KN @ cost_N, of_kind_KN @ memory_NM, peak
             self.cost_BK[bundle], self.memory_BKM[bundle], self.peak_BK[bundle] = known[key]
         self.first_O = np.searchsorted(self.owner_B, np.arange(num_options))
         of_all_BM = np.where(
@@ -314,16 +318,6 @@ def _peaks(arrays: ShardArrays, of_kind_KR: Flags) -> Floats:
         fits_P = np.any(np.all(arrays.memory_PM[:, None] <= free_XM, axis=2), axis=1)
         peak_PK[~fits_P, kind] = np.inf
     return peak_PK
-
-
-def _fixed_bundle(
-    arrays: ShardArrays, option: int, of_kind_KR: Flags
-) -> tuple[Floats, Floats, float]:
-    cost_N, memory_NM = arrays.fixed(option)
-    of_kind_KN = of_kind_KR[:, : len(cost_N)]
-    fits = bool((memory_NM <= arrays.free_RM[: len(cost_N)]).all())
-    peak = float((cost_N + arrays.base_R[: len(cost_N)]).max()) if fits else np.inf
-    return of_kind_KN @ cost_N, of_kind_KN @ memory_NM, peak
 
 
 def _master(
@@ -363,12 +357,3 @@ def _master(
     prices[shares:] *= unit
     weights = np.maximum(-result.ineqlin.marginals, 0.0)
     return -float(result.fun) * unit, prices, weights / weights.sum()
-
-
-def _mixed(cuts: list[_Cut], weights: Floats) -> Ints:
-    """Returns options of which about the given shares come from each cut."""
-    options_CT = np.array([cut.option_T for cut in cuts])
-    # the golden ratio spreads any few neighbours evenly over [0, 1)
-    spread_T = np.arange(1, options_CT.shape[1] + 1) * 0.6180339887498949 % 1.0
-    cut_T = np.searchsorted(np.cumsum(weights)[:-1], spread_T)
-    return options_CT[cut_T, np.arange(options_CT.shape[1])]

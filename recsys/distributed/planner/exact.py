@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from recsys.distributed.planner.assignment import OVERFULL, Assignment
 from recsys.distributed.planner.options import Reach
 from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
-
-if TYPE_CHECKING:
-    from scipy.optimize import LinearConstraint
 
 _ZERO = 1e-6  # to the solver
 _Terms: TypeAlias = list[tuple[int, float]]  # variables with their coefficients
@@ -59,21 +56,18 @@ def solve_exactly(
         seconds: time limit.
         max_nodes: limit of the tree, which unlike a time limit ends it in the same place always.
     """
-    from scipy.optimize import Bounds, milp
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
     program = _Program(arrays, options, unit_ms=known_ms)
-    integral = np.ones(program.num_columns)
-    integral[0] = 0
-    low, high = np.zeros(program.num_columns), np.ones(program.num_columns)
-    low[0] = min(bound_ms / known_ms, 1.0) * (1 - _ZERO)
-    objective = 1 - integral
-    limits = {"time_limit": seconds} if np.isfinite(seconds) else {}
+    integral = np.append(0, np.ones(program.num_columns - 1))
+    low = (1 - integral) * min(bound_ms / known_ms, 1.0) * (1 - _ZERO)
+    limits = {"time_limit": seconds, **({"node_limit": max_nodes} if max_nodes else {})}
     result = milp(
-        objective,
+        1 - integral,
         integrality=integral,
-        bounds=Bounds(low, high),
-        constraints=program.constraints(),
-        options={"mip_rel_gap": 1e-7, **limits, **({"node_limit": max_nodes} if max_nodes else {})},
+        bounds=Bounds(low, np.ones(program.num_columns)),
+        constraints=LinearConstraint(*program.rows()),
+        options={"mip_rel_gap": 1e-7, **limits},
     )
     finished = result.status in (0, 2)
     assignment = None
@@ -136,17 +130,15 @@ class _Program:
         """Adds ``low <= terms <= high``."""
         self._rows.append((terms, low, high))
 
-    def constraints(self) -> LinearConstraint:
-        """Returns all rows."""
-        from scipy.optimize import LinearConstraint
+    def rows(self) -> tuple[Any, Sequence[float], Sequence[float]]:
+        """Returns all rows: a sparse matrix, and the least and the most of each."""
         from scipy.sparse import coo_array
 
         terms = [(row, *term) for row, (of_row, _, _) in enumerate(self._rows) for term in of_row]
         rows, columns, values = zip(*terms, strict=True)
         shape = (len(self._rows), self.num_columns)
-        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
         _, low, high = zip(*self._rows, strict=True)
-        return LinearConstraint(matrix, low, high)
+        return coo_array((values, (rows, columns)), shape=shape).tocsr(), low, high
 
     def _columns(self, count: int) -> list[int]:
         self.num_columns += count
@@ -207,16 +199,12 @@ class _Program:
 
     def _add_tables(self) -> None:
         """Adds that each table has one option, which takes no longer than the slowest rank."""
-        arrays = self._arrays
-        of_table: dict[int, list[int]] = {}
-        for option in self._column_of:
-            of_table.setdefault(int(arrays.table_O[option]), []).append(option)
-        for options in of_table.values():
-            self._add([(self._column_of[option], 1.0) for option in options], 1, 1)
-            peaks = [
-                (self._column_of[option], self._peak_ms(option) / self._unit_ms)
-                for option in options
-            ]
+        of_table: dict[int, _Terms] = {}
+        for option, column in self._column_of.items():
+            peak = (column, self._peak_ms(option) / self._unit_ms)
+            of_table.setdefault(int(self._arrays.table_O[option]), []).append(peak)
+        for peaks in of_table.values():
+            self._add([(column, 1.0) for column, _ in peaks], 1, 1)
             self._add([*peaks, (0, -1.0)], -np.inf, 0)
 
     def _peak_ms(self, option: int) -> float:
@@ -233,21 +221,21 @@ class _Program:
         unit_M = np.maximum(arrays.free_RM.max(axis=0, initial=0), 1)
         loads: list[_Terms] = [[(0, -1.0)] for _ in arrays.kind_R]
         sizes: list[list[_Terms]] = [[[] for _ in unit_M] for _ in arrays.kind_R]
-
-        def add(rank: int, column: int, cost: float, memory_M: Floats) -> None:
-            loads[rank].append((column, cost / self._unit_ms))
-            for of_pool, size in zip(sizes[rank], memory_M / unit_M, strict=True):
-                of_pool.append((column, size))
-
         for option, column in self._column_of.items():
+            parts = []
             if arrays.is_fixed_O[option]:
-                for rank, (cost, memory_M) in enumerate(zip(*arrays.fixed(option), strict=True)):
-                    add(rank, column, cost, memory_M)
+                of_ranks = enumerate(zip(*arrays.fixed(option), strict=True))
+                parts = [(rank, column, cost, size_M) for rank, (cost, size_M) in of_ranks]
             for run in self._runs[option]:
-                shard = run.shards[0]
-                for rank, where in enumerate(run.column_of_rank):
-                    cost = arrays.cost_PK[shard, arrays.kind_R[rank]]
-                    add(rank, where, cost, arrays.memory_PM[shard])
+                cost_K, size_M = arrays.cost_PK[run.shards[0]], arrays.memory_PM[run.shards[0]]
+                parts += [
+                    (rank, where, cost_K[arrays.kind_R[rank]], size_M)
+                    for rank, where in enumerate(run.column_of_rank)
+                ]
+            for rank, where, cost, size_M in parts:
+                loads[rank].append((where, cost / self._unit_ms))
+                for of_pool, size in zip(sizes[rank], size_M / unit_M, strict=True):
+                    of_pool.append((where, size))
         for rank, terms in enumerate(loads):
             self._add(terms, -np.inf, -arrays.base_R[rank] / self._unit_ms)
             for of_pool, free in zip(sizes[rank], arrays.free_RM[rank] / unit_M, strict=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import TypeAlias, final
+from typing import Protocol, TypeAlias, final
 
 from recsys.distributed.placement.layout import PlacedTable, adds_up_in_node
 from recsys.distributed.placement.plan import (
@@ -15,7 +16,6 @@ from recsys.distributed.placement.plan import (
 from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rects_of
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Reach, Shards, TableOption
-from recsys.distributed.planner.shard_estimators import ShardEstimator, estimated
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
@@ -30,6 +30,20 @@ _TYPES = (
 """In the order of options: the simplest first."""
 _Block: TypeAlias = tuple[int, int, int]
 """So many shards of rows x columns."""
+
+
+class ShardEstimator(Protocol):
+    """Says what shards of tables cost."""
+
+    def estimate(self, table: PlannedTable, option: TableOption, shards: Shards, /) -> Shards:
+        """Returns shards with other costs or storage.
+
+        Args:
+            table: what they are shards of.
+            option: how the table is placed.
+            shards: rows, columns, and the planner's own figures, each of one shard: ``costs`` on a
+                rank of each kind, ``storage``. Change them with ``dataclasses.replace``.
+        """
 
 
 @final
@@ -83,10 +97,37 @@ class OptionLister:
         ]
 
     def estimated(self, table: PlannedTable, options: Iterable[TableOption]) -> list[TableOption]:
-        """Returns options with the estimator's figures, if there is one."""
+        """Returns options with the estimator's figures, if there is one.
+
+        Raises:
+            ValueError: if the estimator changes more than costs and storage, or a cost is not a
+                finite number of milliseconds for each kind of rank.
+        """
         if self._estimator is None:
             return list(options)
-        return estimated(self._estimator, table, options)
+        return [
+            replace(option, shards=tuple(self._estimated(table, option, s) for s in option.shards))
+            for option in options
+        ]
+
+    def _estimated(self, table: PlannedTable, option: TableOption, given: Shards) -> Shards:
+        assert self._estimator is not None
+        name = f"{type(self._estimator).__name__}.estimate"
+        try:
+            found = self._estimator.estimate(table, option, given)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} of table {table.name!r}, {option.sharding_type.value}: {error}"
+            ) from error
+        kinds = len(given.costs)
+        same = replace(found, costs=given.costs, storage=given.storage) == given
+        if not same or len(found.costs) != kinds:
+            raise ValueError(
+                f"{name} must return the shards that it is given with costs for {kinds} kinds of "
+                f"rank and storage; received {found} for {given} of table {table.name!r}. Use "
+                "dataclasses.replace(shards, costs=..., storage=...)."
+            )
+        return found
 
     def option_of(
         self, table: PlannedTable, sharding: ParameterSharding

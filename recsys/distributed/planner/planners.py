@@ -34,7 +34,7 @@ from recsys.distributed.planner.agreement import (
 from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.model_tables import check_kernels, tables_of
-from recsys.distributed.planner.option_lister import OptionLister
+from recsys.distributed.planner.option_lister import OptionLister, ShardEstimator
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.partitioners import Partitioner, partitioned
 from recsys.distributed.planner.placement import InfeasibleError, Placement
@@ -42,7 +42,6 @@ from recsys.distributed.planner.plan_cost import RatedTable, Rating
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
-from recsys.distributed.planner.shard_estimators import ShardEstimator
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import (
@@ -131,9 +130,18 @@ class EmbeddingShardingPlanner:
         _check_arguments(locals())
         topology = _of_both(enumerator, "topology", topology)
         batch_size = _of_both(enumerator, "batch_size", batch_size)
-        self._topology = topology or _default_topology()
+        if topology is None:
+            is_job = dist.is_available() and dist.is_initialized()
+            here = "cuda" if torch.cuda.is_available() else "cpu"
+            topology = Topology(dist.get_world_size() if is_job else 1, here)
+        self._topology = topology
         self._batch_size = whole(
             "EmbeddingShardingPlanner.batch_size", BATCH_SIZE if batch_size is None else batch_size
+        )
+        self._made_for = PlanRanks(
+            world_size=self._topology.world_size,
+            local_world_size=self._topology.local_world_size,
+            compute_device=self._topology.compute_device,
         )
         self._reservation = storage_reservation or HeuristicalStorageReservation()
         self._enumerator = enumerator
@@ -287,15 +295,6 @@ class EmbeddingShardingPlanner:
         return self._rating(module, sharders, rated, self._budgets(module, tables))
 
     @property
-    def _made_for(self) -> PlanRanks:
-        topology = self._topology
-        return PlanRanks(
-            world_size=topology.world_size,
-            local_world_size=topology.local_world_size,
-            compute_device=topology.compute_device,
-        )
-
-    @property
     def _is_custom(self) -> bool:
         return self._has_own_enumerator or self._partitioner is not None
 
@@ -329,15 +328,11 @@ class EmbeddingShardingPlanner:
         budgets: Sequence[Bytes],
         placement: Placement | None = None,
     ) -> Rating:
-        restricted = {
-            name: of_table
-            for name, of_table in self._constraints.items()
-            if (of_table.sharding_types, of_table.compute_kernels) != (None, None)
-        }
-        free: list[PlannedTable] = []
-        if restricted:
-            lifted = {**self._constraints, **unconstrained(restricted)}
-            free = [t for t in self._tables(module, sharders, lifted) if t.name in restricted]
+        lifted = unconstrained(self._constraints)
+        under = {**self._constraints, **lifted}
+        free = (
+            [t for t in self._tables(module, sharders, under) if t.name in lifted] if lifted else ()
+        )
         return Rating(
             lister=self._lister,
             tables=tuple(rated),
@@ -462,11 +457,3 @@ def _of_both(enumerator: Enumerator | None, name: str, given: _T | None) -> _T |
             f"beside {type(enumerator).__name__}. Give it to the enumerator alone."
         )
     return own
-
-
-def _default_topology() -> Topology:
-    world_size = 1
-    if dist.is_available() and dist.is_initialized():
-        world_size = dist.get_world_size()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Topology(world_size=world_size, compute_device=device)

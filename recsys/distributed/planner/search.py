@@ -202,7 +202,11 @@ class _Search:
 
     def descend(self) -> None:
         """Improves the most promising assignments."""
-        promising = sorted(self._assignments, key=_promise)[:_DESCENTS]
+        # a guess of the peak after local search, which takes most of the unevenness away
+        means = [float(assignment.load_R.mean()) for assignment in self._assignments]
+        pairs = zip(means, self._assignments, strict=True)
+        guesses = [mean + _UNEVENNESS_LEFT * (tried.peak - mean) for mean, tried in pairs]
+        promising = [self._assignments[i] for i in np.argsort(guesses, kind="stable")[:_DESCENTS]]
         local = self._local_search(self._deadline)
         steps = _STEPS_PER_RANK * self._arrays.num_ranks + 100
         for assignment in promising:
@@ -287,9 +291,3 @@ class _Search:
         timed_out = not self._is_good and bool(np.isfinite(self._deadline))
         method: Literal["exact", "heuristic"] = "exact" if self._exact else "heuristic"
         return placement_of(best, self._bound_ms, started, method, timed_out=timed_out)
-
-
-def _promise(assignment: Assignment) -> float:
-    """Returns a guess of the peak after local search, which takes most of the unevenness away."""
-    mean = float(assignment.load_R.mean())
-    return mean + _UNEVENNESS_LEFT * (assignment.peak - mean)
