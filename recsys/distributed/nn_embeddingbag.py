@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
-from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.state.table_shards import TableShards
@@ -137,11 +135,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             )
         values = input.flatten()
         if self.settings.is_weighted:
-            weights = (
-                torch.ones_like(values, dtype=torch.float32)
-                if weights is None
-                else weights.flatten().float()
-            )
+            weights = torch.ones_like(values) if weights is None else weights.flatten()
+            weights = weights.float()
         if self.settings.padding_idx is not None:
             kept = values != self.settings.padding_idx
             before = nn.functional.pad(kept.cumsum(0), (1, 0))
@@ -211,22 +206,8 @@ class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag, ShardedEmbeddingBag
         super().__init__(fused_params, qcomm_codecs_registry)
         self._is_weighted = is_weighted
 
-    def shard(
-        self,
-        module: Any,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBag:
-        """Returns the sharded bag with the given one's weight.
-
-        Raises:
-            ValueError: if the bag has another mode than "sum" or "mean", a ``max_norm`` or
-                ``scale_grad_by_freq``.
-        """
-        one_table = _OneTable(module, self._is_weighted)
-        return super().shard(one_table, params, env, device, module_fqn)
+    def _collection_of(self, module: nn.EmbeddingBag) -> _OneTable:
+        return _OneTable(module, self._is_weighted)
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
         """Returns the weight, by the name it has in plans: ``{"weight": module.weight}``."""

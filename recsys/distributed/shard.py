@@ -33,12 +33,17 @@ from recsys.distributed.sharding_plan import (
 )
 from recsys.kernels.arguments import shown, wrong_type
 
+Placements = (
+    Mapping[str, ParameterSharding]
+    | Mapping[str, ParameterShardingGenerator]
+    | ParameterShardingGenerator
+)
+"""By table name where it goes, or what places it; or what places all."""
+
 
 def shard(
     module: nn.Module,
-    plan: Mapping[str, ParameterSharding]
-    | Mapping[str, ParameterShardingGenerator]
-    | ParameterShardingGenerator,
+    plan: Placements,
     env: ShardingEnv | None = None,
     device: torch.device | None = None,
     sharder: ModuleSharder[Any] | None = None,
@@ -83,9 +88,7 @@ def shard(
 
 def _placements(
     module: nn.Module,
-    plan: Mapping[str, ParameterSharding]
-    | Mapping[str, ParameterShardingGenerator]
-    | ParameterShardingGenerator,
+    plan: Placements,
     env: ShardingEnv,
     device: torch.device,
     sharder: ModuleSharder[Any],
@@ -357,13 +360,13 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
         ValueError: naming a module that has no ``reset_parameters``.
     """
     for path, child in walk(module, _is_sharded):
-        if _is_sharded(child) or not _owns_meta(child):
+        own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
+        if _is_sharded(child) or not any(tensor.is_meta for tensor in own):
             continue
         if not hasattr(child, "reset_parameters"):
             raise ValueError(
                 f"Module {path!r} ({type(child).__name__}) has parameters on the meta device "
-                f"but no "
-                "reset_parameters() to initialise them. Add one, or build the module on a "
+                "but no reset_parameters() to initialise them. Add one, or build the module on a "
                 "real device."
             )
         child.to_empty(device=device, recurse=False)
@@ -373,8 +376,3 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
 def move_dense(module: nn.Module, device: torch.device) -> None:
     """Moves, in place, what is not sharded."""
     move_parts(module, device, _is_sharded)
-
-
-def _owns_meta(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in own)

@@ -214,7 +214,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
     ) -> S:
         """Returns the sharded collection with the given module's weights."""
         made: S = self.makes(
-            module,
+            self._collection_of(module),
             params,
             env,
             self.fused_params,
@@ -229,6 +229,10 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         """Returns table name to weight."""
         weights: dict[str, nn.Parameter] = module.table_weights()
         return weights
+
+    def _collection_of(self, module: Any) -> Any:
+        """What the sharded collection is made of: the module, which is a collection itself."""
+        return module
 
     def _options(self) -> dict[str, Any]:
         """What else the sharded collection is made with."""

@@ -22,6 +22,7 @@ from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.input_dist import LastBatches
+from recsys.kernels.arguments import choice
 from recsys.sparse import KeyedJaggedTensor
 
 B = TypeVar("B")
@@ -83,13 +84,8 @@ class EvenBatches(Generic[B]):
     def __init__(
         self, batches: Iterable[B], model: nn.Module, policy: UnevenPolicy | str = UnevenPolicy.DROP
     ) -> None:
-        choices = [choice.value for choice in UnevenPolicy]
-        if not isinstance(policy, UnevenPolicy) and policy not in choices:
-            raise ValueError(
-                f"EvenBatches.policy must be one of {', '.join(choices)}; received {policy!r}."
-            )
         self._batches = batches
-        self._policy = UnevenPolicy(policy)
+        self._policy = choice("EvenBatches.policy", policy, UnevenPolicy)
         self._stages = [
             module.input_stage
             for module in model.modules()
@@ -184,13 +180,13 @@ class EvenBatches(Generic[B]):
             raise_failure(source, sample, failed)
         if has_batch:
             return batch
-        received: B = _map_batch(pickle.loads(sample), self._to_device, self._to_device)
+        device = self._stages[
+            0
+        ].device  # what lay on the GPU of the source goes to that of this rank
+        received: B = _map_batch(
+            pickle.loads(sample), lambda part: part.to(device) if part.is_cuda else part
+        )
         return received
-
-    def _to_device(self, part: Any) -> Any:
-        """Moves what lies on the GPU of another rank to that of this one."""
-        device = part.device() if isinstance(part, KeyedJaggedTensor) else part.device
-        return part.to(self._stages[0].device) if device.type == "cuda" else part
 
 
 def empty_batch(batch: B) -> B:
@@ -207,23 +203,26 @@ def empty_batch(batch: B) -> B:
         >>> dense.shape, empty.stride(), empty.keys()
         (torch.Size([0, 3]), 0, ['f'])
     """
-    return _map_batch(batch, _empty_features, lambda part: part[:0] if part.dim() else part)
+    return _map_batch(batch, lambda part: part[:0] if part.dim() else part, _empty_features)
 
 
 def _map_batch(
     batch: B,
-    of_features: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
     of_tensor: Callable[[Tensor], Tensor],
+    of_features: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
 ) -> B:
+    """Changes the tensors of a batch; jagged features as a whole, or tensor by tensor if None."""
+
     def is_leaf(part: Any) -> bool:
-        return isinstance(part, KeyedJaggedTensor) or dataclasses.is_dataclass(part)
+        is_features = isinstance(part, KeyedJaggedTensor) and of_features is not None
+        return is_features or dataclasses.is_dataclass(part)
 
     def changed(part: Any) -> Any:
-        if isinstance(part, KeyedJaggedTensor):
+        if isinstance(part, KeyedJaggedTensor) and of_features is not None:
             return of_features(part)
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
             fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
-            new = {name: _map_batch(v, of_features, of_tensor) for name, v in fields.items()}
+            new = {name: _map_batch(v, of_tensor, of_features) for name, v in fields.items()}
             return dataclasses.replace(part, **new)
         return of_tensor(part) if isinstance(part, Tensor) else part
 
