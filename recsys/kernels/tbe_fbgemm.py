@@ -391,16 +391,13 @@ class Geometry:
         tables = [layout.feature_table_map[f] for f in features]
         # Cumulative row counts only tell the tables apart here, so an empty table counts as one
         # row and the order is that of the features, not of the storage.
-        first_of_table: dict[int, int] = {}
-        rows_so_far = 0
-        for t in tables:
-            if t not in first_of_table:
-                first_of_table[t] = rows_so_far
-                rows_so_far += max(layout.tables[t].num_rows, 1)
+        distinct = list(dict.fromkeys(tables))
+        *firsts, end = accumulate((max(layout.tables[t].num_rows, 1) for t in distinct), initial=0)
+        first_of_table = dict(zip(distinct, firsts, strict=True))
         return cls(
             [layout.feature_dims[f] for f in features],
             [layout.first_element[t] for t in tables],
             [layout.first_row[t] for t in tables],
-            [*(first_of_table[t] for t in tables), rows_so_far],
+            [*(first_of_table[t] for t in tables), end],
             layout.device,
         )

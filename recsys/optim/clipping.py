@@ -146,28 +146,30 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """
         tables = self.table_gradients()
         gradients = list(self._gradients())
-        whole: list[Tensor] = []
-        parts: list[Tensor] = []
-        grouped: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {
-            groups: [] for groups in self._groups_of.values()
+        # by the groups that share the parameters; None: by the ranks that share the tables
+        found: dict[tuple[dist.ProcessGroup, ...] | None, list[Tensor]] = {
+            groups: [] for groups in (None, (), *self._groups_of.values())
         }
         for parameter, values in gradients:
-            if id(parameter) in self._groups_of:
-                grouped[self._groups_of[id(parameter)]].append(values)
-            else:
-                (parts if getattr(parameter, _PART, False) else whole).append(values)
-        self._check_norm(tables, parts)
-        device = _device_of(self, tables)
-        shares = [table.power_sum(self._norm_type).to(device) for table in tables]
-        shares.append(power_sum(parts, self._norm_type, device))
-        shared = self._join(shares)
+            alone = None if getattr(parameter, _PART, False) else ()
+            found[self._groups_of.get(id(parameter), alone)].append(values)
+        has_ranks = dist.is_available() and dist.is_initialized()
         group = next((t.process_group for t in tables if t.process_group is not None), None)
-        if self._is_global and dist.is_available() and dist.is_initialized():
-            self._add_up(shared, group)
-        sums = [shared, power_sum(whole, self._norm_type, device)]
-        for groups, values_of in grouped.items():
+        if has_ranks and not self._is_global and (found[None] or group is not None):
+            raise ValueError(
+                "The norm of sharded tables is that of all ranks' parts; received "
+                "enable_global_grad_clip=False, which would scale each rank's gradients by "
+                "another factor. Set it to True."
+            )
+        shared = [group] if has_ranks and self._is_global else []
+        device = _device_of(self, tables)
+        sums = []
+        for groups, values_of in found.items():
             share = power_sum(values_of, self._norm_type, device)
-            for each in groups:
+            if groups is None:
+                of_tables = [table.power_sum(self._norm_type).to(device) for table in tables]
+                share = self._join([*of_tables, share])
+            for each in shared if groups is None else groups:
                 self._add_up(share, each)
             sums.append(share)
         total = self._join(sums)
@@ -183,16 +185,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
         is_max = math.isinf(self._norm_type)
         with explained(group, "add up the norm of the gradients"):
             dist.all_reduce(share, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-
-    def _check_norm(self, tables: Sequence[TableGradients], parts: Sequence[Tensor]) -> None:
-        if self._is_global or not dist.is_available() or not dist.is_initialized():
-            return
-        if parts or any(table.process_group is not None for table in tables):
-            raise ValueError(
-                "The norm of sharded tables is that of all ranks' parts; received "
-                "enable_global_grad_clip=False, which would scale each rank's gradients by "
-                "another factor. Set it to True."
-            )
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each parameter that has a gradient, and the gradient's values; live."""

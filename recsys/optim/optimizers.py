@@ -80,27 +80,23 @@ class _RowOptimizer(Optimizer):
         weight = parameter.detach()
         weight = weight.view(weight.shape[0] if weight.dim() > 1 else 1, -1)
         state = self.state[parameter]
+        lr_decay = group.get("lr_decay", 0.0)  # this and the other two are RowWiseAdagrad's
         if not state:
-            state.update(self._new_state(spec, weight, group))
+            state.update(init_state(spec, weight))
+            if group.get("initial_accumulator_value"):
+                state["sum"].fill_(group["initial_accumulator_value"])
+            if lr_decay:
+                state["step"] = torch.zeros(())  # counted by `update_rows`
         if grad.is_sparse:
             grad = grad.coalesce()
             rows, grads = grad.indices()[0], grad.values()
         else:
             rows = torch.arange(weight.shape[0], device=weight.device)
             grads = grad.reshape(weight.shape)
-        rate, sign = self._rate_and_sign(state, group)
-        update_rows(spec, weight, state, rows, grads if sign > 0 else -grads, rate)
-
-    def _new_state(
-        self, spec: OptimizerSpec, weight: Tensor, group: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        return init_state(spec, weight)
-
-    def _rate_and_sign(
-        self, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> tuple[float, float]:
-        """The rate of this step, and -1 to go up the gradient."""
-        return group["lr"], 1.0
+        rate = group["lr"]
+        if lr_decay:
+            rate = rate / (1 + float(state.get("step", 0.0)) * lr_decay)
+        update_rows(spec, weight, state, rows, -grads if group.get("maximize") else grads, rate)
 
 
 class SGD(_RowOptimizer):
@@ -192,22 +188,6 @@ class RowWiseAdagrad(_RowOptimizer):
             finite(f"RowWiseAdagrad.{name}", group[name], least=0)
         own = ("lr_decay", "initial_accumulator_value", "maximize")
         return super()._spec({name: value for name, value in group.items() if name not in own})
-
-    def _new_state(
-        self, spec: OptimizerSpec, weight: Tensor, group: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        state = init_state(spec, weight)
-        state["sum"].fill_(group["initial_accumulator_value"])
-        if group["lr_decay"]:
-            state["step"] = torch.zeros(())  # counted by `update_rows`
-        return state
-
-    def _rate_and_sign(
-        self, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> tuple[float, float]:
-        steps = float(state["step"]) if "step" in state else 0.0
-        rate = group["lr"] / (1 + steps * group["lr_decay"])
-        return rate, -1.0 if group["maximize"] else 1.0
 
 
 class _AdamLike(_RowOptimizer):
