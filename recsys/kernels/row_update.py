@@ -23,7 +23,6 @@ from recsys.kernels.update_rules import (
 __all__ = [
     "advance_step",
     "apply_dense_update",
-    "apply_row_update",
     "init_state",
     "round_stochastically",
     "row_statistic",
@@ -117,20 +116,24 @@ def update_rows(
     rows: Tensor,
     grads: Tensor,
     learning_rate: float | Tensor,
-    *,
+    step: Tensor | None = None,
     row_moment: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> None:
-    """Apply one optimizer step to some rows of one table, in place.
+    """Apply one optimizer step to some rows of a matrix, in place.
 
     Args:
         spec: The optimizer.
         weight: [R, D], any floating dtype.
         state: As from `init_state`; changed in place.
-        rows: [K] int64, without duplicates.
+        rows: [K] int64, without duplicates, or as `first` says.
         grads: [K, D].
         learning_rate: Overrides `spec.learning_rate`; one for all rows, or [K, 1].
+        step: Updates so far, with this one; one for all rows, or [K, 1]. None: `state` counts them.
         row_moment: [K] the mean of g*g over ALL columns of each row, when `weight` holds only
             some of them (row-wise Adagrad, partial row-wise Adam); None: computed from `grads`.
+        first: For rows that repeat: [K] the place of a row's first entry, whose gradient and moment
+            count.
 
     Raises:
         ValueError: `row_moment` given for an optimizer that does not use one.
@@ -147,30 +150,9 @@ def update_rows(
         raise ValueError(
             f"row_moment is used by {_taking_moments()}; received one for {spec.algorithm.name}."
         )
-    advance_step(state)
-    apply_row_update(
-        spec, weight, state, rows, grads, learning_rate, state.get("step"), row_moment=row_moment
-    )
-
-
-@torch.no_grad()
-def apply_row_update(
-    spec: OptimizerSpec,
-    weight: Tensor,
-    state: Mapping[str, Tensor],
-    rows: Tensor,
-    grads: Tensor,
-    learning_rate: float | Tensor,
-    step: Tensor | None,
-    *,
-    row_moment: Tensor | None = None,
-    first: Tensor | None = None,
-) -> None:
-    """`update_rows` without counting the step.
-
-    `step` and `learning_rate` are scalars, or [K, 1] when rows of several tables mix. `first` is
-    for rows that repeat: [K] the place of a row's first entry, whose gradient and moment count.
-    """
+    if step is None:
+        advance_step(state)
+        step = state.get("step")
     g_KD = grads.float()
     if first is not None:  # all entries of a row then compute, and write, the same
         g_KD = g_KD.index_select(0, first)
@@ -206,7 +188,7 @@ def apply_dense_update(
     grads: Tensor,
     learning_rate: float | Tensor,
 ) -> None:
-    """`apply_row_update` of all rows; not where `spec.moves_without_gradient`.
+    """`update_rows` of all rows; not where `spec.moves_without_gradient`.
 
     Args:
         spec: The optimizer.

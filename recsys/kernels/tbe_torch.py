@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from recsys.kernels.backend import Backend
 from recsys.kernels.ops import permute_1d, upload
-from recsys.kernels.row_update import advance_step, apply_dense_update, apply_row_update
+from recsys.kernels.row_update import advance_step, apply_dense_update, update_rows
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import LookupSettings, PoolingMode
 
@@ -313,16 +313,7 @@ class TorchKernel(Backend):
     ) -> None:
         assert self.optimizer is not None
         rate, step = self._rate_of_rows(group, rows), self._step_of_rows(group, rows)
-        apply_row_update(
-            self.optimizer,
-            *self._views(group),
-            rows,
-            grads,
-            rate,
-            step,
-            row_moment=moment,
-            first=first,
-        )
+        update_rows(self.optimizer, *self._views(group), rows, grads, rate, step, moment, first)
 
     def _views(self, group: DimGroup) -> tuple[Tensor, dict[str, Tensor]]:
         """The matrix of a dim group, and its optimizer state."""
