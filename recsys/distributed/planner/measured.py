@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, final
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, final
 
 from recsys.distributed.planner.hardware import Hardware, check_number
 
@@ -75,6 +76,9 @@ class CollectivePoint:
         _check_positive(self, ("world_size", "bytes", "ms"))
 
 
+_Point = TypeVar("_Point", LookupPoint, CollectivePoint)
+
+
 def check_kind(kind: str) -> None:
     """Raises ValueError unless the collective is one that sharded models use."""
     if kind not in COLLECTIVES:
@@ -93,9 +97,7 @@ def _check_positive(point: LookupPoint | CollectivePoint, names: Sequence[str]) 
             raise ValueError(f"{subject} must be {kind}; received {getattr(point, name)}.")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Curve:
+class _Curve(NamedTuple):
     """Straight lines between points with rising ``xs``, level outside."""
 
     xs: tuple[float, ...]
@@ -132,16 +134,15 @@ class LookupTable:
     """
 
     def __init__(self, points: Sequence[LookupPoint]) -> None:
-        ordered = sorted(points, key=lambda p: (p.dim, p.pooling))
-        _check_once("lookup", [(p.dim, p.pooling) for p in ordered], "dim {} with pooling {}")
-        self._dims = sorted({p.dim for p in ordered})
-        self._curves: dict[int, tuple[_Curve, ...]] = {}
-        for dim in self._dims:
-            rows = [p for p in ordered if p.dim == dim]
-            xs = tuple(math.log(p.pooling) for p in rows)
-            self._curves[dim] = tuple(
-                _Curve(xs, tuple(getattr(p, name) for p in rows)) for name in LookupSpeed._fields
-            )
+        by_dim = _sorted(points, "lookup", ("dim", "pooling"), "dim {} with pooling {}")
+        self._dims = [dim for (dim,) in by_dim]
+        self._curves = {
+            dim: [
+                _Curve(tuple(math.log(p.pooling) for p in of), tuple(getattr(p, n) for p in of))
+                for n in LookupSpeed._fields
+            ]
+            for (dim,), of in by_dim.items()
+        }
 
     def at(self, dim: int, pooling: float) -> LookupSpeed:
         """Returns the bandwidths in bytes per millisecond."""
@@ -168,39 +169,44 @@ class CollectiveTable:
     """
 
     def __init__(self, points: Sequence[CollectivePoint]) -> None:
-        ordered = sorted(points, key=lambda p: (p.kind, p.world_size, p.bytes))
-        keys = [(p.kind, p.world_size, p.bytes) for p in ordered]
-        _check_once("collectives", keys, "{} of {} ranks and {} bytes")
-        self._curves: dict[str, dict[int, _Curve]] = {}
-        for kind, size in sorted({(p.kind, p.world_size) for p in ordered}):
-            rows = [p for p in ordered if (p.kind, p.world_size) == (kind, size)]
-            self._curves.setdefault(kind, {})[size] = _Curve(
-                tuple(math.log(p.bytes) for p in rows), tuple(math.log(p.ms) for p in rows)
-            )
+        names = ("kind", "world_size", "bytes")
+        alike = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
+        self._curves = {
+            key: _Curve(tuple(math.log(p.bytes) for p in of), tuple(math.log(p.ms) for p in of))
+            for key, of in alike.items()
+        }
 
     def nearest_world_size(self, kind: str, num_ranks: int) -> int | None:
         """Returns the measured world size that is nearest by factor, None if there is none."""
-        sizes = self._curves.get(kind, {})
+        sizes = [size for measured, size in self._curves if measured == kind]
         return min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=None)
 
     def at(self, kind: str, world_size: int, num_bytes: float) -> float:
         """Returns the milliseconds of a kind and world size that were measured."""
-        curve = self._curves[kind][world_size]
+        curve = self._curves[kind, world_size]
         x = math.log(max(num_bytes, 1))
         return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
 
     def longest(self, kind: str, world_size: int) -> tuple[float, float]:
         """Returns the bytes and the milliseconds of the largest that was measured."""
-        curve = self._curves[kind][world_size]
+        curve = self._curves[kind, world_size]
         return math.exp(curve.xs[-1]), math.exp(curve.ys[-1])
 
 
-def _check_once(table: str, keys: Sequence[tuple[object, ...]], words: str) -> None:
-    for one, other in pairwise(keys):
+def _sorted(
+    points: Sequence[_Point], table: str, names: tuple[str, ...], words: str
+) -> dict[tuple[Any, ...], list[_Point]]:
+    """Returns the points by all names but the last, in order; raises if one comes twice."""
+    key, alike = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
+    ordered = sorted(points, key=key)
+    for one, other in pairwise(map(key, ordered)):
         if one == other:
             raise ValueError(
                 f"Topology.{table} must have each point once; received {words.format(*one)} twice."
             )
+    for point in ordered:
+        alike.setdefault(key(point)[:-1], []).append(point)
+    return alike
 
 
 def transfer_ms(

@@ -173,6 +173,7 @@ class TooBig(NamedTuple):
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class InfeasibleError(ValueError):
     """No placement fits in memory: facts for whoever knows the names.
 
@@ -186,20 +187,14 @@ class InfeasibleError(ValueError):
         proven: whether it is certain that nothing fits, or none was found.
     """
 
-    def __init__(
-        self,
-        *,
-        too_big: tuple[TooBig, ...] = (),
-        bytes_over: tuple[int, int] = (0, 0),
-        ranks_needed: int | None = None,
-        proven: bool = True,
-    ) -> None:
-        self.too_big = too_big
-        self.bytes_over = bytes_over
-        self.ranks_needed = ranks_needed
-        self.proven = proven
-        super().__init__(
-            f"No placement must exceed the memory of a rank; received {len(too_big)} tables that "
-            f"fit nowhere and {bytes_over[0]} device and {bytes_over[1]} host bytes too many. "
-            f"Ranks that could hold all: {ranks_needed}."
+    too_big: tuple[TooBig, ...] = ()
+    bytes_over: tuple[int, int] = (0, 0)
+    ranks_needed: int | None = None
+    proven: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"No placement must exceed the memory of a rank; received {len(self.too_big)} tables "
+            f"that fit nowhere and {self.bytes_over[0]} device and {self.bytes_over[1]} host bytes "
+            f"too many. Ranks that could hold all: {self.ranks_needed}."
         )

@@ -216,11 +216,14 @@ class IdSkew:
         of_ids = np.concatenate([np.cumsum((times * counts)[::-1])[::-1], [0.0]]) / self._num_ids
         hits = of_ids[np.searchsorted(times, least + 1)][::-1]
         curve = [(0.0, 0.0)]
-        for point in (*zip(held.tolist(), hits.tolist(), strict=True), (float(self._rows), 1.0)):
+        for x, y in (*zip(held.tolist(), hits.tolist(), strict=True), (float(self._rows), 1.0)):
             # each further row gets fewer ids, so the curve bends down: what does not is chance
-            while len(curve) > 1 and _is_below(curve[-1], curve[-2], point):
+            while len(curve) > 1:
+                (x0, y0), (x1, y1) = curve[-2:]
+                if (y1 - y0) * (x - x0) > (y - y0) * (x1 - x0):
+                    break
                 curve.pop()
-            curve.append(point)
+            curve.append((x, y))
         return np.array(curve)[:, 0], np.array(curve)[:, 1]
 
     @cached_property
@@ -241,14 +244,6 @@ class IdSkew:
         once_V = (weights * n * chances * np.exp(-n * chances)).sum(1)
         best = int(np.argmin(np.abs(seen_V - distinct) + np.abs(once_V - once)))
         return weights[best], chances[best]
-
-
-def _is_below(
-    point: tuple[float, float], first: tuple[float, float], last: tuple[float, float]
-) -> bool:
-    """Whether a point lies on or below the line from another to a third."""
-    (x, y), (x0, y0), (x1, y1) = point, first, last
-    return (y - y0) * (x1 - x0) <= (y1 - y0) * (x - x0)
 
 
 def _law(sizes_V: _Floats, exponents_V: _Floats) -> tuple[_Floats, _Floats]:
