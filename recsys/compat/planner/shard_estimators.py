@@ -26,7 +26,7 @@ from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import (
     CacheParams,
@@ -345,7 +345,7 @@ def _each(
         return [of_replica(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
     known = {
-        (rows, cols): of_shard(table, rows, cols, kernel, in_node=in_node)
+        (rows, cols): of_shard(table, Part(rows, cols, kernel, in_node))
         if rows and cols
         else nothing
         for rows, cols in {tuple(size) for size in sizes}

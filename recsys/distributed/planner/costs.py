@@ -32,7 +32,7 @@ from typing import final
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import LookupSpeed
-from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
@@ -110,28 +110,13 @@ class CostModel:
         self._all_reduce = ms_per_byte("all_reduce", self._world_size, nodes)
         self._copy = 2 / self._hardware.memory_bw  # bytes are read and written
 
-    def of_shard(
-        self,
-        table: PlannedTable,
-        num_rows: int,
-        num_cols: int,
-        kernel: EmbeddingComputeKernel,
-        *,
-        in_node: bool = False,
-    ) -> Cost:
-        """Returns what a part costs the rank that owns it.
-
-        Args:
-            table: what it is a part of.
-            num_rows: of the part.
-            num_cols: of the part.
-            kernel: where it lives.
-            in_node: whether all row parts of its columns lie on the ranks of one node.
-        """
+    def of_shard(self, table: PlannedTable, part: Part) -> Cost:
+        """Returns what a part of a table costs the rank that owns it."""
+        num_rows, num_cols, _, in_node = part
         ids, bags = table.load(self._samples)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
-        prefetch, forward, backward = self._lookup(table, ids, bags, num_rows, num_cols, kernel)
+        prefetch, forward, backward = self._lookup(table, part, ids, bags)
         if self._world_size == 1:
             return Cost(prefetch=prefetch, forward=forward, backward=backward)
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
@@ -160,7 +145,8 @@ class CostModel:
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Returns what a copy of a whole table costs each rank."""
         ids, bags = table.load(self._own_samples)
-        prefetch, forward, backward = self._lookup(table, ids, bags, table.rows, table.dim, kernel)
+        whole = Part(table.rows, table.dim, kernel)
+        prefetch, forward, backward = self._lookup(table, whole, ids, bags)
         placed = update = 0.0
         if self._world_size > 1:
             values = (bags if table.is_pooled else ids) * table.dim
@@ -173,15 +159,10 @@ class CostModel:
         )
 
     def _lookup(
-        self,
-        table: PlannedTable,
-        ids: float,
-        bags: float,
-        num_rows: int,
-        num_cols: int,
-        kernel: EmbeddingComputeKernel,
+        self, table: PlannedTable, part: Part, ids: float, bags: float
     ) -> tuple[float, float, float]:
         """Returns the milliseconds of prefetch, forward and backward."""
+        num_rows, num_cols, kernel, _ = part
         hardware = self._hardware
         pooling = ids / bags if bags else 0.0  # of the part: rows on n ranks find an nth
         speed = self._topology.lookup_speed(num_cols, pooling, hardware)

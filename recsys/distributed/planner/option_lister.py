@@ -17,7 +17,7 @@ from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rec
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 
 _MIN_PARTITION = 32
@@ -195,9 +195,9 @@ class OptionLister:
                 costs = tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs)
                 storage = self.storage.of_replica(table, kernel)
             else:
-                size = (table, rows, cols, kernel)
-                costs = tuple(of.of_shard(*size, in_node=in_node) for of in self._costs)
-                storage = self.storage.of_shard(*size, in_node=in_node)
+                part = Part(rows, cols, kernel, in_node)
+                costs = tuple(of_kind.of_shard(table, part) for of_kind in self._costs)
+                storage = self.storage.of_shard(table, part)
             shards.append(Shards(count=count, rows=rows, cols=cols, costs=costs, storage=storage))
         return TableOption(
             sharding_type=kind, compute_kernel=kernel, reach=reach, shards=tuple(shards)

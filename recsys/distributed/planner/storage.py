@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
-from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage, sum_of
+from recsys.distributed.planner.tables import Bytes, Part, PlannedTable, Storage, sum_of
 from recsys.distributed.planner.topology import Topology
 
 _VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
@@ -38,24 +38,9 @@ class StorageModel:
         self._batch_size = batch_size
         self._batches_in_flight = batches_in_flight
 
-    def of_shard(
-        self,
-        table: PlannedTable,
-        num_rows: int,
-        num_cols: int,
-        kernel: EmbeddingComputeKernel,
-        *,
-        in_node: bool = False,
-    ) -> Storage:
-        """Returns the memory of a part.
-
-        Args:
-            table: what it is a part of.
-            num_rows: of the part.
-            num_cols: of the part.
-            kernel: where it lives.
-            in_node: whether all row parts of its columns lie on the ranks of one node.
-        """
+    def of_shard(self, table: PlannedTable, part: Part) -> Storage:
+        """Returns the memory of a part of a table."""
+        num_rows, num_cols, _, in_node = part
         ids, bags = table.load(self._world_size * self._batch_size)
         ids *= num_rows / max(table.rows, 1)
         received = ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
@@ -67,13 +52,7 @@ class StorageModel:
         gradients, working = self._row_gradients(table, num_rows, num_cols, ids)
         # the update begins when what was moved to be sent is no longer needed
         buffers = values * _VALUE_BYTES + max(moved * _VALUE_BYTES, working)
-        return table.storage_of(
-            num_rows,
-            num_cols,
-            kernel,
-            gradients=gradients,
-            buffers=int(self._batches_in_flight * received + buffers),
-        )
+        return table.storage_of(part, gradients, int(self._batches_in_flight * received + buffers))
 
     def _moved_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
         """Returns what a split adds to the buffers of the own samples, see ``of_batch``.
@@ -92,8 +71,9 @@ class StorageModel:
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
+        whole = Part(table.rows, table.dim, kernel)
         if not table.trains:
-            return table.storage_of(table.rows, table.dim, kernel)
+            return table.storage_of(whole)
         summed, working = table.gradient_bytes, 0.0
         if table.optimizer is not None and table.optimizer.spec.moves_without_gradient:
             # what is sent is put together first, and the rows that moved are taken out of it
@@ -101,9 +81,7 @@ class StorageModel:
             values = table.touched(table.rows, ids) * table.dim
             working = values * _VALUE_BYTES * table.optimizer.spec.rule.update_copies
             working += summed
-        return table.storage_of(
-            table.rows, table.dim, kernel, gradients=summed, buffers=int(working)
-        )
+        return table.storage_of(whole, summed, int(working))
 
     def of_batch(self, tables: Sequence[PlannedTable]) -> Storage:
         """Returns the memory of a rank's own batch and of its embeddings, whatever the plan."""

@@ -79,6 +79,22 @@ def sum_of(sizes: Iterable[Bytes]) -> Bytes:
     return functools.reduce(Bytes.plus, sizes, _NOTHING)
 
 
+class Part(NamedTuple):
+    """A part of a table, or all of it.
+
+    Attributes:
+        rows: of the part.
+        cols: of the part.
+        kernel: where it lives.
+        in_node: whether all row parts of its columns lie on the ranks of one node.
+    """
+
+    rows: int
+    cols: int
+    kernel: EmbeddingComputeKernel
+    in_node: bool = False
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTable:
@@ -186,24 +202,15 @@ class PlannedTable:
             for part, skew in self.skews
         )
 
-    def storage_of(
-        self,
-        rows: int,
-        cols: int,
-        kernel: EmbeddingComputeKernel,
-        *,
-        gradients: int = 0,
-        buffers: int = 0,
-    ) -> Storage:
+    def storage_of(self, part: Part, gradients: int = 0, buffers: int = 0) -> Storage:
         """Returns what a part takes.
 
         Args:
-            rows: of the part.
-            cols: of the part.
-            kernel: where it lives.
+            part: of this table.
             gradients: bytes of gradients on the device, besides that of a table without optimizer.
             buffers: bytes of buffers on the device.
         """
+        rows, cols, kernel, _ = part
         weights = rows * cols * self.element_bytes
         by_element = rows * cols * self._state_bytes("element")
         by_row = rows * self._state_bytes("row") + self._state_bytes("table")
@@ -252,7 +259,7 @@ class PlannedTable:
     def whole(self) -> Bytes:
         """The whole table on one rank."""
         kernel = next(iter(self.kernels.values()), (EmbeddingComputeKernel.FUSED,))[0]
-        return self.storage_of(self.rows, self.dim, kernel).total
+        return self.storage_of(Part(self.rows, self.dim, kernel)).total
 
     def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
         """Returns whether the table's optimizer can work under a sharding type."""

@@ -18,6 +18,7 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
+from recsys.distributed.planner.tables import Part
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -50,8 +51,8 @@ def test_numbers_are_those_of_the_planner() -> None:
         ("row_wise", 25, 256, False),
         ("grid_shard", 50, 128, True),
     ):
-        cost = costs.of_shard(table, rows, cols, FUSED, in_node=in_node)
-        size = storage.of_shard(table, rows, cols, FUSED, in_node=in_node).total
+        cost = costs.of_shard(table, Part(rows, cols, FUSED, in_node))
+        size = storage.of_shard(table, Part(rows, cols, FUSED, in_node)).total
         for shard in found[kind].shards:
             assert shard.perf is not None
             assert shard.perf.total == pytest.approx(cost.total)

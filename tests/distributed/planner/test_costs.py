@@ -9,7 +9,7 @@ import torch
 
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
-from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -55,7 +55,7 @@ def part(
     *,
     in_node: bool = False,
 ) -> Cost:
-    return CostModel(of, BATCH).of_shard(table, rows, cols, FUSED, in_node=in_node)
+    return CostModel(of, BATCH).of_shard(table, Part(rows, cols, FUSED, in_node))
 
 
 def test_forward_reads_the_rows_of_all_ids() -> None:
@@ -78,21 +78,21 @@ def test_a_part_of_the_rows_is_looked_up_at_its_own_pooling() -> None:
 
 
 def test_host_memory_is_read_at_its_own_speed() -> None:
-    cost = CostModel(topology(1), BATCH).of_shard(TABLE, 1000, 64, UVM)
+    cost = CostModel(topology(1), BATCH).of_shard(TABLE, Part(1000, 64, UVM))
     assert cost.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e5)
 
 
 def test_what_a_cache_lacks_is_fetched_and_others_go_back() -> None:
     caching = EmbeddingComputeKernel.FUSED_UVM_CACHING
     rare = dataclasses.replace(TABLE, rows=10**9)  # every id is another row
-    cost = CostModel(topology(1), BATCH).of_shard(rare, 10**9, 64, caching)
+    cost = CostModel(topology(1), BATCH).of_shard(rare, Part(10**9, 64, caching))
     missed = 0.8 * BATCH * 3  # a fifth of the rows is cached
     assert cost.prefetch == pytest.approx(2 * missed * 64 * 4 / 1e5)
-    in_memory = CostModel(topology(1), BATCH).of_shard(rare, 10**9, 64, FUSED)
+    in_memory = CostModel(topology(1), BATCH).of_shard(rare, Part(10**9, 64, FUSED))
     assert cost.forward == in_memory.forward
     assert in_memory.prefetch == 0
     one_row = dataclasses.replace(TABLE, rows=1)  # fetched once at most
-    cost = CostModel(topology(1), BATCH).of_shard(one_row, 1, 64, caching)
+    cost = CostModel(topology(1), BATCH).of_shard(one_row, Part(1, 64, caching))
     assert cost.prefetch == pytest.approx(2 * 64 * 4 / 1e5)
 
 

@@ -11,7 +11,7 @@ from recsys.distributed.placement.strategies import STRATEGIES
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
@@ -100,8 +100,7 @@ def parts_are_rectangles(size: tuple[int, int]) -> None:
         in_node = option.sharding_type in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
         sizes = [
-            storage.of_shard(of, r.num_rows, r.num_cols, FUSED, in_node=in_node).total
-            for r in rects
+            storage.of_shard(of, Part(r.num_rows, r.num_cols, FUSED, in_node)).total for r in rects
         ]
         assert sizes == [part.memory for part in option.shards for _ in range(part.count)]
         tried += 1

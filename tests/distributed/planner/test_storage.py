@@ -27,7 +27,7 @@ from recsys.distributed.planner import (
     Topology,
 )
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.ranks import comm
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.types import (
@@ -314,8 +314,8 @@ def test_a_pipeline_holds_the_ids_of_several_batches() -> None:
     topology = Topology(4, "cpu", ddr_cap=1 << 30)
     one, three = (StorageModel(topology, BATCH, count) for count in (1, 3))
     of_ids = 4 * BATCH * (3 * 4 + 2 * 2 * 4)
-    more = three.of_shard(TABLE, 1000, 64, FUSED).buffers.device
-    assert more - one.of_shard(TABLE, 1000, 64, FUSED).buffers.device == 2 * of_ids
+    more = three.of_shard(TABLE, Part(1000, 64, FUSED)).buffers.device
+    assert more - one.of_shard(TABLE, Part(1000, 64, FUSED)).buffers.device == 2 * of_ids
     own = BATCH * (3 * 8 + 2 * 2 * 8)
     assert three.of_batch([TABLE]).buffers.device - one.of_batch([TABLE]).buffers.device == 2 * own
 
@@ -324,7 +324,7 @@ def test_host_memory_has_no_buffers() -> None:
     topology = Topology(4, "cuda", hbm_cap=1 << 30)
     table = dataclasses.replace(TABLE, trains=False)
     storage = StorageModel(topology, BATCH).of_shard(
-        table, 1000, 64, EmbeddingComputeKernel.FUSED_UVM
+        table, Part(1000, 64, EmbeddingComputeKernel.FUSED_UVM)
     )
     assert storage.total.host == storage.weights.host == 1000 * 64 * 4
     assert storage.total.device == storage.buffers.device > 0
