@@ -10,12 +10,13 @@ Shape suffixes as in ``shard_arrays``; also S slots of a rank, N shards of one o
 from __future__ import annotations
 
 import copy
+import time
 from typing import final
 
 import numpy as np
 
 from recsys.distributed.planner.options import Reach
-from recsys.distributed.planner.placement import Choice
+from recsys.distributed.planner.placement import Choice, Method, Placement
 from recsys.distributed.planner.shard_arrays import Flags, Floats, Ints, ShardArrays
 
 OVERFULL = 1e6  # load from which on a rank holds too many bytes
@@ -149,9 +150,7 @@ class Assignment:
         if reach is Reach.ANYWHERE:
             return self._best_anywhere(shards)
         free_J = np.ones(arrays.num_ranks // arrays.node_size, dtype=bool)
-        if reach is Reach.ONE_NODE:
-            return self._best_node(shards, free_J)
-        groups = shards.reshape(-1, arrays.node_size)
+        groups = shards.reshape(-1, min(len(shards), arrays.node_size))  # ONE_NODE: one
         ranks, peak = np.empty_like(groups), 0.0
         # the group with the longest shard chooses first
         for group in np.argsort(-arrays.cost_PK[groups].max(axis=(1, 2)), kind="stable"):
@@ -265,12 +264,21 @@ class Assignment:
                     break
         return option, ranks
 
-    def choices(self) -> tuple[Choice, ...]:
-        """Returns the options and ranks of all tables, which must be placed."""
-        indices_T = self.arrays.index_O[self.option_T].tolist()
-        return tuple(
-            Choice(option=index, ranks=tuple(self.ranks_of(table).tolist()))
-            for table, index in enumerate(indices_T)
+    def placement(
+        self, bound_ms: float, started: float, method: Method, timed_out: bool = False
+    ) -> Placement:
+        """Returns the answer of a search that started at a time; all tables must be placed."""
+        ms_R, _ = self.exact_loads()
+        indices_T = enumerate(self.arrays.index_O[self.option_T].tolist())
+        return Placement(
+            choices=tuple(
+                Choice(option=i, ranks=tuple(self.ranks_of(t).tolist())) for t, i in indices_T
+            ),
+            load_ms=tuple(ms_R.tolist()),
+            bound_ms=min(bound_ms, float(ms_R.max())),
+            method=method,
+            seconds=time.monotonic() - started,
+            timed_out=timed_out,
         )
 
     def exact_loads(self) -> tuple[Floats, Floats]:

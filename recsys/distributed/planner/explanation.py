@@ -101,6 +101,15 @@ class Explanation:
         sign = "-" if more <= -1e-4 else "+"  # less is shown as 0
         return f"{name}: slowest rank the same, {sign}{ms(abs(more))} on all ranks together"
 
+    def gain_sentences(self) -> list[str]:
+        """Returns what each change that was planned would give."""
+        now = self.rating.slowest_ms
+        return [
+            f"{gain.text}: {ms(gain.slowest_ms)} instead of {ms(now)} "
+            f"(-{1 - gain.slowest_ms / now:.1%})."
+            for gain in self.gains
+        ]
+
     def scope(self) -> str:
         """Returns what is placed where."""
         rating, topology = self.rating, self.rating.topology
@@ -139,48 +148,33 @@ class Explanation:
 
     def binding(self) -> list[str]:
         """Returns what the slowest rank's time is bound by, a sentence each."""
-        rating = self.rating
-        found = [self._share_of_parts()]
-        if rating.topology.world_size > 1:
-            found += self._hot_table()
-            found.append(self._balance())
-        return found + self._memory()
-
-    def _share_of_parts(self) -> str:
-        cost = self.rating.costs[self.rating.slowest_rank]
-        shares = sorted(zip(cost.parts, COST_PARTS, strict=True), reverse=True)
-        total = cost.total or 1.0
-        texts = [f"{time / total:.1%} {part}" for time, part in shares if time >= 5e-4 * total]
-        return f"Time of rank {self.rating.slowest_rank}: {', '.join(texts) or 'none'}."
-
-    def _hot_table(self) -> list[str]:
-        slowest, total = self.rating.slowest_rank, self.rating.slowest_ms
-        times = self.rating.times_on(slowest)
-        most_ms, rated = max(times, key=lambda entry: entry[0], default=(0.0, None))
-        if rated is None or most_ms < _HOT * total:
-            return []
-        share = f"{most_ms / total:.1%} of the time of rank {slowest} ({ms(most_ms)})"
-        if rated.option.num_ranks == 1:
-            return [f"Table {rated.table.name!r} is too hot for one rank: it takes {share}."]
-        return [f"Table {rated.table.name!r} is hot: one of its shards takes {share}."]
-
-    def _balance(self) -> str:
-        times = [cost.total for cost in self.rating.costs]
-        mean = sum(times) / len(times)
-        slowest = self.rating.slowest_ms
-        if slowest <= mean * (1 + _EVEN):
-            return (
+        rating, slowest, total = self.rating, self.rating.slowest_rank, self.rating.slowest_ms
+        parts = sorted(zip(rating.costs[slowest].parts, COST_PARTS, strict=True), reverse=True)
+        shares = [(time / (total or 1.0), part) for time, part in parts]
+        texts = [f"{share:.1%} {part}" for share, part in shares if share >= 5e-4]
+        found = [f"Time of rank {slowest}: {', '.join(texts) or 'none'}."]
+        times = rating.times_on(slowest)
+        most_ms, hot = max(times, key=lambda entry: entry[0], default=(0.0, None))
+        mean = sum(cost.total for cost in rating.costs) / len(rating.costs)
+        is_alone = rating.topology.world_size == 1
+        if not is_alone and hot is not None and most_ms >= _HOT * total:
+            share = f"{most_ms / total:.1%} of the time of rank {slowest} ({ms(most_ms)})"
+            how = "is hot: one of its shards takes"
+            if hot.option.num_ranks == 1:
+                how = "is too hot for one rank: it takes"
+            found.append(f"Table {hot.table.name!r} {how} {share}.")
+        if not is_alone and total <= mean * (1 + _EVEN):
+            found.append(
                 f"All ranks are equally busy ({ms(mean)} on average): only less work for all of "
                 "them makes a step faster."
             )
-        return f"The mean rank takes {ms(mean)}, {1 - mean / slowest:.1%} less than the slowest."
-
-    def _memory(self) -> list[str]:
-        found = []
-        for pool, memory in enumerate((self.rating.topology.compute_device, "host")):
+        elif not is_alone:
+            less = f"{1 - mean / total:.1%} less than the slowest"
+            found.append(f"The mean rank takes {ms(mean)}, {less}.")
+        for pool, memory in enumerate(rating.pools):
             full = [
                 rank
-                for rank, (used, budget) in enumerate(self.rating.memory)
+                for rank, (used, budget) in enumerate(rating.memory)
                 if 0 < used[pool] >= _NEARLY_FULL * budget[pool]
             ]
             if full:

@@ -13,7 +13,6 @@ from recsys.distributed.planner.assignment import Assignment
 from recsys.distributed.planner.bounds import Relaxation
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.placement import Choice, Placement, Problem
-from recsys.distributed.planner.search import placement_of
 from recsys.distributed.planner.shard_arrays import Ints, ShardArrays
 
 
@@ -74,7 +73,7 @@ def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
             f"{name} must leave no rank with more bytes than it has; received choices that exceed "
             f"rank {worst} by {int(-least_free_R[worst])} bytes."
         )
-    placement = placement_of(assignment, bound_ms, started, "partitioner")
+    placement = assignment.placement(bound_ms, started, "partitioner")
     return replace(placement, choices=choices)
 
 

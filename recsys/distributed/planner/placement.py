@@ -10,9 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 from recsys.distributed.planner.options import Reach, TableOption
+
+Method: TypeAlias = Literal["exact", "heuristic", "partitioner"]
 
 
 @final
@@ -138,7 +140,7 @@ class Placement:
     choices: tuple[Choice, ...]
     load_ms: tuple[float, ...]
     bound_ms: float
-    method: Literal["exact", "heuristic", "partitioner"]
+    method: Method
     seconds: float
     timed_out: bool
 

@@ -16,6 +16,7 @@ from recsys.distributed.planner.words import ms, size_of
 _MOST_RANKS = 16
 _SLOWEST = 3
 _MOST_TABLES = 20
+_GAINS = "What would gain most, each planned again by itself"
 
 
 @dataclass
@@ -39,11 +40,12 @@ class RatedPlan(ShardingPlan):
             ValueError: if the plan was edited after it was rated.
         """
         explanation = self._explained(seconds)
+        gains = explanation.gain_sentences()
         return "\n\n".join(
             [
                 explanation.headline(),
                 f"What binds\n{_bullets(explanation.binding())}",
-                *_gains(explanation),
+                *([f"{_GAINS}\n{_bullets(gains)}"] if gains else []),
                 f"Ranks, in ms per step\n{_ranks(explanation.rating)}",
                 "Tables, the longest first; below each, the two next best ways and what the "
                 "slowest rank would take\nif this table alone went there, to the best ranks that "
@@ -94,17 +96,6 @@ class RatedPlan(ShardingPlan):
 
 def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _gains(explanation: Explanation) -> Iterator[str]:
-    now = explanation.rating.slowest_ms
-    if explanation.gains:
-        lines = (
-            f"{gain.text}: {ms(gain.slowest_ms)} instead of {ms(now)} "
-            f"(-{1 - gain.slowest_ms / now:.1%})."
-            for gain in explanation.gains
-        )
-        yield f"What would gain most, each planned again by itself\n{_bullets(lines)}"
 
 
 def _ranks(rating: Rating) -> str:

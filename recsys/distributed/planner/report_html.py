@@ -27,8 +27,8 @@ def report_html(explanation: Explanation) -> str:
     return Template(template).substitute(
         scope=explanation.scope(),
         headline=escape(explanation.headline()),
-        binding=f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in explanation.binding())}</ul>",
-        gains=_gains(explanation),
+        binding=_list("What binds", explanation.binding()),
+        gains=_list("What would gain most", explanation.gain_sentences()),
         times=_times(rating),
         memory=_memory(rating),
         tables=_table(
@@ -41,18 +41,9 @@ def report_html(explanation: Explanation) -> str:
     )
 
 
-def _gains(explanation: Explanation) -> str:
-    if not explanation.gains:
-        return ""
-    now = explanation.rating.slowest_ms
-    rows = [
-        f'<tr><td class="t">{escape(gain.text)}<td>{ms(gain.slowest_ms)}'
-        f"<td>-{1 - gain.slowest_ms / now:.1%}"
-        for gain in explanation.gains
-    ]
-    head = (("change", "t"), ("slowest rank", ""), ("gain", ""))
-    caption = f"Each was planned again by itself; now it is {ms(now)}."
-    return f"<h2>What would gain most</h2>\n{_table(head, rows, caption, sortable=False)}"
+def _list(title: str, lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<h2>{title}</h2>\n<ul>{items}</ul>" if lines else ""
 
 
 def _times(rating: Rating) -> str:
@@ -110,16 +101,14 @@ def _table(
     caption: str,
     *,
     left_out: int = 0,
-    sortable: bool = True,
 ) -> str:
     cells = [
-        f'<th scope="col"{f" class={kind}" if kind else ""}>'
-        + (f"<button>{name}</button>" if sortable else name)
+        f'<th scope="col"{f" class={kind}" if kind else ""}><button>{name}</button>'
         for name, kind in head
     ]
     rest = f" ... and {left_out:,} more." if left_out > 0 else ""
     return (
-        f'<div class="scroll" tabindex="0"><table{" class=sortable" if sortable else ""}>'
+        f'<div class="scroll" tabindex="0"><table class=sortable>'
         f"<caption>{escape(caption)}{rest}</caption>\n<thead><tr>{''.join(cells)}</thead>\n<tbody>\n"
         + "\n".join(rows)
         + "\n</tbody></table></div>"

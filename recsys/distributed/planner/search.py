@@ -9,7 +9,6 @@ more; with some memory left over. The most promising are improved by local searc
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from recsys.distributed.planner.assignment import OVERFULL, Assignment
 from recsys.distributed.planner.bounds import Relaxation
 from recsys.distributed.planner.exact import count_variables, solve_exactly
 from recsys.distributed.planner.local_search import LocalSearch
-from recsys.distributed.planner.placement import Placement, Problem
+from recsys.distributed.planner.placement import Method, Placement, Problem
 from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 
 _CEILINGS = (0.7, 0.5, 0.35)  # of shards, in units of the bound
@@ -90,7 +89,7 @@ def search(
     arrays = ShardArrays(problem)
     arrays.check_each_fits()
     if not arrays.num_tables:
-        return placement_of(Assignment(arrays, 1.0), arrays.most_ms(), started, "exact")
+        return Assignment(arrays, 1.0).placement(arrays.most_ms(), started, "exact")
     deadline = np.inf if time_limit is None else started + time_limit
     steps = _Search(arrays, seed, tolerance, deadline)
     steps.assign()
@@ -100,26 +99,6 @@ def search(
     if time_limit is not None:
         steps.solve_exactly(_MEDIUM)
     return steps.placement(started)
-
-
-def placement_of(
-    assignment: Assignment,
-    bound_ms: float,
-    started: float,
-    method: Literal["exact", "heuristic", "partitioner"],
-    *,
-    timed_out: bool = False,
-) -> Placement:
-    """Returns an assignment of all tables as the answer of a search that started at a time."""
-    ms_R, _ = assignment.exact_loads()
-    return Placement(
-        choices=assignment.choices(),
-        load_ms=tuple(ms_R.tolist()),
-        bound_ms=min(bound_ms, float(ms_R.max())),
-        method=method,
-        seconds=time.monotonic() - started,
-        timed_out=timed_out,
-    )
 
 
 class _Search:
@@ -289,5 +268,5 @@ class _Search:
             over_M = np.maximum(-best.exact_loads()[1], 0).sum(axis=0)
             raise self._relaxation.infeasible(self._fullness, over_M, proven=self._exact)
         timed_out = not self._is_good and bool(np.isfinite(self._deadline))
-        method: Literal["exact", "heuristic"] = "exact" if self._exact else "heuristic"
-        return placement_of(best, self._bound_ms, started, method, timed_out=timed_out)
+        method: Method = "exact" if self._exact else "heuristic"
+        return best.placement(self._bound_ms, started, method, timed_out)

@@ -49,11 +49,13 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
 
 _ONE_OF_THE_TYPES = partial(choice_of, choices=("FP32", "FP16", "BF16"))
 _OPTIMIZER = partial(choice_of, choices=[*OPTIMIZERS])
+_HINT = f"The whole file may have an optimizer, too: one of {', '.join(OPTIMIZERS)}."
 _DEFAULTS: Mapping[str, Any] = {
     **{"pooling": "SUM", "weighted": False, "data_type": "FP32", "pooling_factors": 1.0},
     "constraints": {},
 }
 _NAMED: Readers = {"name": text_of, "rows": whole_of, "dim": whole_of}
+_WITH_OPTIMIZER: Readers = {**_NAMED, "optimizer": _OPTIMIZER}
 _CONSTRAINTS: Readers = {
     "sharding_types": partial(
         list_of, each=partial(choice_of, choices=[kind.value for kind in ShardingType])
@@ -124,7 +126,8 @@ def read_tables(path: str | Path) -> TablesFile:
         owner = f"{subject}: table {text_of(f'{numbered}.name', name)!r}"
         if name in constraints:
             raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
-        table = {**_DEFAULTS, **members, **read_members(owner, row, _NAMED, _TABLE)}
+        needed = _NAMED if "optimizer" in members else _WITH_OPTIMIZER
+        table = {**_DEFAULTS, **members, **read_members(owner, row, needed, _TABLE, _HINT)}
         _add_table(owner, table, modules)
         constraints[name] = _constraints(owner, table)
     return TablesFile(
@@ -155,11 +158,6 @@ def _add_table(
             f"{owner} must be pooled and weighted as the other tables of module {path!r} are; "
             f"received pooling {table['pooling']} and weighted {str(weighted).lower()}. Give it "
             "another module."
-        )
-    if "optimizer" not in table:
-        raise ValueError(
-            f"{owner} must have an optimizer, one of {', '.join(OPTIMIZERS)}; received none. Give "
-            "it one, or the whole file."
         )
 
 

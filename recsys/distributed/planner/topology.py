@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -259,18 +259,18 @@ class Topology:
         Raises:
             ValueError: if a point comes twice.
         """
-        return self.from_hardware(
-            self.hardware,
-            self.local_world_size,
+        return self._with(
             lookup=self.lookup if lookup is None else lookup,
             collectives=self.collectives if collectives is None else collectives,
         )
 
     def with_nodes(self, num_nodes: int) -> Self:
         """Returns a topology with another number of nodes, alike in turn to those there are."""
-        node = self.local_world_size
-        hardware = [self.hardware[r % self.world_size] for r in range(num_nodes * node)]
-        return self.from_hardware(hardware, node, lookup=self.lookup, collectives=self.collectives)
+        ranks = range(num_nodes * self.local_world_size)
+        return self._with(hardware=[self.hardware[rank % self.world_size] for rank in ranks])
+
+    def _with(self, **changes: Any) -> Self:
+        return self.from_hardware(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
 
     @property
     def world_size(self) -> int:

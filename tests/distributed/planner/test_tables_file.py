@@ -103,7 +103,10 @@ def other(**changes: Any) -> dict[str, Any]:
         ({"pooling": "AVG"}, "table 't': pooling must be one of SUM, MEAN, NONE; received 'AVG'"),
         ({"data_type": "FP8"}, "data_type must be one of FP32, FP16, BF16; received 'FP8'"),
         ({"optimizer": "adagrad"}, "optimizer must be one of SGD, .* The nearest is 'Adagrad'"),
-        ({"optimizer": None}, "must have an optimizer, one of SGD, .*; received none. Give"),
+        (
+            {"optimizer": None},
+            "must have the keys .*; received none for optimizer. .* one of SGD, .*, none",
+        ),
         ({"features": []}, "needs feature_names; received none"),
         ({"name": "a.b"}, "module 'ebc': .* a name without dots; received 'a.b'"),
         ({"module": "x..y"}, "module must be a path of names .* received 'x..y'"),
