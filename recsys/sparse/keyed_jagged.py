@@ -667,7 +667,9 @@ class KeyedJaggedTensor(Bags):
             Traceback (most recent call last):
             ValueError: KeyedJaggedTensor.offsets must not decrease; received ...
         """
-        validate.check_bags(self)
+        inverse = self.parts().inverse_indices  # lengths and offsets are checked as they are made
+        if inverse is not None:
+            validate.check_inverse_contents(self._keys, self.stride_per_key(), inverse)
 
     def dist_labels(self) -> list[str]:
         """Name the tensors an exchange sends: lengths, values, strides and weights if any."""

@@ -460,13 +460,6 @@ def check_replacement(values: Tensor, given: Tensor) -> None:
         )
 
 
-def check_bags(kjt: KeyedJaggedTensor) -> None:
-    """Do what `KeyedJaggedTensor.check_bags` says."""
-    parts = kjt.parts()  # lengths and offsets are checked when one is derived from the other
-    if parts.inverse_indices is not None:
-        check_inverse_contents(parts.keys, kjt.stride_per_key(), parts.inverse_indices)
-
-
 def check_keyed(kjt: KeyedJaggedTensor) -> None:
     """Check every length, offset, number per key and inverse index; waits for the device.
 
