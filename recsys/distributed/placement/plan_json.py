@@ -165,13 +165,9 @@ def _shards_of(
     """Returns the shards that follow from a type, a size and ranks; none if they are no such."""
     if not ranks or kind == ShardingType.DATA_PARALLEL.value:
         return []
+    (rows, dim), device, local_size = size, made_for.compute_device, made_for.local_world_size
     spec = parameter_sharding(
-        ShardingType(kind),
-        size[0],
-        size[1],
-        ranks,
-        device_type=made_for.compute_device,
-        local_size=made_for.local_world_size,
+        ShardingType(kind), rows, dim, ranks, device_type=device, local_size=local_size
     ).sharding_spec
     return spec.shards if spec is not None else []
 

@@ -102,14 +102,7 @@ class EvenBatches(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         batches = iter(self._batches)
         missing: Any = object()
-        batch: Any = missing
-        error: Exception | None = None
-        try:
-            batch = next(batches, missing)
-        except Exception as failed:
-            error = failed
-        self.is_filler = batch is missing
-        batch = self._first(batch, has_batch=batch is not missing, error=error)
+        batch: Any = self._first(batches, missing)
         news = LastBatches()
         try:
             for stage in self._stages:
@@ -143,15 +136,21 @@ class EvenBatches(Generic[B]):
             for stage in self._stages:
                 stage.last_batches = None
 
-    def _first(self, batch: B, *, has_batch: bool, error: Exception | None) -> B:
+    def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
         """Returns this rank's first batch, an empty one if it has none and others have."""
         group = self._stages[0].env.process_group
-        have = [has_batch]
+        batch: Any = missing
+        facts: Exception | dict[str, str] = {"the policy": self._policy.value}
+        try:
+            batch = next(batches, missing)
+        except Exception as error:  # the other ranks hear of it
+            if group is None:
+                raise
+            facts = error
+        self.is_filler = batch is missing
+        have = [not self.is_filler]
         if group is not None:
-            facts = error or {"the policy": self._policy.value}
-            have = agree(group, "start an epoch of EvenBatches", facts, has_batch)
-        elif error is not None:
-            raise error
+            have = agree(group, "start an epoch of EvenBatches", facts, have[0])
         if not any(have):
             raise ValueError(
                 "EvenBatches needs at least one batch; received none"
@@ -178,15 +177,14 @@ class EvenBatches(Generic[B]):
         sample = broadcast_object(group, "start an epoch of EvenBatches", sample, source)
         if not isinstance(sample, bytes):
             raise_failure(source, sample, failed)
-        if has_batch:
+        if not self.is_filler:
             return batch
         device = self._stages[
             0
         ].device  # what lay on the GPU of the source goes to that of this rank
-        received: B = _map_batch(
+        return _map_batch(
             pickle.loads(sample), lambda part: part.to(device) if part.is_cuda else part
         )
-        return received
 
 
 def empty_batch(batch: B) -> B:
