@@ -115,12 +115,10 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> KeyedJaggedTensor:
         if input.dim() == 2 and offsets is None:
-            lengths = input.new_full((input.size(0),), input.size(1))
+            offsets = torch.arange(input.size(0) + 1, device=input.device) * input.size(1)
         elif input.dim() == 1 and offsets is not None and offsets.dim() == 1:
-            ends = offsets[1:]
             if not self.settings.include_last_offset:
-                ends = torch.cat([ends, ends.new_full((1,), input.numel())])
-            lengths = ends - offsets[: ends.numel()]
+                offsets = torch.cat([offsets, offsets.new_full((1,), input.numel())])
         else:
             shape = None if offsets is None else list(offsets.shape)
             raise ValueError(
@@ -137,14 +135,14 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         if self.settings.is_weighted:
             weights = torch.ones_like(values) if weights is None else weights.flatten()
             weights = weights.float()
-        if self.settings.padding_idx is not None:
-            kept = values != self.settings.padding_idx
-            before = nn.functional.pad(kept.cumsum(0), (1, 0))
-            starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
-            lengths = before[starts].diff()
-            values = values[kept]
-            weights = None if weights is None else weights[kept]
-        return KeyedJaggedTensor(["input"], values, weights, lengths)
+        features = KeyedJaggedTensor(["input"], values, weights, offsets=offsets)
+        if self.settings.padding_idx is None:
+            return features
+        features.check_bags()
+        kept = values != self.settings.padding_idx
+        offsets = nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
+        weights = None if weights is None else weights[kept]
+        return KeyedJaggedTensor(["input"], values[kept], weights, offsets=offsets)
 
     # -- names: the table's weight is the module's ------------------------------------------------
 

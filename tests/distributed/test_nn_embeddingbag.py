@@ -232,6 +232,11 @@ def _bad_calls_raise_on_all_ranks() -> None:
         bag(good, *([] if rank else [torch.tensor([0])]))
     with pytest.raises(TypeError, match="int"):
         bag(good if rank else good.float())
+    padded: Any = shard(model(None), ShardingType.ROW_WISE).module.averaged
+    ids = torch.tensor([3, 3, 1, 2])
+    for offsets in ([2, 3], [0, 3, 1]):  # the ids before the first bag are padding
+        with pytest.raises(ValueError, match="offsets must"):
+            padded(ids, torch.tensor([0, 2] if rank else offsets))
     unweighed: Any = shard(model(None), ShardingType.ROW_WISE, is_weighted=False).module.summed
     with pytest.raises(ValueError, match="need mode='sum', a sharder made with is_weighted=True"):
         unweighed(good, None, None if rank else torch.ones(1, 2))

@@ -7,12 +7,11 @@ writes it. How long they are and what their CRCs are is in the manifest.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
+from torch.utils.serialization import config
 
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
@@ -76,7 +76,10 @@ class BlockWriter(FileSystemWriter):
         """Writes this rank's blocks; returns, once they are on the disk, where and their CRCs."""
         results: list[WriteResult] = []
         if plan.items:
-            with (self._folder / plan.storage_data).open("xb") as file, _without_zip_crc():
+            without_zip_crc = cast(Any, config).patch(
+                "save.compute_crc32", False
+            )  # nobody reads it
+            with (self._folder / plan.storage_data).open("xb") as file, without_zip_crc:
                 for item in plan.items:
                     data = planner.resolve_data(item)
                     results.append(_write_block(file, plan.storage_data, item, data))
@@ -144,17 +147,6 @@ class _CrcStream(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-
-
-@contextlib.contextmanager
-def _without_zip_crc() -> Iterator[None]:
-    """Has ``torch.save`` leave out its own CRC, which ``torch.load`` does not look at."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 class BlockReader(FileSystemReader):

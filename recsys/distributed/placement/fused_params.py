@@ -187,9 +187,8 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     if chosen is None:
         raise ValueError(
             f"fused_params must name the optimizer that its other settings {sorted(params)} are "
-            f"for; add "
-            f"'optimizer': one of EmbOptimType.{{{', '.join(names)}}}. No table gets an "
-            f"optimizer by default."
+            f"for; add 'optimizer': one of EmbOptimType.{{{', '.join(names)}}}. No table gets an "
+            "optimizer by default."
         )
     name = chosen if isinstance(chosen, str) else getattr(chosen, "name", str(chosen))
     if name not in EmbOptimType.__members__:

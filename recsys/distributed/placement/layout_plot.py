@@ -140,7 +140,7 @@ def _draw_tables(
             name = str(rect.rank) if table.rects else "all"
             if sides[0] * _POINTS > 5 * len(name) and sides[1] * _POINTS > 9:
                 middle = corner[0] + sides[0] / 2, corner[1] + sides[1] / 2
-                axes.text(*middle, name, ha="center", va="center", in_layout=False)
+                _write(axes, *middle, name)
         letters = int(cell * _POINTS / (0.56 * font))
         names = [_shorten(table.name, letters), f"{_short(table.num_rows)} x {table.dim}"]
         for place, (text, ink) in enumerate(zip(names, (_INK, _FAINT), strict=True)):
@@ -191,15 +191,7 @@ def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, fon
         for source, line in enumerate(bytes_RR.tolist()):
             for target, size in enumerate(line):
                 if size:
-                    axes.text(
-                        target,
-                        source,
-                        _short(size),
-                        ha="center",
-                        va="center",
-                        fontsize=font,
-                        in_layout=False,
-                    )
+                    _write(axes, target, source, _short(size), font)
     for edge in range(layout.node_size, world_size, layout.node_size):
         axes.axhline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
         axes.axvline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
@@ -210,6 +202,10 @@ def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, fon
     _label_ranks(axes, layout, "y")
     for side in axes.spines.values():
         side.set_color(_FAINT)
+
+
+def _write(axes: Axes, x: float, y: float, text: str, font: float = _FONT) -> None:
+    axes.text(x, y, text, ha="center", va="center", fontsize=font, in_layout=False)
 
 
 def _label_ranks(axes: Axes, layout: Layout, side: str, most: int = 8) -> None:
