@@ -24,6 +24,7 @@ import torch
 import recsys
 from recsys.kernels.types import (
     EmbOptimType,
+    LookupSettings,
     OptimizerSpec,
     PoolingMode,
     UpdateMode,
@@ -340,7 +341,7 @@ def print_kernels() -> None:
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(
-            support.LookupSettings(
+            LookupSettings(
                 device=torch.device(device_type),
                 dims=[64],
                 feature_table_map=[0],

@@ -10,18 +10,6 @@ from collections.abc import Iterable
 from operator import index
 from typing import NoReturn, TypeVar
 
-__all__ = [
-    "choice",
-    "finite",
-    "names",
-    "repeated",
-    "setting",
-    "shown",
-    "whole",
-    "whole_list",
-    "wrong_type",
-]
-
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 

@@ -10,8 +10,6 @@ import torch
 from recsys.kernels import ops
 from recsys.kernels.types import LookupSettings, PoolingMode
 
-__all__ = ["INSTALLED", "OUTPUT_CODES", "POOLING_CODES", "Backend", "Limits", "Role"]
-
 Role: TypeAlias = Literal["lookup", "update"]
 """What a backend may serve: values of ids; or gradients, and what is done with them."""
 

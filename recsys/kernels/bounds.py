@@ -15,15 +15,6 @@ from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
 
-__all__ = [
-    "IdGuard",
-    "LateChecks",
-    "are_bags_bad",
-    "bad_id_message",
-    "find_bad_ids",
-    "safe_lengths",
-]
-
 
 def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
     """Whether any length is negative, the sum is wrong, or both do not agree; no device sync.

@@ -23,8 +23,6 @@ from recsys.kernels.tbe_torch import (
     split_by_table,
 )
 
-__all__ = ["DeferredGradients"]
-
 
 @final
 class DeferredGradients:

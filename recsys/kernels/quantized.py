@@ -22,16 +22,6 @@ from recsys.kernels import ops
 from recsys.kernels.backend import INSTALLED, Backend, Limits
 from recsys.kernels.types import LookupSettings, PoolingMode
 
-__all__ = [
-    "HEADER_BYTES",
-    "SPARSE_TYPES",
-    "QuantizedInFbgemm",
-    "QuantizedInTorch",
-    "dequantize_rows",
-    "quantize_rows",
-    "row_bytes",
-]
-
 HEADER_BYTES = {32: 0, 16: 0, 8: 4, 4: 4, 2: 4}
 """Of scale and bias, by bits."""
 SPARSE_TYPES = {32: 0, 16: 1, 8: 2, 4: 3, 2: 4}

@@ -19,8 +19,6 @@ from recsys.kernels.quantized import HEADER_BYTES, SPARSE_TYPES, QuantizedInTorc
 from recsys.kernels.support import choose_backend
 from recsys.kernels.types import LookupSettings, PoolingMode, UpdateMode
 
-__all__ = ["QuantizedLookup"]
-
 _ROW_ALIGNMENT = {"cuda": 16}  # FBGEMM's CUDA kernels load that many bytes at a time
 _ALIGNMENT = 128  # of a table's first byte, for vector loads on a GPU
 

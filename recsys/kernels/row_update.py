@@ -20,15 +20,6 @@ from recsys.kernels.update_rules import (
     WeightDecayMode,
 )
 
-__all__ = [
-    "advance_step",
-    "apply_dense_update",
-    "init_state",
-    "round_stochastically",
-    "row_statistic",
-    "update_rows",
-]
-
 
 def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
     """Zero optimizer state for one table, under torch.optim's names.

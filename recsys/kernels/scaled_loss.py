@@ -14,8 +14,6 @@ from typing import Any, Final, NamedTuple, final
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-__all__ = ["TABLE_UPDATES", "TableUpdates", "watch_grad_scaler"]
-
 TABLE_UPDATES: Final = "recsys.table_updates"
 """The key of an autograd node's `metadata` under which its `TableUpdates` are."""
 

@@ -22,15 +22,6 @@ from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import LookupSettings, OptimizerSpec, UpdateMode
 
-__all__ = [
-    "BACKENDS",
-    "BackendChoice",
-    "LookupSettings",
-    "choose_backend",
-    "fbgemm_element_type",
-    "shared_optimizer",
-]
-
 BACKENDS: tuple[type[Backend], ...] = (
     FbgemmCudaKernel,
     FbgemmCpuKernel,

@@ -26,8 +26,6 @@ from recsys.kernels.types import (
     UpdateMode,
 )
 
-__all__ = ["TableBatchedEmbedding"]
-
 
 @final
 class TableBatchedEmbedding:

@@ -32,14 +32,6 @@ from recsys.kernels.tbe_torch import (
 )
 from recsys.kernels.types import EmbOptimType, LookupSettings, PoolingMode
 
-__all__ = [
-    "FUSED_ON_CPU",
-    "FbgemmCpuKernel",
-    "Geometry",
-    "has_cpu_ops",
-    "has_ops",
-]
-
 FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
     EmbOptimType.SGD: "sgd",
     EmbOptimType.EXACT_ADAGRAD: "adagrad",

@@ -29,8 +29,6 @@ from recsys.kernels.types import (
     WeightDecayMode,
 )
 
-__all__ = ["FbgemmCudaKernel", "FbgemmCudaLookup", "has_cuda_ops"]
-
 _DECAYS: Mapping[EmbOptimType, tuple[WeightDecayMode, ...]] = {
     EmbOptimType.SGD: (),
     EmbOptimType.EXACT_ADAGRAD: (),

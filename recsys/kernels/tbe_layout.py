@@ -18,8 +18,6 @@ from torch import Tensor
 
 from recsys.kernels.types import OptimizerSpec, TableSpec
 
-__all__ = ["DimGroup", "StorageLayout"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

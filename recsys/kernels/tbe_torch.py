@@ -23,25 +23,6 @@ from recsys.kernels.row_update import advance_step, apply_dense_update, update_r
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import LookupSettings, PoolingMode
 
-__all__ = [
-    "Batch",
-    "FeatureParts",
-    "Rates",
-    "RowGradients",
-    "RowStatistics",
-    "TorchKernel",
-    "distinct_rows",
-    "first_of_rows",
-    "inverse_bag_length",
-    "merge_row_gradients",
-    "put_rows",
-    "row_ids_of",
-    "rows_per_table",
-    "split_by_table",
-    "sum_bags",
-    "without_repeats",
-]
-
 
 class Batch(NamedTuple):
     """What is looked up."""

@@ -32,18 +32,6 @@ from torch.optim import Optimizer
 
 from recsys.kernels.arguments import finite
 
-__all__ = [
-    "UPDATE_RULES",
-    "EmbOptimType",
-    "OptimizerSpec",
-    "RowReads",
-    "StateKind",
-    "TouchedRows",
-    "UpdateRule",
-    "WeightDecayMode",
-    "row_moment",
-]
-
 
 @final
 class EmbOptimType(enum.Enum):

@@ -16,15 +16,6 @@ from recsys.kernels.scaled_loss import watch_grad_scaler
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
 from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_update_mode
 
-__all__ = [
-    "AttachedOptimizer",
-    "apply_optimizer_in_backward",
-    "attached_optimizer",
-    "attachment_count",
-    "drop_hook",
-    "mark_in_backward",
-]
-
 _ATTRIBUTE = "_in_backward_optimizers"
 _CLASSES, _KWARGS = "_optimizer_classes", "_optimizer_kwargs"
 """Where torch's own function notes what it was given; public code reads them."""

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from recsys.contact import explained
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 
-__all__ = ["GradientClipping", "GradientClippingOptimizer", "mark_part", "power_sum"]
-
 _PART = "_is_part_of_table"
 
 

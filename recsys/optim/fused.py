@@ -11,8 +11,6 @@ from torch import Tensor
 from recsys.kernels.arguments import finite
 from recsys.optim.keyed import KeyedOptimizer
 
-__all__ = ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule", "TablesGroup"]
-
 
 class FusedOptimizer(KeyedOptimizer, abc.ABC):
     """A keyed optimizer whose updates happen in backward; arguments are those of KeyedOptimizer."""

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from recsys.optim.keyed import KeyedOptimizer, TableGradients
 
-__all__ = ["GradScaler"]
-
 
 @final
 class GradScaler(torch.amp.GradScaler):

@@ -19,18 +19,6 @@ from recsys.kernels.arguments import finite
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec
 
-__all__ = [
-    "LAMB",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "LarsSGD",
-    "PartialRowWiseAdam",
-    "PartialRowWiseLAMB",
-    "RowWiseAdagrad",
-    "in_backward_optimizer_filter",
-]
-
 Parameters: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 

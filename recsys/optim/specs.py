@@ -21,16 +21,6 @@ from recsys.kernels.types import (
 from recsys.kernels.update_rules import UPDATE_RULES, RowReads
 from recsys.optim.optimizers import OWN_CLASSES
 
-__all__ = [
-    "TableOptimizer",
-    "optimizer_kind",
-    "optimizer_spec",
-    "optimizer_type_to_emb_opt_type",
-    "supported_optimizer_classes",
-    "to_row_state",
-    "to_update_mode",
-]
-
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)

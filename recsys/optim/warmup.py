@@ -14,8 +14,6 @@ from torch import Tensor
 from recsys.kernels.arguments import choice, finite, whole
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
-__all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
-
 
 @final
 class WarmupPolicy(enum.Enum):

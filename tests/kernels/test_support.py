@@ -13,7 +13,6 @@ from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
 from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.support import (
     BACKENDS,
-    LookupSettings,
     choose_backend,
     fbgemm_element_type,
 )
@@ -24,6 +23,7 @@ from recsys.kernels.tbe_torch import Batch, TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
+    LookupSettings,
     OptimizerSpec,
     PoolingMode,
     TableSpec,

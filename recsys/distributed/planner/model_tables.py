@@ -22,8 +22,8 @@ from recsys.distributed.planner.types import (
 )
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharder import ModuleSharder
-from recsys.kernels.support import LookupSettings, choose_backend
-from recsys.kernels.types import EmbeddingLocation, PoolingMode
+from recsys.kernels.support import choose_backend
+from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingMode
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableCollection
 from recsys.optim.specs import TableOptimizer

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import LookupGroup, PlacedTable, Rect
 from recsys.distributed.stages.routes import reads_by_rank
-from recsys.kernels.support import LookupSettings, choose_backend
+from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
+    LookupSettings,
     OptimizerSpec,
     PoolingMode,
     TableSpec,
