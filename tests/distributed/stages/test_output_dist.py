@@ -1,0 +1,282 @@
+"""The output stages alone: what lookups would give is made by hand, and so is what must arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, Stream, build_layout
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.stages.output_dist import Backward, ColumnGather, OutputDist
+from recsys.distributed.stages.sequence_dist import SequenceDist
+from recsys.kernels.scaled_loss import TableUpdates
+from recsys.kernels.types import PoolingMode
+from recsys.sparse import KeyedJaggedTensor
+from tests.ranks import RankPool
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gather_lays_out_blocks_and_adds_up_what_overlaps(seed: int) -> None:
+    rng = random.Random(seed)
+    width, batch_size = 4 * rng.randint(1, 5), rng.randint(1, 4)
+    blocks: list[list[tuple[int, int]]] = [[(0, width)]]  # every column is held at least once
+    for _ in range(rng.randint(0, 3)):
+        edges = sorted(rng.sample(range(0, width + 1, 2), 2))
+        blocks.append([(edges[0], edges[1])])
+    gather = ColumnGather(blocks, width, CPU)
+    parts = [
+        torch.randint(-9, 9, (batch_size, sum(end - start for start, end in block))).float()
+        for block in blocks
+    ]
+    buffer = torch.cat([part.flatten() for part in parts])
+    expected = torch.zeros(batch_size, width)
+    for block, part in zip(blocks, parts, strict=True):
+        ((start, end),) = block
+        expected[:, start:end] += part
+    assert torch.equal(gather.collect(buffer, batch_size), expected)
+    grad = torch.randint(-9, 9, (batch_size, width)).float()
+    spread = torch.cat([grad[:, start:end].flatten() for ((start, end),) in blocks])
+    assert torch.equal(gather.spread(grad), spread)
+
+
+def _tables(world_size: int, combine: PoolingMode, seed: int) -> list[PlacedTable]:
+    """A table on one rank, one split by rows, by columns, by both on one node, and a replica."""
+    rng = random.Random(seed)
+
+    def rect(rows: tuple[int, int], cols: tuple[int, int], rank: int) -> Rect:
+        return Rect(
+            row_start=rows[0], row_end=rows[1], col_start=cols[0], col_end=cols[1], rank=rank
+        )
+
+    ranks = range(world_size)
+    placements = [
+        [rect((0, 8), (0, 4), rng.choice(ranks))],
+        [rect((2 * r, 2 * r + 2), (0, 4), r) for r in ranks],
+        [rect((0, 8), (0, 2), rng.choice(ranks)), rect((0, 8), (2, 4), rng.choice(ranks))],
+        [rect((4 * (r % 2), 4 * (r % 2) + 4), (0, 4), r) for r in ranks[-2:]],
+        [],
+    ]
+    return [
+        PlacedTable(
+            name=f"t{i}",
+            num_rows=2 * world_size if i == 1 else 8,
+            dim=4,
+            features=(i,),
+            group=(not rects, len(rects) > 1),
+            rects=tuple(rects),
+            combine=combine,
+        )
+        for i, rects in enumerate(placements)
+    ]
+
+
+def _part(stream: Stream, column: int, sample: int) -> float:
+    """What a lookup gives, whole numbers: sums of them are exact."""
+    return float((31 * column + 17 * sample + 7 * stream.rect.row_start) % 13)
+
+
+def _outputs(layout: Layout, groups: Any, streams: Any, samples: range) -> list[Tensor]:
+    return [
+        torch.tensor(
+            [
+                [
+                    _part(streams[s], col, i)
+                    for s in group.streams
+                    for col in range(*streams[s].cols)
+                ]
+                for i in samples
+            ]
+        )
+        .view(len(samples), group.width)
+        .requires_grad_()
+        for group in groups
+        for read in [[streams[number] for number in group.streams]]
+    ]
+
+
+def _pooled(node_size: int, combine: PoolingMode, seed: int) -> None:
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    layout = build_layout(
+        _tables(env.world_size, combine, seed), 5, env.world_size, node_size=node_size
+    )
+    assert layout.is_hierarchical == (node_size < env.world_size)
+    sizes = np.array([(3 * rank + seed) % 4 for rank in range(env.world_size)])
+    first = int(sizes[: env.rank].sum())
+    own = range(first, first + int(sizes[env.rank]))
+    counts = torch.tensor(
+        [[(slot + i) % 4 for i in own] for slot in layout.split_slots], dtype=torch.int64
+    ).view(len(layout.split_slots), len(own))
+    began = []
+    stage = OutputDist(
+        layout,
+        env,
+        CPU,
+        Backward(begins=lambda: began.append(1), updates=TableUpdates()),
+        QuantizedCommCodecs(),
+        [f"f{i}" for i in range(5)],
+        [f"f{i}" for i in range(5)],
+        torch.float32,
+    )
+    lookups = _outputs(
+        layout, layout.groups[env.rank], layout.streams[env.rank], range(int(sizes.sum()))
+    )
+    replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, own)
+    given = KeyedJaggedTensor(
+        [f"f{i}" for i in range(5)],
+        torch.zeros(0, dtype=torch.int64),
+        lengths=torch.zeros(5 * len(own), dtype=torch.int64),
+    )
+    trip: Any = SimpleNamespace(batch_sizes=sizes, bag_counts=counts, anchor=None, given=given)
+    found = stage.start(trip, iter(lookups), replicas, True)().values()
+
+    scale = torch.ones(len(own), layout.width)
+    for place in layout.averaged_slots:
+        slot = layout.slots[layout.split_slots[place]]
+        scale[:, slot.col : slot.col + 4] = 1 / counts[place].clamp(min=1).unsqueeze(1)
+    expected = torch.zeros(len(own), layout.width)
+    every = [stream for streams in layout.streams for stream in streams] + [*layout.replica_streams]
+    for stream in every:
+        for col in range(*stream.cols):
+            expected[:, col] += torch.tensor([_part(stream, col, i) for i in own])
+    torch.testing.assert_close(found, expected * scale)
+
+    # the gradient of sample i and column c is the number 1 + i + c
+    grads = torch.tensor([[1.0 + i + c for c in range(layout.width)] for i in own])
+    found.backward(grads.view(len(own), layout.width))
+    assert began == [1]
+    for group, lookup in zip(layout.groups[env.rank], lookups, strict=True):
+        streams = [layout.streams[env.rank][s] for s in group.streams]
+        columns = [(layout.slots[s.slot], col) for s in streams for col in range(*s.cols)]
+        for i in range(int(sizes.sum())):
+            for at, (slot, col) in enumerate(columns):
+                number = layout.slots.index(slot)
+                divisor = env.world_size
+                if combine is PoolingMode.MEAN and number in layout.split_slots:
+                    divisor *= max((number + i) % 4, 1)
+                assert lookup.grad is not None
+                assert lookup.grad[i, at].item() == pytest.approx((1 + i + col) / divisor)
+    for group, replica in zip(layout.replica_groups, replicas, strict=True):
+        cols = [c for s in group.streams for c in range(*layout.replica_streams[s].cols)]
+        assert replica.grad is not None
+        assert torch.equal(replica.grad, grads.view(len(own), layout.width)[:, cols])
+
+
+@pytest.mark.parametrize("combine", [PoolingMode.SUM, PoolingMode.MEAN], ids=str)
+@pytest.mark.parametrize(("num_ranks", "node_size"), [(2, 2), (4, 4), (4, 2)])
+def test_pooled_embeddings_reach_their_samples_and_gradients_their_lookups(
+    ranks: RankPool, num_ranks: int, node_size: int, combine: PoolingMode
+) -> None:
+    for seed in range(2):
+        ranks(num_ranks, _pooled, node_size, combine, seed)
+
+
+def _sequence(seed: int) -> None:
+    """Ids of feature ``f`` of rank ``r``: rows that name rank, feature, id and column."""
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    whole_rows = [
+        table
+        for table in _tables(env.world_size, PoolingMode.NONE, seed)
+        if len(table.row_starts) < 2  # whose ids are bucketized by the input stage
+    ]
+    tables = [
+        dataclasses.replace(table, features=(i,), group=i) for i, table in enumerate(whole_rows)
+    ]
+    layout = build_layout(tables, len(tables), env.world_size)
+    stage = SequenceDist(
+        layout,
+        env,
+        CPU,
+        Backward(begins=lambda: None, updates=TableUpdates()),
+        QuantizedCommCodecs(),
+        [t.name for t in tables],
+        torch.float32,
+        need_indices=False,
+    )
+    num_features = len(tables)
+    every_rank, every_feature = np.ogrid[: env.world_size, :num_features]
+    counts = (every_rank + every_feature + seed) % 3  # ids
+    own = counts[env.rank]
+
+    def row(rank: int, feature: int, number: int) -> list[float]:
+        return [1000.0 * rank + 100 * feature + 10 * number + column for column in range(4)]
+
+    def part(stream: Stream, ids: list[tuple[int, int]], feature: int) -> list[float]:
+        start = stream.cols[0] - layout.slots[stream.slot].col
+        end = stream.cols[1] - layout.slots[stream.slot].col
+        return [v for rank, n in ids for v in row(rank, feature, n)[start:end]]
+
+    lookups = []
+    for group in layout.groups[env.rank]:  # each serves one table, and reads rank by rank
+        streams = [layout.streams[env.rank][number] for number in group.streams]
+        feature = layout.slots[streams[0].slot].feature
+        flat: list[float] = []
+        for rank in range(env.world_size):
+            for stream in streams:
+                ids = [(rank, n) for n in range(counts[rank][feature])]
+                flat += part(stream, ids, feature)
+        lookups.append(torch.tensor(flat).view(-1, streams[0].rect.num_cols).requires_grad_())
+    replicas = []
+    for group in layout.replica_groups:
+        flat = []
+        for s in group.streams:
+            stream = layout.replica_streams[s]
+            feature = layout.slots[stream.slot].feature
+            flat += part(stream, [(env.rank, n) for n in range(own[feature])], feature)
+        replicas.append(torch.tensor(flat).view(-1, 4).requires_grad_())
+    starts = np.cumsum(own) - own
+    streams_of = [[layout.slots[s.slot].feature for s in streams] for streams in layout.streams]
+    places = [
+        torch.arange(starts[f], starts[f] + own[f]) for features in streams_of for f in features
+    ] + [
+        torch.arange(starts[f], starts[f] + own[f])
+        for s in layout.replica_streams
+        for f in [layout.slots[s.slot].feature]
+    ]
+    received = [[counts[rank][f] for f in streams_of[env.rank]] for rank in range(env.world_size)]
+    trip: Any = SimpleNamespace(
+        routes=SimpleNamespace(
+            num_keys=num_features,
+            slot_keys=np.arange(num_features),
+            segments=[np.array(features, dtype=np.int64) for features in streams_of],
+            replica_positions=[
+                np.array([layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
+                for g in layout.replica_groups
+            ],
+        ),
+        counts_G=own,
+        received_counts=np.array(received, dtype=np.int64).reshape(env.world_size, -1),
+        inverse=None,
+        sent_places=lambda: torch.cat(places),
+        given=KeyedJaggedTensor(
+            [t.name for t in tables], torch.zeros(int(own.sum()), dtype=torch.int64),
+            lengths=torch.tensor(own),
+        ),
+    )  # fmt: skip
+    found = stage.start(trip, iter(lookups), replicas, True)()
+    for feature, table in enumerate(tables):
+        expected = [row(env.rank, feature, n) for n in range(own[feature])]
+        values = found[table.name].values()
+        assert torch.equal(values, torch.tensor(expected).view(-1, 4)), (table.name, values)
+    torch.cat([jagged.values() for jagged in found.values()]).sum().backward()
+    for lookup in lookups:
+        assert lookup.grad is not None
+        assert torch.equal(lookup.grad, torch.full_like(lookup, 1 / env.world_size))
+    for replica in replicas:
+        assert replica.grad is not None
+        assert torch.equal(replica.grad, torch.ones_like(replica))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_return_to_their_ids(ranks: RankPool, seed: int) -> None:
+    ranks(2, _sequence, seed)
