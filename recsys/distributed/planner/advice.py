@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import sub
 from typing import NamedTuple, final
 
 import numpy as np
@@ -246,7 +247,7 @@ def _ranks_without(rating: Rating, table: RatedTable) -> Ranks:
     used = [stored.total for stored in rating.storage]
     for rank, shard in table.shards():
         loads[rank] = max(loads[rank] - shard.cost_ms[kinds[rank]], 0.0)
-        used[rank] = used[rank].minus(shard.memory)
+        used[rank] = Bytes(*map(sub, used[rank], shard.memory))
     return replace(problem.ranks, base_ms=loads, base_memory=used)
 
 
@@ -417,14 +418,15 @@ def check_fits(rating: Rating) -> None:
     Raises:
         PlannerError: naming the fullest rank, its largest tables, and the bytes that it lacks.
     """
-    over = [
-        (max(used - free, 0), rank, pool)
+    over = {
+        (rank, pool): used - free
         for rank, both in enumerate(rating.memory)
         for pool, (used, free) in enumerate(zip(*both, strict=True))
-    ]
-    bytes_over, rank, pool = max(over, key=lambda entry: (entry[0], -entry[1]))
-    if not bytes_over:
+        if used > free
+    }
+    if not over:
         return
+    rank, pool = worst = max(over, key=lambda place: over[place])
     sizes = [
         (shard.memory[pool], rated.table)
         for rated in rating.tables
@@ -434,12 +436,12 @@ def check_fits(rating: Rating) -> None:
     largest = sorted(sizes, key=lambda entry: -entry[0])
     tables = [f"{table.name!r} of module {table.path!r} ({mib(size)})" for size, table in largest]
     memory = "host" if pool else rating.topology.compute_device
-    ranks = len({owner for missing, owner, _ in over if missing})
+    ranks = len({owner for owner, _ in over})
     others = f"; {ranks - 1} other ranks lack some, too" if ranks > 1 else ""
-    needed, free = rating.memory[rank][0][pool], rating.memory[rank][1][pool]
+    needed, free = (size[pool] for size in rating.memory[rank])
     raise PlannerError(
         f"A plan must fit into memory; received one that needs {mib(needed)} of {memory} memory on "
-        f"rank {rank}, which has {mib(free)} free for tables: {mib(bytes_over)} too much{others}. "
+        f"rank {rank}, which has {mib(free)} free for tables: {mib(over[worst])} too much{others}. "
         f"On rank {rank} are {shorten(tables)}. Move or split some of them.",
         PlannerErrorType.INSUFFICIENT_STORAGE,
     )

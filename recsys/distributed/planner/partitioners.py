@@ -84,8 +84,6 @@ def _may_be_there(option: TableOption, rank_N: Ints, num_ranks: int, node_size: 
         return False
     if option.reach is Reach.FIXED:
         return bool((rank_N == np.arange(len(rank_N))).all())
-    if option.reach is Reach.ANYWHERE:
-        return True
-    size = node_size if option.reach is Reach.NODES else len(rank_N)
-    node_JS = (rank_N // node_size).reshape(-1, size)
+    group = 1 if option.reach is Reach.ANYWHERE else min(len(rank_N), node_size)
+    node_JS = (rank_N // node_size).reshape(-1, group)
     return bool((node_JS == node_JS[:, :1]).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import final
@@ -46,13 +47,12 @@ class RatedTable:
             return False
         if sharding.sharding_spec is None:
             return sharding.ranks is None or set(self.ranks) <= set(sharding.ranks)
-        sizes: dict[int, int] = {}
+        sizes, own = Counter[int](), Counter[int]()
         for shard in sharding.sharding_spec.shards:
-            sizes[shard.rank] = sizes.get(shard.rank, 0) + math.prod(shard.shard_sizes)
-        own: dict[int, int] = {}
+            sizes[shard.rank] += math.prod(shard.shard_sizes)
         for rank, alike in self.shards():
-            own[rank] = own.get(rank, 0) + alike.rows * alike.cols
-        return {rank: size for rank, size in sizes.items() if size} == own
+            own[rank] += alike.rows * alike.cols
+        return +sizes == own  # without those that are empty
 
 
 @final

@@ -33,10 +33,6 @@ class Bytes(NamedTuple):
         """Returns the sum of both."""
         return Bytes(self.device + other.device, self.host + other.host)
 
-    def minus(self, other: Bytes) -> Bytes:
-        """Returns the difference of both."""
-        return Bytes(self.device - other.device, self.host - other.host)
-
 
 _NOTHING = Bytes(0)
 
