@@ -132,9 +132,7 @@ def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) 
             yield Gain(text=text, slowest_ms=found.slowest_ms)
 
 
-def _changes(
-    rating: Rating,
-) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
+def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
     """Yields what a user could change, and the tables and budgets after it."""
     tables = tuple(rated.table for rated in rating.tables)
     budgets = rating.budgets

@@ -228,9 +228,7 @@ class Relaxation:
         price_BK[~allowed_BK] = np.inf
         kind_B = price_BK.argmin(axis=1)
         price_B = np.where(
-            bundles.fixed_B,
-            price_BK.sum(axis=1),
-            price_BK[np.arange(len(kind_B)), kind_B],
+            bundles.fixed_B, price_BK.sum(axis=1), price_BK[np.arange(len(kind_B)), kind_B]
         )
         price_O = np.add.reduceat(price_B, bundles.first_O)
         option_T = self._cheapest(price_O)

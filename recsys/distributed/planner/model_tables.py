@@ -15,11 +15,7 @@ from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.pooling_stats import IdSkew, PoolingStats, uniform_distinct
 from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
-from recsys.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
-)
+from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.support import choose_backend
@@ -250,10 +246,7 @@ class _ModuleReader:
 
 
 def check_kernels(
-    module: nn.Module,
-    sharders: Sequence[ModuleSharder[Any]],
-    plan: ShardingPlan,
-    device: str,
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan, device: str
 ) -> None:
     """Checks that a plan's tables live where they can.
 

@@ -89,7 +89,7 @@ class OptionLister:
 
     def _options_of(self, table: PlannedTable) -> list[TableOption]:
         return [
-            self._option(table, kind, kernel, reach, blocks)
+            self._option(table, kind, kernel, reach, blocks, kind in _BY_NODE)
             for kind in _TYPES
             for kernel in table.kernels.get(kind, ())
             if table.allows(kind, kernel)
@@ -140,30 +140,24 @@ class OptionLister:
         """
         kind = ShardingType(sharding.sharding_type)
         kernel = EmbeddingComputeKernel(sharding.compute_kernel)
-        world_size = self.topology.world_size
-        if kind is ShardingType.DATA_PARALLEL:
-            whole = [(world_size, table.rows, table.dim)]
-            option = self._option(table, kind, kernel, Reach.FIXED, whole)
-            [option] = self.estimated(table, [option])
-            return option, tuple(range(world_size))
-        rects = rects_of(
-            table.name, table.rows, table.dim, sharding, world_size, self.topology.local_world_size
+        world_size, node_size = self.topology.world_size, self.topology.local_world_size
+        reach, in_node, name, rows, dim = Reach.FIXED, False, table.name, table.rows, table.dim
+        blocks, ranks = [(world_size, rows, dim)], tuple(range(world_size))
+        if kind is not ShardingType.DATA_PARALLEL:
+            rects = rects_of(name, rows, dim, sharding, world_size, node_size)
+            # raises if they leave a gap or overlap
+            placed = PlacedTable(
+                name=name, num_rows=rows, dim=dim, features=(), group=None, rects=rects
+            )
+            sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
+            blocks = [(len(list(alike)), *size) for size, alike in sizes]
+            reach, ranks = Reach.ANYWHERE, tuple(rect.rank for rect in rects)
+            # row_wise that happens to lie in one node is rated as the search counts it: anywhere
+            in_node = kind in _BY_NODE and adds_up_in_node(placed, node_size)
+        [option] = self.estimated(
+            table, [self._option(table, kind, kernel, reach, blocks, in_node)]
         )
-        placed = PlacedTable(  # raises if they leave a gap or overlap
-            name=table.name,
-            num_rows=table.rows,
-            dim=table.dim,
-            features=(),
-            group=None,
-            rects=rects,
-        )
-        sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
-        blocks = [(len(list(alike)), rows, cols) for (rows, cols), alike in sizes]
-        # row_wise that happens to lie in one node is rated as the search counts it: anywhere
-        in_node = kind in _BY_NODE and adds_up_in_node(placed, self.topology.local_world_size)
-        option = self._option(table, kind, kernel, Reach.ANYWHERE, blocks, in_node=in_node)
-        [option] = self.estimated(table, [option])
-        return option, tuple(rect.rank for rect in rects)
+        return option, ranks
 
     def _option(
         self,
@@ -172,8 +166,7 @@ class OptionLister:
         kernel: EmbeddingComputeKernel,
         reach: Reach,
         blocks: Sequence[_Block],
-        *,
-        in_node: bool | None = None,
+        in_node: bool,
     ) -> TableOption:
         """Returns the option whose shards are these blocks.
 
@@ -183,11 +176,8 @@ class OptionLister:
             kernel: where the shards live.
             reach: where they may go.
             blocks: so many shards of rows x columns each.
-            in_node: whether all row shards of some columns lie in one node; as usual for the
-                strategy if None.
+            in_node: whether all row shards of some columns lie in one node.
         """
-        if in_node is None:
-            in_node = kind in _BY_NODE
         replicated = kind is ShardingType.DATA_PARALLEL
         shards = []
         for count, rows, cols in blocks:

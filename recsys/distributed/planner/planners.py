@@ -24,7 +24,13 @@ from recsys.distributed.placement.strategies import (
     check_plan_paths,
     parameter_sharding,
 )
-from recsys.distributed.planner.advice import Misfit, check_fits, problem_of, unconstrained
+from recsys.distributed.planner.advice import (
+    Constraints,
+    Misfit,
+    check_fits,
+    problem_of,
+    unconstrained,
+)
 from recsys.distributed.planner.agreement import (
     check_agreement,
     facts_of,
@@ -304,10 +310,7 @@ class EmbeddingShardingPlanner:
         return type(self._enumerator) not in (EmbeddingEnumerator, type(None))
 
     def _tables(
-        self,
-        module: nn.Module,
-        sharders: Sharders,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
+        self, module: nn.Module, sharders: Sharders, constraints: Constraints | None = None
     ) -> list[PlannedTable]:
         if self._enumerator is not None and constraints is None:
             return [table for table, _ in self._enumerator.enumerate(module, sharders)]

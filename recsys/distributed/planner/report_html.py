@@ -96,11 +96,7 @@ def _table_row(explanation: Explanation, facts: TableFacts) -> str:
 
 
 def _table(
-    head: Sequence[tuple[str, str]],
-    rows: Sequence[str],
-    caption: str,
-    *,
-    left_out: int = 0,
+    head: Sequence[tuple[str, str]], rows: Sequence[str], caption: str, *, left_out: int = 0
 ) -> str:
     cells = [
         f'<th scope="col"{f" class={kind}" if kind else ""}><button>{name}</button>'

@@ -36,11 +36,7 @@ _MAX_NODES = 300  # of the search tree where there is no time limit
 
 
 def search(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    time_limit: float | None = None,
-    tolerance: float = 2e-3,
+    problem: Problem, *, seed: int = 0, time_limit: float | None = None, tolerance: float = 2e-3
 ) -> Placement:
     """Places all tables.
 

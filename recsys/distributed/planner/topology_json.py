@@ -20,13 +20,7 @@ from recsys.distributed.placement.file_checks import (
     read_members,
     whole_of,
 )
-from recsys.distributed.planner.hardware import (
-    DEVICES,
-    NUMBERS,
-    Hardware,
-    build_hardware,
-    per_rank,
-)
+from recsys.distributed.planner.hardware import DEVICES, NUMBERS, Hardware, build_hardware, per_rank
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 
 FORMAT = 1
