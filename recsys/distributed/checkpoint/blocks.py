@@ -76,9 +76,8 @@ class BlockWriter(FileSystemWriter):
         """Writes this rank's blocks; returns, once they are on the disk, where and their CRCs."""
         results: list[WriteResult] = []
         if plan.items:
-            without_zip_crc = cast(Any, config).patch(
-                "save.compute_crc32", False
-            )  # nobody reads it
+            # torch.load looks at no CRC of its own
+            without_zip_crc = cast(Any, config).patch("save.compute_crc32", False)
             with (self._folder / plan.storage_data).open("xb") as file, without_zip_crc:
                 for item in plan.items:
                     data = planner.resolve_data(item)
@@ -225,16 +224,13 @@ class BlockReader(FileSystemReader):
             )
         targets = [planner.resolve_tensor(item).detach() for item in items]
         around = memoryview(bytearray(length - num_bytes))
-        if len(items) == 1 and _lies_alike(items[0], targets[0], dtype, sizes):
-            values = _memory_of(targets[0].view(-1).view(torch.uint8))
-            self._read(file, name, start, [around[:first], values, around[first:]])
-        else:
-            if self._buffer.numel() < num_bytes:
-                self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            buffer = self._buffer[:num_bytes]
-            parts = [around[:first], _memory_of(buffer), around[first:]]
-            self._read(file, name, start, parts)
-            saved = buffer.view(dtype).view(sizes)
+        is_direct = len(items) == 1 and _lies_alike(items[0], targets[0], dtype, sizes)
+        if not is_direct and self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        values = targets[0].view(-1).view(torch.uint8) if is_direct else self._buffer[:num_bytes]
+        self._read(file, name, start, [around[:first], _memory_of(values), around[first:]])
+        if not is_direct:
+            saved = values.view(dtype).view(sizes)
             for item, target in zip(items, targets, strict=True):
                 target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
         for item, target in zip(items, targets, strict=True):

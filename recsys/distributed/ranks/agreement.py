@@ -74,7 +74,7 @@ def agree(
         if len({digest for _, _, digest, _ in seen}) > 1:
             raise kind(_find_difference(group, stage, lines))
     except Exception as shared:
-        _raised_on_all(shared)
+        shared._raised_on_all_ranks = True  # type: ignore[attr-defined]
         raise
     return [value for _, _, _, value in seen]
 
@@ -82,10 +82,6 @@ def agree(
 def is_raised_on_all(error: BaseException) -> bool:
     """Returns whether every rank has this error: of :func:`agree`, or that a rank is lost."""
     return getattr(error, "_raised_on_all_ranks", False)
-
-
-def _raised_on_all(error: Exception) -> None:
-    error._raised_on_all_ranks = True  # type: ignore[attr-defined]
 
 
 def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
