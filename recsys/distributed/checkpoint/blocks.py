@@ -136,9 +136,6 @@ class _CrcStream(io.RawIOBase):
         self.crc = 0
         self.error: OSError | None = None
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self.crc = crc32(data, self.crc)
         try:
@@ -228,7 +225,8 @@ class BlockReader(FileSystemReader):
         if not is_direct and self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         values = targets[0].view(-1).view(torch.uint8) if is_direct else self._buffer[:num_bytes]
-        self._read(file, name, start, [around[:first], _memory_of(values), around[first:]])
+        memory: Any = values.numpy()
+        self._read(file, name, start, [around[:first], memoryview(memory), around[first:]])
         if not is_direct:
             saved = values.view(dtype).view(sizes)
             for item, target in zip(items, targets, strict=True):
@@ -303,7 +301,3 @@ def _first_byte_of_values(file: io.FileIO, start: int, length: int, num_bytes: i
     except (RuntimeError, OSError):
         return None
     return first if first <= length - num_bytes else None
-
-
-def _memory_of(bytes_N: Tensor) -> memoryview:
-    return memoryview(bytes_N.numpy())  # type: ignore[arg-type]  # numpy's type says no buffer

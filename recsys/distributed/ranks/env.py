@@ -134,17 +134,13 @@ def node_size_of(world_size: int) -> int:
         return world_size
     if world_size % local_size == 0:
         return local_size
-    if world_size == _job_size():
+    job_size = setting("WORLD_SIZE")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        job_size = torch.distributed.get_world_size()
+    if world_size == job_size:
         raise ValueError(
             "The environment variable LOCAL_WORLD_SIZE must divide the number of ranks: nodes have "
             f"equally many; received {local_size} for {world_size} ranks. Start as many on each "
             "node."
         )
     return world_size
-
-
-def _job_size() -> int | None:
-    """Returns the number of ranks of this job, if it is known to have several processes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return setting("WORLD_SIZE")
