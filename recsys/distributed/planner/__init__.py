@@ -17,12 +17,11 @@ To be read in this order:
   ``rating`` and ``report_html`` (as text, as a page), ``words``.
 """
 
-from recsys.distributed.planner.custom_topology import CustomTopologyData
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.pooling_stats import PoolingStats
-from recsys.distributed.planner.topology import Topology
+from recsys.distributed.planner.topology import CustomTopologyData, Topology
 from recsys.distributed.planner.types import (
     FixedPercentageStorageReservation,
     HeuristicalStorageReservation,

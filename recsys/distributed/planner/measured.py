@@ -10,8 +10,10 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, final
 
+from recsys.distributed.placement.file_checks import choice_of
 from recsys.distributed.planner.hardware import Hardware, check_number
 
+KIND = "The kind of a collective"
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
@@ -72,19 +74,11 @@ class CollectivePoint:
     ms: float
 
     def __post_init__(self) -> None:
-        check_kind(self.kind)
+        choice_of(KIND, self.kind, COLLECTIVES)
         _check_positive(self, ("world_size", "bytes", "ms"))
 
 
 _Point = TypeVar("_Point", LookupPoint, CollectivePoint)
-
-
-def check_kind(kind: str) -> None:
-    """Raises ValueError unless the collective is one that sharded models use."""
-    if kind not in COLLECTIVES:
-        raise ValueError(
-            f"The kind of a collective must be one of {', '.join(COLLECTIVES)}; received {kind!r}."
-        )
 
 
 def _check_positive(point: LookupPoint | CollectivePoint, names: Sequence[str]) -> None:

@@ -70,12 +70,6 @@ class RatedPlan(ShardingPlan):
 
     def _explained(self, seconds: float) -> Explanation:
         """Returns what text and page say, found once for both."""
-        rating, known = self._checked(), self._explanation
-        if known is None or known.rating is not rating or known.seconds != seconds:
-            self._explanation = known = Explanation(rating, seconds)
-        return known
-
-    def _checked(self) -> Rating:
         if self.rating is None:
             raise ValueError(
                 "A plan must be rated before it can be reported on; received one that is not. "
@@ -91,7 +85,10 @@ class RatedPlan(ShardingPlan):
                     f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
                     "again."
                 )
-        return self.rating
+        known = self._explanation
+        if known is None or known.rating is not self.rating or known.seconds != seconds:
+            self._explanation = known = Explanation(self.rating, seconds)
+        return known
 
 
 def _bullets(lines: Iterable[str]) -> str:

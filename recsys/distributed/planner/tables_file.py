@@ -128,7 +128,18 @@ def read_tables(path: str | Path) -> TablesFile:
             raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
         needed = _NAMED if "optimizer" in members else _WITH_OPTIMIZER
         table = {**_DEFAULTS, **members, **read_members(owner, row, needed, _TABLE, _HINT)}
-        _add_table(owner, table, modules)
+        is_pooled, weighted = kind = _kind(table)
+        if weighted and not is_pooled:
+            raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
+        usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
+        of_module = modules.setdefault(path_of := table.get("module", usual), [])
+        of_module.append(table)
+        if _kind(of_module[0]) != kind:
+            raise ValueError(
+                f"{owner} must be pooled and weighted as the other tables of module {path_of!r} "
+                f"are; received pooling {table['pooling']} and weighted {str(weighted).lower()}. "
+                "Give it another module."
+            )
         constraints[name] = _constraints(owner, table)
     return TablesFile(
         model=_model(subject, modules),
@@ -141,24 +152,6 @@ def read_tables(path: str | Path) -> TablesFile:
 def _kind(table: Mapping[str, Any]) -> tuple[bool, bool]:
     """Returns whether a table is pooled, and whether its ids are weighted."""
     return table["pooling"] != "NONE", table["weighted"]
-
-
-def _add_table(
-    owner: str, table: Mapping[str, Any], modules: dict[str, list[Mapping[str, Any]]]
-) -> None:
-    """Adds a table to its module."""
-    is_pooled, weighted = _kind(table)
-    if weighted and not is_pooled:
-        raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
-    usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
-    of_module = modules.setdefault(path := table.get("module", usual), [])
-    of_module.append(table)
-    if _kind(of_module[0]) != (is_pooled, weighted):
-        raise ValueError(
-            f"{owner} must be pooled and weighted as the other tables of module {path!r} are; "
-            f"received pooling {table['pooling']} and weighted {str(weighted).lower()}. Give it "
-            "another module."
-        )
 
 
 def _constraints(owner: str, table: Mapping[str, Any]) -> ParameterConstraints:
