@@ -216,13 +216,11 @@ def block_bucketize(
     if not lengths_FB.numel():  # FBGEMM would launch a CUDA kernel with no blocks, which fails
         positions = torch.empty_like(values_N) if return_positions else None
         return lengths_FB, values_N, weights_N, positions
-    if lengths_FB.device.type in FBGEMM_DEVICES and (
-        weights_N is None  # FBGEMM's bucketizing lacks autograd
-        or (
-            weights_N.dtype in _BUCKET_WEIGHT_DTYPES
-            and not (weights_N.requires_grad and torch.is_grad_enabled())
-        )
-    ):
+    fits = lengths_FB.device.type in FBGEMM_DEVICES
+    if weights_N is not None and fits:  # FBGEMM's bucketizing lacks autograd
+        wants_grad = weights_N.requires_grad and torch.is_grad_enabled()
+        fits = weights_N.dtype in _BUCKET_WEIGHT_DTYPES and not wants_grad
+    if fits:
         if batch_size_per_feature is not None:
             batch_size_per_feature = batch_size_per_feature.to(lengths_FB.dtype)
         lengths, ids, weights, _, positions = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -247,14 +245,11 @@ def block_bucketize(
     bucket_N, start_N = _find_buckets(values_N, feature_N, block_sizes_F, num_buckets, boundaries)
     destination_N = bucket_N * num_bags + bag_N
     order_N = destination_N.argsort(stable=True)
-    lengths = torch.zeros(num_buckets * num_bags, dtype=lengths_FB.dtype, device=values_N.device)
+    lengths = lengths_FB.new_zeros(num_buckets * num_bags)
     lengths.index_add_(0, destination_N, torch.ones_like(destination_N, dtype=lengths.dtype))
-    positions = None
-    if return_positions:
-        positions = torch.empty_like(values_N)
-        positions[order_N] = torch.arange(
-            order_N.numel(), dtype=values_N.dtype, device=values_N.device
-        )
+    positions = torch.empty_like(values_N) if return_positions else None
+    if positions is not None:
+        positions[order_N] = torch.arange(len(order_N), device=order_N.device).to(positions.dtype)
     return (
         lengths,
         (values_N - start_N).index_select(0, order_N),
