@@ -139,13 +139,11 @@ class DeferredGradients:
         self._reduce()
         summed = torch.zeros(layout.num_elements, device=layout.device)
         touched = torch.zeros(layout.num_rows if counts_rows else 0, device=layout.device)
-        if self._pending is not None:
-            put_rows(layout, summed, self._pending)
-            for group, (rows, _) in zip(
-                layout.groups, self._pending if counts_rows else (), strict=False
-            ):
+        pending, self._pending = self._pending or (), None
+        for group, (rows, grads) in zip(layout.groups, pending, strict=False):
+            put_rows(group.matrix(summed), rows, grads)
+            if counts_rows:
                 group.rows(touched).index_fill_(0, rows, 1.0)
-        self._pending = None
         return [summed, touched] if counts_rows else [summed]
 
     def step_dense(self, summed: Tensor, touched: Tensor | None = None) -> None:

@@ -168,7 +168,8 @@ class TorchKernel(Backend):
         """The gradient of the whole storage, fp32 in its layout."""
         out = torch.zeros_like(self.storage, dtype=torch.float32)
         found = self.row_gradients(grad, batch)
-        put_rows(self.layout, out, found)
+        for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
+            put_rows(group.matrix(out), rows, grads)
         return out
 
     def update(self, grad: Tensor, batch: Batch) -> None:
@@ -469,13 +470,12 @@ def first_of_rows(rows: Tensor) -> Tensor:
     return torch.searchsorted(rows, rows)
 
 
-def put_rows(layout: StorageLayout, flat: Tensor, row_gradients: Sequence[RowGradients]) -> None:
-    """Write row gradients of dim groups into zeros that are laid out as the storage."""
-    for group, (rows, grads) in zip(layout.groups, row_gradients, strict=True):
-        if rows.is_cuda:  # the entries of a row that repeats are 0 but one
-            group.matrix(flat).index_add_(0, rows, grads)
-        else:
-            group.matrix(flat).index_copy_(0, rows, grads)
+def put_rows(matrix: Tensor, rows: Tensor, grads: Tensor) -> None:
+    """Write row gradients into a matrix of zeros."""
+    if rows.is_cuda:  # the entries of a row that repeats are 0 but one
+        matrix.index_add_(0, rows, grads)
+    else:
+        matrix.index_copy_(0, rows, grads)
 
 
 def without_repeats(row_gradients: RowGradients) -> RowGradients:

@@ -33,7 +33,6 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.distributed.stages.output_dist import Backward
 from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
-from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.optim.clipping import power_sum
 
 
@@ -65,15 +64,11 @@ class BackwardFinisher:
         self._env = env
         self._device = device
         self.under_way: set[int] = set()  # graph tasks that end in _finish
-        self._replicas = [
-            _Replicas(lookup.settings, lookup.kernel, lookup.parameters)
-            for lookup in replicas
-            if lookup.settings.requires_grad
-        ]
+        self._replicas = [_Replicas(lookup) for lookup in replicas if lookup.settings.requires_grad]
         self._columns = _ColumnSplits(lookups, layout, env, device, deferred=False)
         self.deferred = DeferredUpdates(lookups, self._replicas, layout, env, device)
         self._unfinished = [  # nothing of these outlives a backward pass
-            *(replica.kernel for replica in self._replicas),
+            *(replica.lookup.kernel for replica in self._replicas),
             *self._columns.kernels,
         ]
         self.backward = Backward(begins=self._schedule, updates=_table_updates(layout, env))
@@ -108,7 +103,7 @@ class BackwardFinisher:
         """Adds up the dense gradients of all ranks in one all-reduce, and hands out their mean."""
         if not self._replicas:
             return
-        given = [replicas.kernel.deferred.take_dense() for replicas in self._replicas]
+        given = [replicas.lookup.kernel.deferred.take_dense() for replicas in self._replicas]
         flat = [part for parts in given for part in parts]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
         comm.all_reduce(self._env, "add up gradients of replicated tables", buffer).wait()
@@ -161,7 +156,7 @@ class DeferredUpdates:
         self.device = device
         self._kernels = [lookup.kernel for lookup in lookups if lookup.settings.deferred]
         self._columns = _ColumnSplits(lookups, layout, env, device, deferred=True)
-        self._replicas = [r for r in replicas if r.settings.deferred]
+        self._replicas = [r for r in replicas if r.lookup.settings.deferred]
         self.exist = any(table.group.deferred for table in layout.tables)  # type: ignore[attr-defined]
         self._arrived = False
 
@@ -232,19 +227,18 @@ class DeferredUpdates:
 class _Replicas:
     """Replicated tables of one lookup, and the gradients of all ranks that they hold."""
 
-    settings: GroupSettings
-    kernel: TableBatchedEmbedding
-    parameters: list[nn.Parameter]
+    lookup: Lookup
     held: list[Tensor] | None = None
 
     def receive(self, gradients: list[Tensor]) -> None:
         """Takes the gradients of all ranks, as ``take_dense`` has them."""
-        if self.settings.optimizer is None:
-            grads = self.kernel.layout.table_views(gradients[0])
-            for parameter, grad in zip(self.parameters, grads, strict=True):
+        kernel, settings = self.lookup.kernel, self.lookup.settings
+        if settings.optimizer is None:
+            grads = kernel.layout.table_views(gradients[0])
+            for parameter, grad in zip(self.lookup.parameters, grads, strict=True):
                 _accumulate_grad(parameter, grad)
-        elif not self.settings.deferred:
-            self.kernel.deferred.step_dense(*gradients)
+        elif not settings.deferred:
+            kernel.deferred.step_dense(*gradients)
         elif self.held is None:
             self.held = gradients
         else:
@@ -253,7 +247,7 @@ class _Replicas:
     def step(self) -> None:
         """Applies what is held."""
         if self.held is not None:
-            self.kernel.deferred.step_dense(*self.held)
+            self.lookup.kernel.deferred.step_dense(*self.held)
 
 
 def _accumulate_grad(parameter: nn.Parameter, grad: Tensor) -> None:
