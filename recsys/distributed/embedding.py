@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
@@ -10,10 +10,9 @@ import torch
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs, codecs_for
+from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder
-from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
@@ -51,6 +50,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     tables_name: ClassVar[str] = "embeddings"
     output_type = EmbeddingCollectionAwaitable
+    output_stage = SequenceDist
+    output_ops = SEQUENCE_OPS
 
     def __init__(
         self,
@@ -79,29 +80,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if isinstance(module, ShardedEmbeddingCollection):
             self._use_index_dedup = module._use_index_dedup
 
-    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
-        return InputDist(
-            self._layout,
-            features,
-            self._env,
-            self._device,
-            self._bounds_check_mode,
-            pooled=False,
-            distinct=self._use_index_dedup,
-            owner=type(self).__name__,
-        )
+    def _input_options(self) -> dict[str, bool]:
+        return {"distinct": self._use_index_dedup}
 
-    def _new_output_dist(self, features: Sequence[str], names: list[str]) -> SequenceDist:
-        return SequenceDist(
-            self._layout,
-            self._env,
-            self._device,
-            self._finisher.backward,
-            codecs_for(self._qcomm_codecs_registry, *SEQUENCE_OPS),
-            names,
-            self._output_dtype,
-            need_indices=self._need_indices,
-        )
+    def _output_options(self) -> dict[str, bool]:
+        return {"need_indices": self._need_indices}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configuration of each table."""

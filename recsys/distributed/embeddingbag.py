@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from recsys.distributed.ranks.comm import LazyAwaitable
-from recsys.distributed.ranks.wire import POOLED_OPS, codecs_for
+from recsys.distributed.ranks.wire import POOLED_OPS
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder
-from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.output_dist import OutputDist
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -32,32 +30,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     tables_name: ClassVar[str] = "embedding_bags"
     output_type = EmbeddingBagCollectionAwaitable
+    output_stage = OutputDist
+    output_ops = POOLED_OPS
 
     def _adopt(self, module: Any) -> None:
         self._is_weighted: bool = module.is_weighted()
 
-    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
-        return InputDist(
-            self._layout,
-            features,
-            self._env,
-            self._device,
-            self._bounds_check_mode,
-            is_weighted=self._is_weighted,
-            owner=type(self).__name__,
-        )
-
-    def _new_output_dist(self, features: Sequence[str], names: list[str]) -> OutputDist:
-        return OutputDist(
-            self._layout,
-            self._env,
-            self._device,
-            self._finisher.backward,
-            codecs_for(self._qcomm_codecs_registry, *POOLED_OPS),
-            features,
-            names,
-            self._output_dtype,
-        )
+    def _input_options(self) -> dict[str, bool]:
+        return {"is_weighted": self._is_weighted}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configuration of each table."""

@@ -31,10 +31,11 @@ from recsys.distributed.ranks.agreement import in_words, stable
 from recsys.distributed.ranks.comm import LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
 from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.lookup import GroupSettings, build_lookups, needs_one_width
+from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
 from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.distributed.state.table_shards import TableShards, load_tables
@@ -82,6 +83,10 @@ class ShardedCollection(ShardedModule):
     """The attribute that holds the tables, as in the unsharded collection."""
     output_type: ClassVar[type[LazyAwaitable[Any]]]
     """What :meth:`forward` returns."""
+    output_stage: ClassVar[type[OutputStage[Any]]]
+    """What sends embeddings back."""
+    output_ops: ClassVar[Sequence[CommOp]]
+    """The names of its exchange in a registry of codecs."""
 
     def __init__(
         self,
@@ -168,11 +173,13 @@ class ShardedCollection(ShardedModule):
     def _adopt(self, module: Any) -> None:
         """Takes over the settings of the given module, or of a sharded one that is copied."""
 
-    def _new_input_dist(self, features: Sequence[str]) -> InputDist:
-        raise NotImplementedError
+    def _input_options(self) -> dict[str, bool]:
+        """Returns what the input stage is told besides what every collection tells it."""
+        return {}
 
-    def _new_output_dist(self, features: Sequence[str], names: list[str]) -> Any:
-        raise NotImplementedError
+    def _output_options(self) -> dict[str, bool]:
+        """Returns what the output stage is told besides what every collection tells it."""
+        return {}
 
     def _build(self, options: Sequence[_TableOptions]) -> None:
         env, device = self._env, self._device
@@ -187,7 +194,15 @@ class ShardedCollection(ShardedModule):
             self._needs_one_width,
         )
         self._layout = layout
-        self._input_dist = self._new_input_dist(features)
+        self._input_dist = InputDist(
+            layout,
+            features,
+            env,
+            device,
+            self._bounds_check_mode,
+            owner=type(self).__name__,
+            **self._input_options(),
+        )
         own = layout.groups[env.rank]
         self._lookups = build_lookups(own, layout.tables, device, env.world_size)
         self._replicas = build_lookups(
@@ -195,7 +210,17 @@ class ShardedCollection(ShardedModule):
         )
         self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
         names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
-        self._output_dist = self._new_output_dist(features, names)
+        self._output_dist = self.output_stage(
+            layout,
+            env,
+            device,
+            self._finisher.backward,
+            codecs_for(self._qcomm_codecs_registry, *self.output_ops),
+            features,
+            names,
+            self._output_dtype,
+            **self._output_options(),
+        )
         self._trains = any(option.requires_grad for option in options)
         tables = TableDict()
         shards: list[list[Any]] = [[] for _ in layout.tables]

@@ -242,6 +242,11 @@ class Layout:
         return tuple(sum(g.width for g in rank_groups) for rank_groups in self.groups)
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether rows are combined bag by bag; else each returns to its id."""
+        return all(table.combine is not PoolingMode.NONE for table in self.tables)
+
+    @property
     def averaged_slots(self) -> tuple[int, ...]:
         """Which of ``split_slots``, by place, divide their sums by the number of ids in a bag."""
         rules = [ROW_PARTS[self.slots[slot].combine] for slot in self.split_slots]

@@ -109,8 +109,7 @@ class InputDist:
         device: where batches and tables are.
         mode: what to do with an id outside its table.
         is_weighted: whether the features carry weights.
-        pooled: whether embeddings are pooled bag by bag; else they return to their ids.
-        distinct: whether each id of a feature travels once (not with ``pooled``).
+        distinct: whether each id of a feature travels once, where embeddings return to their ids.
         owner: who looks up, for messages.
     """
 
@@ -123,13 +122,13 @@ class InputDist:
         mode: BoundsCheckMode,
         *,
         is_weighted: bool = False,
-        pooled: bool = True,
         distinct: bool = False,
         owner: str = "A sharded collection",
     ) -> None:
         self.layout, self.feature_names, self.env = layout, tuple(feature_names), env
         self.device, self.mode, self.owner = device, mode, owner
-        self.is_weighted, self.pooled, self.distinct = is_weighted, pooled, distinct
+        self.is_weighted, self.distinct = is_weighted, distinct
+        self.pooled = pooled = layout.is_pooled
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.header_width = self.num_streams + COUNTS  # words that each rank sends this one

@@ -45,22 +45,6 @@ Ranges = Sequence[tuple[int, int]]
 """Ranges of columns, half open."""
 
 
-class Stage(Protocol):
-    """What an exchange needs of the stage it belongs to.
-
-    Attributes:
-        device: where the embeddings are.
-        codecs: what embeddings and gradients look like while they travel.
-        tasks: what the ranks do in the exchange there and back, for messages.
-        has_exchange: whether any rank sends anything.
-    """
-
-    device: torch.device
-    codecs: tuple[WireFormat | None, WireFormat | None]
-    tasks: tuple[str, str]
-    has_exchange: bool
-
-
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
@@ -75,7 +59,28 @@ class Backward:
     updates: TableUpdates
 
 
+class Stage(Protocol):
+    """What an exchange needs of the stage it belongs to.
+
+    Attributes:
+        device: where the embeddings are.
+        codecs: what embeddings and gradients look like while they travel.
+        tasks: what the ranks do in the exchange there and back, for messages.
+        has_exchange: whether any rank sends anything.
+        backward: what is told of backward passes, or None.
+        grad_scale: multiplies gradients when they have arrived.
+    """
+
+    device: torch.device
+    codecs: tuple[WireFormat | None, WireFormat | None]
+    tasks: tuple[str, str]
+    has_exchange: bool
+    backward: Backward | None
+    grad_scale: float
+
+
 S = TypeVar("S", bound=Stage)
+T = TypeVar("T")
 
 
 class Exchange(abc.ABC, Generic[S]):
@@ -92,10 +97,6 @@ class Exchange(abc.ABC, Generic[S]):
         sends: elements for each rank, in the forward pass.
         receives: elements from each rank.
     """
-
-    backward: Backward | None = None
-    grad_scale = 1.0
-    """Multiplies gradients when they have arrived."""
 
     def __init__(self, stage: S, env: ShardingEnv, sends: list[int], receives: list[int]) -> None:
         self.stage = stage
@@ -200,7 +201,8 @@ class Exchange(abc.ABC, Generic[S]):
         if self.pending is None:
             return None
         arrived, self.pending = self.pending.wait(), None
-        return arrived if self.grad_scale == 1.0 else arrived.mul_(self.grad_scale)
+        scale = self.stage.grad_scale
+        return arrived if scale == 1.0 else arrived.mul_(scale)
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
         """Takes the gradients of the replicas' outputs out of the buffer's."""
@@ -230,15 +232,16 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
         ctx.exchange = exchange
-        if exchange.backward is not None:
-            ctx.metadata[TABLE_UPDATES] = exchange.backward.updates
+        backward = exchange.stage.backward
+        if backward is not None:
+            ctx.metadata[TABLE_UPDATES] = backward.updates
         return exchange.place(buffer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         exchange: Exchange[Any] = ctx.exchange
-        if exchange.backward is not None:
-            exchange.backward.begins()
+        if exchange.stage.backward is not None:
+            exchange.stage.backward.begins()
         return None, exchange.spread(grad)
 
 
@@ -373,9 +376,8 @@ def _join(outputs: Sequence[Tensor], num_rows: int, device: torch.device) -> Ten
     return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
 
 
-@final
-class OutputDist:
-    """Sends pooled embeddings to the samples' ranks and lays them out.
+class OutputStage(abc.ABC, Generic[T]):
+    """What the pooled and the sequence output share.
 
     Args:
         layout: the compiled placement.
@@ -389,6 +391,7 @@ class OutputDist:
     """
 
     tasks = "send embeddings back", "send gradients to the tables"
+    codecs: tuple[WireFormat | None, WireFormat | None]
 
     def __init__(
         self,
@@ -401,16 +404,47 @@ class OutputDist:
         names: list[str],
         dtype: torch.dtype,
     ) -> None:
-        self.layout, self.env, self.device, self.backward = layout, env, device, backward
-        self._names, self._dtype = names, dtype
+        self.layout, self.env, self.device = layout, env, device
+        self.backward: Backward | None = backward
+        self.feature_names, self.names, self.dtype = feature_names, names, dtype
+        self.has_exchange = any(layout.rank_widths)
+        self.grad_scale = 1.0 / env.world_size  # as DistributedDataParallel does
+        self._prepare(codecs)
+
+    @abc.abstractmethod
+    def _prepare(self, codecs: QuantizedCommCodecs) -> None:
+        """Works out what does not depend on a batch, and sets ``codecs``."""
+
+    @abc.abstractmethod
+    def start(
+        self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
+    ) -> Callable[[], T]:
+        """Starts the exchange.
+
+        Args:
+            trip: of the batch.
+            lookups: looks up, per lookup group of this rank: ``[T, C_g]``, or a row per id.
+            replicas: per replica group, of this rank's samples.
+            trains: whether any table of the module, on any rank, takes gradients.
+
+        Returns:
+            What waits for the output; call it once.
+        """
+
+
+@final
+class OutputDist(OutputStage[KeyedTensor]):
+    """Sends pooled embeddings to the samples' ranks and lays them out."""
+
+    def _prepare(self, codecs: QuantizedCommCodecs) -> None:
+        layout, env, device = self.layout, self.env, self.device
         self._dims = [slot.dim for slot in layout.slots]
-        self._bags = tuple(self._dims), tuple(feature_names[s.feature] for s in layout.slots)
+        self._bags = tuple(self._dims), tuple(self.feature_names[s.feature] for s in layout.slots)
         self.mean_slots = [  # positions in split_slots, and first and last column
             (place, slot.col, slot.col + slot.dim)
             for place in layout.averaged_slots
             for slot in [layout.slots[layout.split_slots[place]]]
         ]
-        self.has_exchange = any(layout.rank_widths)
         self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None
         # the columns of the received buffer, block by block: what each rank sends, then the
         # replicas'
@@ -439,17 +473,7 @@ class OutputDist:
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], KeyedTensor]:
-        """Starts the exchange.
-
-        Args:
-            trip: of the batch.
-            lookups: looks up, per lookup group of this rank, ``[T, C_g]``.
-            replicas: per replica group, ``[B, C_g]``.
-            trains: whether any table of the module, on any rank, takes gradients.
-
-        Returns:
-            What waits for the output; call it once.
-        """
+        """Starts the exchange of ``[T, C_g]`` per lookup; see the base class."""
         if self._is_identity:
             (whole,) = lookups
             return lambda: self._keyed(whole, trip)
@@ -466,9 +490,9 @@ class OutputDist:
     def _keyed(self, pooled_BD: Tensor, trip: Trip) -> KeyedTensor:
         if trip.given.variable_stride_per_key():
             pooled_BD = expand_bags(pooled_BD, *self._bags, trip.given)
-        if pooled_BD.dtype is not self._dtype:
-            pooled_BD = pooled_BD.to(self._dtype)
-        return KeyedTensor.from_parts(self._names, self._dims, pooled_BD)
+        if pooled_BD.dtype is not self.dtype:
+            pooled_BD = pooled_BD.to(self.dtype)
+        return KeyedTensor.from_parts(self.names, self._dims, pooled_BD)
 
 
 @final
@@ -488,8 +512,6 @@ class _PooledExchange(Exchange[OutputDist]):
         super().__init__(
             stage, stage.env, sends.tolist(), (stage.widths * self.batch_size).tolist()
         )
-        self.backward = stage.backward
-        self.grad_scale = 1.0 / stage.env.world_size  # as DistributedDataParallel does
         self._bag_counts = trip.bag_counts
 
     @cached_property
@@ -574,6 +596,8 @@ class NodeHop:
 
     tasks = "add up embeddings inside a node", "send gradients back inside a node"
     has_exchange = True
+    grad_scale = 1.0
+    backward: Backward | None = None
 
     def __init__(
         self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs

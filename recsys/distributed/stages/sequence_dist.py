@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import gcd
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout
-from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.stages.bags import joined
 from recsys.distributed.stages.input_dist import Trip
-from recsys.distributed.stages.output_dist import Backward, Exchange
+from recsys.distributed.stages.output_dist import Exchange, OutputStage
 from recsys.distributed.stages.routes import index_tensor, lookup_order
 from recsys.kernels import ops
 from recsys.sparse import JaggedTensor
@@ -31,36 +29,21 @@ from recsys.sparse.features import FeatureViews
 
 
 @final
-class SequenceDist:
+class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
     """Sends one embedding per id back to the rank that has the id.
 
     Args:
-        layout: the compiled placement of tables of one dim.
-        env: the ranks.
-        device: where the embeddings are.
-        backward: what is told of backward passes.
-        codecs: what embeddings and gradients look like while they travel.
-        names: of the output's parts.
-        dtype: of the output.
+        args: as for :class:`~recsys.distributed.stages.output_dist.OutputStage`; the layout is of
+            tables of one dim.
         need_indices: whether the ids are returned too.
     """
 
-    tasks = "send embeddings back", "send gradients to the tables"
+    def __init__(self, *args: Any, need_indices: bool) -> None:
+        self._need_indices = need_indices
+        super().__init__(*args)
 
-    def __init__(
-        self,
-        layout: Layout,
-        env: ShardingEnv,
-        device: torch.device,
-        backward: Backward,
-        codecs: QuantizedCommCodecs,
-        names: list[str],
-        dtype: torch.dtype,
-        *,
-        need_indices: bool,
-    ) -> None:
-        self.layout, self.env, self.device, self.backward = layout, env, device, backward
-        self._names, self._dtype, self._need_indices = names, dtype, need_indices
+    def _prepare(self, codecs: QuantizedCommCodecs) -> None:
+        layout, env, device = self.layout, self.env, self.device
         self.dim = layout.slots[0].dim
         sent = [stream for streams in layout.streams for stream in streams]
         sent += layout.replica_streams
@@ -76,7 +59,6 @@ class SequenceDist:
         self.own_chunks = np.array(own, dtype=np.int64) // self.chunk
         counts = [len(streams) for streams in layout.streams]
         self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
-        self.has_exchange = any(counts)
         reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=False)
         self.reading = reading
         self.keeps_order = bool((reading[:-1] < reading[1:]).all())
@@ -89,17 +71,7 @@ class SequenceDist:
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], dict[str, JaggedTensor]]:
-        """Starts the exchange.
-
-        Args:
-            trip: of the batch.
-            lookups: looks up, per lookup group of this rank, ``[ids, width]``.
-            replicas: per replica group, ``[ids, D]``.
-            trains: whether any table of the module, on any rank, takes gradients.
-
-        Returns:
-            What waits for the output, by feature; call it once.
-        """
+        """Starts the exchange of ``[ids, width]`` per lookup; see the base class."""
         exchange = _SequenceExchange(self, trip)
         wait = exchange.start(list(lookups), replicas, trains)
         return lambda: self._views(wait(), exchange, trip)
@@ -112,8 +84,8 @@ class SequenceDist:
         if trip.inverse is not None:
             counts_K, order = trip.given_counts, None
             rows = rows.index_select(0, exchange.repeats(trip.inverse.split(counts_K.tolist())))
-        if rows.dtype is not self._dtype:
-            rows = rows.to(self._dtype)
+        if rows.dtype is not self.dtype:
+            rows = rows.to(self.dtype)
         lengths = trip.given.lengths().split_with_sizes(strides)
         indices = None
         if self._need_indices:
@@ -127,7 +99,7 @@ class SequenceDist:
             [strides[k] for k in slots],
             order,
         )
-        return JaggedTensor.from_views(self._names, views)
+        return JaggedTensor.from_views(self.names, views)
 
 
 @final
@@ -153,8 +125,6 @@ class _SequenceExchange(Exchange[SequenceDist]):
             (self.received_chunks.sum(1) * stage.chunk).tolist(),
             (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
         )
-        self.backward = stage.backward
-        self.grad_scale = 1.0 / stage.env.world_size  # as DistributedDataParallel does
         self.widths: list[int] = []
         if not stage.is_whole:
             self.target = self._target(trip.sent_places(), sent_counts, int(edges[-1]))

@@ -200,6 +200,7 @@ def _sequence(seed: int) -> None:
         Backward(begins=lambda: None, updates=TableUpdates()),
         QuantizedCommCodecs(),
         [t.name for t in tables],
+        [t.name for t in tables],
         torch.float32,
         need_indices=False,
     )
