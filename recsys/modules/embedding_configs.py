@@ -90,11 +90,6 @@ _DTYPES: Mapping[DataType, torch.dtype] = {
     DataType.NFP8: torch.float8_e4m3fn,
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
-_POOLING_MODES = {
-    PoolingType.SUM: PoolingMode.SUM,
-    PoolingType.MEAN: PoolingMode.MEAN,
-    PoolingType.NONE: PoolingMode.NONE,
-}
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
@@ -134,7 +129,7 @@ def pooling_type_to_pooling_mode(
         pooling_type: The pooling.
         sharding_type: Means nothing: it is the same however a table is placed.
     """
-    return _POOLING_MODES[pooling_type]
+    return PoolingMode[pooling_type.name]
 
 
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
@@ -147,11 +142,11 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
         >>> pooling_type_to_str(PoolingType.MEAN)
         'mean'
     """
-    if pooling_type not in (PoolingType.SUM, PoolingType.MEAN):
+    if pooling_type is PoolingType.NONE:
         raise ValueError(
             f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
         )
-    return "sum" if pooling_type is PoolingType.SUM else "mean"
+    return pooling_type.value.lower()
 
 
 @dataclass
