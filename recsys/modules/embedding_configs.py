@@ -142,11 +142,11 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
         >>> pooling_type_to_str(PoolingType.MEAN)
         'mean'
     """
-    if pooling_type is PoolingType.NONE:
+    if pooling_type not in (PoolingType.SUM, PoolingType.MEAN):
         raise ValueError(
             f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
         )
-    return pooling_type.value.lower()
+    return "sum" if pooling_type is PoolingType.SUM else "mean"
 
 
 @dataclass
