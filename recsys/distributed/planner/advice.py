@@ -272,8 +272,7 @@ class Misfit:
 
     Args:
         lister: lists the ways to place a table on the machine.
-        tables: all of them.
-        options: of each table.
+        listed: all tables, each with its options.
         budgets: memory that is free for tables, per rank.
         constraints: the user's, by table name.
         tables_under: lists the tables under other constraints.
@@ -281,8 +280,7 @@ class Misfit:
     """
 
     lister: OptionLister
-    tables: Sequence[PlannedTable]
-    options: Sequence[Sequence[TableOption]]
+    listed: Sequence[tuple[PlannedTable, Sequence[TableOption]]]
     budgets: Sequence[Bytes]
     constraints: Constraints
     tables_under: Callable[[Constraints], Sequence[PlannedTable]]
@@ -294,14 +292,15 @@ class Misfit:
         message = misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}"
         return PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
 
+    @property
+    def _tables(self) -> list[PlannedTable]:
+        return [table for table, _ in self.listed]
+
     def _one_too_big(self, error: InfeasibleError) -> str:
-        number = error.too_big[0].table
-        others = [f"{self.tables[big.table].name!r}" for big in error.too_big[1:]]
+        table, options = self.listed[error.too_big[0].table]
+        others = [f"{self._tables[big.table].name!r}" for big in error.too_big[1:]]
         also = f"\nNor do {shorten(others)}." if others else ""
-        return (
-            f"{_describe(self.tables[number])} does not fit on {self._where()} of "
-            f"{self._tried(self.options[number])}{also}"
-        )
+        return f"{_describe(table)} does not fit on {self._where()} of {self._tried(options)}{also}"
 
     def _all_too_big(self, error: InfeasibleError) -> str:
         over = ", and ".join(
@@ -309,11 +308,11 @@ class Misfit:
             for size, name in zip(error.bytes_over, self._caps, strict=True)
             if size
         )
-        largest = sorted(self.tables, key=lambda t: -sum(t.whole))[:3]
+        largest = sorted(self._tables, key=lambda t: -sum(t.whole))[:3]
         verdict = "do not fit" if error.proven else "were not found to fit"
         budget = max(self.budgets, key=sum)
         return (
-            f"The {len(self.tables)} tables {verdict} on {self._where()} of "
+            f"The {len(self._tables)} tables {verdict} on {self._where()} of "
             f"{mib(self.lister.topology.memory_cap)} each, of which {mib(max(budget.device, 0))} "
             f"are free for tables: they need at least {over or 'memory that no rank has left'}. "
             f"The largest: {'; '.join(map(_describe, largest))}."
@@ -369,7 +368,7 @@ class Misfit:
         if free := unconstrained(self.constraints):
             text = "the tables without constraints on sharding_types and compute_kernels"
             yield text, self.tables_under({**self.constraints, **free})
-        yield "weights of 16 bits (data_type=DataType.FP16)", with_half_weights(self.tables)
+        yield "weights of 16 bits (data_type=DataType.FP16)", with_half_weights(self._tables)
         if self.lister.topology.compute_device == "cuda":
             kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
             in_host = {
@@ -378,7 +377,7 @@ class Misfit:
                     compute_kernels=[kernel],
                     enforce_hbm=None,
                 )
-                for table in self.tables
+                for table in self._tables
             }
             text = f"tables in host memory (compute_kernels=[{kernel!r}])"
             yield text, self.tables_under(in_host)
@@ -388,7 +387,7 @@ class Misfit:
         node, nodes = self.lister.topology.local_world_size, self.lister.topology.num_nodes
 
         def fits(num_nodes: int) -> bool:
-            return self._fits(self.tables, self.lister.topology.with_nodes(num_nodes))
+            return self._fits(self._tables, self.lister.topology.with_nodes(num_nodes))
 
         too_few = nodes
         enough = max(-(-(error.ranks_needed or 0) // node), too_few + 1)

@@ -199,21 +199,19 @@ class _Program:
 
     def _add_tables(self) -> None:
         """Adds that each table has one option, which takes no longer than the slowest rank."""
-        of_table: dict[int, _Terms] = {}
+        arrays, of_table = self._arrays, dict[int, _Terms]()
         for option, column in self._column_of.items():
-            peak = (column, self._peak_ms(option) / self._unit_ms)
-            of_table.setdefault(int(self._arrays.table_O[option]), []).append(peak)
+            if arrays.is_fixed_O[option]:
+                cost_N, _ = arrays.fixed(option)
+                peak = (cost_N + arrays.base_R[: len(cost_N)]).max()
+            else:
+                cost_PK = arrays.cost_PK[arrays.shards_of(option)]
+                peak = cost_PK[:, np.unique(arrays.kind_R)].min(axis=1).max()
+            of_option = (column, float(peak) / self._unit_ms)
+            of_table.setdefault(int(arrays.table_O[option]), []).append(of_option)
         for peaks in of_table.values():
             self._add([(column, 1.0) for column, _ in peaks], 1, 1)
             self._add([*peaks, (0, -1.0)], -np.inf, 0)
-
-    def _peak_ms(self, option: int) -> float:
-        arrays = self._arrays
-        if arrays.is_fixed_O[option]:
-            cost_N, _ = arrays.fixed(option)
-            return float((cost_N + arrays.base_R[: len(cost_N)]).max())
-        of_kind_K = np.unique(arrays.kind_R)
-        return float(arrays.cost_PK[arrays.shards_of(option)][:, of_kind_K].min(axis=1).max())
 
     def _add_ranks(self) -> None:
         """Adds the load and the memory of each rank."""

@@ -215,10 +215,9 @@ class EmbeddingShardingPlanner:
         self, module: nn.Module, sharders: Sharders, listed: _Listed
     ) -> tuple[list[Bytes], Placement]:
         """Returns the memory that is free for tables, and an option and ranks for each table."""
-        tables, options = [table for table, _ in listed], [of_table for _, of_table in listed]
         with no_collection():
-            budgets = self._budgets(module, tables)
-            problem = problem_of(self._topology, budgets, options)
+            budgets = self._budgets(module, [table for table, _ in listed])
+            problem = problem_of(self._topology, budgets, [options for _, options in listed])
         try:
             if self._partitioner is None:
                 return budgets, search(problem, time_limit=self._timeout_seconds)
@@ -226,8 +225,7 @@ class EmbeddingShardingPlanner:
         except InfeasibleError as error:
             raise Misfit(
                 lister=self._lister,
-                tables=tables,
-                options=options,
+                listed=listed,
                 budgets=budgets,
                 constraints=self._constraints,
                 tables_under=functools.partial(self._tables, module, sharders),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from recsys.distributed.placement.file_checks import choice_of
 from recsys.distributed.planner.hardware import Hardware
 
 _GB = 1_000_000_000  # vendors count in powers of ten
@@ -87,5 +88,4 @@ PRESETS = {name: _hardware(name, peak) for name, peak in DATASHEETS.items()}
 
 def check_preset(name: str) -> None:
     """Raises ValueError unless there is a preset of this name."""
-    if name not in PRESETS:
-        raise ValueError(f"A preset must be one of {', '.join(PRESETS)}; received {name!r}.")
+    choice_of("A preset", name, [*PRESETS])

@@ -197,7 +197,7 @@ class _Search:
         patience = max(_PATIENCE, _PATIENCE_OF_ALL_RANKS // self._arrays.num_ranks)
         if np.isfinite(deadline):
             patience = _ENDLESS
-            if count_variables(self._arrays, self._open_options()) <= _MEDIUM:
+            if count_variables(self._arrays, _finite(self._prices())) <= _MEDIUM:
                 # leave time for the exact search
                 now = time.monotonic()
                 deadline = now + _SHARE_OF_PERTURBATIONS * (deadline - now)
@@ -211,10 +211,6 @@ class _Search:
             seed=self._seed,
             deadline=deadline,
         )
-
-    def _open_options(self) -> Ints:
-        """Returns the options that a better assignment may have."""
-        return np.flatnonzero(np.isfinite(self._prices()))
 
     def _prices(self) -> Floats:
         """Returns the prices of options; inf if none better than the best assignment has them."""
@@ -232,7 +228,7 @@ class _Search:
     def solve_exactly(self, max_variables: int) -> None:
         """Searches exhaustively, if the problem is small enough."""
         while not self._is_done:
-            options = self._open_options()
+            options = _finite(self._prices())  # those that a better assignment may have
             if count_variables(self._arrays, options) > max_variables:
                 return
             solved = solve_exactly(
@@ -266,3 +262,7 @@ class _Search:
         timed_out = not self._is_good and bool(np.isfinite(self._deadline))
         method: Method = "exact" if self._exact else "heuristic"
         return best.placement(self._bound_ms, started, method, timed_out)
+
+
+def _finite(price_O: Floats) -> Ints:
+    return np.flatnonzero(np.isfinite(price_O))

@@ -270,10 +270,5 @@ class PlannedTable:
         return optimizer.may_split_columns and not (managed and optimizer.exchanges_row_state)
 
 
-_FACTS = operator.attrgetter(
-    *(
-        field.name
-        for field in fields(PlannedTable)
-        if field.name not in ("path", "name", "constraints", "kernels")
-    )
-)
+_NO_FACTS = {"path", "name", "constraints", "kernels"}
+_FACTS = operator.attrgetter(*(f.name for f in fields(PlannedTable) if f.name not in _NO_FACTS))
