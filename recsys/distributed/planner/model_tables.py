@@ -221,11 +221,11 @@ class _ModuleReader:
                     f"ParameterConstraints.{field} of table {name!r} must have one number for each "
                     f"of its features {features}; received {numbers}."
                 )
-        order = own.feature_names or features
+        place_of = {feature: i for i, feature in enumerate(own.feature_names or features)}
         found = []
         dedups = getattr(self._sharder, "use_index_dedup", False)
         for feature in features:
-            place, seen = order.index(feature), stats.get(feature)
+            place, seen = place_of[feature], stats.get(feature)
             ids, bags, skew = 1.0, 1.0, None
             if seen is not None:
                 ids = seen.ids_per_sample

@@ -154,7 +154,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="must have one precision"):
         codecs_for(registry, *ops)
     assert codecs_for({"POOLED_EMBEDDINGS_REDUCE_SCATTER": half}, *ops) == half
-    assert codecs_for(None, *ops).forward.is_exact
+    assert codecs_for(None, *ops).forward.fitted(4) is None
 
 
 def _sharders(config: QCommsConfig) -> list[Any]:
