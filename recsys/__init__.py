@@ -2,12 +2,12 @@
 
 The rooms, in the order in which a batch walks through them; each imports only from those before it:
 
-``kernels`` (fused lookups on plain tensors) -> ``sparse`` (jagged data) -> ``optim`` -> ``modules``
-(authored on one device) -> ``distributed`` (placed on many) -> ``inference`` (quantized, exported).
+`kernels` (fused lookups on plain tensors) -> `sparse` (jagged data) -> `optim` -> `modules`
+(authored on one device) -> `distributed` (placed on many) -> `inference` (quantized, exported).
 
-The names that nearly every script needs are here too: ``recsys.KeyedJaggedTensor``. They are
-imported when first used, so that ``import recsys`` costs nothing. So are its packages and their
-modules: after it, ``recsys.distributed.planner.Topology`` works as it stands.
+The names that nearly every script needs are here too: `recsys.KeyedJaggedTensor`. They are
+imported when first used, so that `import recsys` costs nothing. So are its packages and their
+modules: after it, `recsys.distributed.planner.Topology` works as it stands.
 """
 
 from __future__ import annotations

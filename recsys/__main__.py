@@ -1,4 +1,4 @@
-"""``python -m recsys``: the package's commands."""
+"""`python -m recsys`: the package's commands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COMMANDS: Mapping[str, str] = {
     "calibrate": "measure how fast this machine looks up, exchanges and updates, for the planner",
     "plan": "plan where tables go on a machine that need not be there, and explain the plan",
 }
-"""Name to what it does. The command is ``main(options)`` of the module ``recsys.<name>``, which may
-have ``add_arguments(parser)`` for options of its own. Only the one that runs is imported."""
+"""Name to what it does. The command is `main(options)` of the module `recsys.<name>`, which may
+have `add_arguments(parser)` for options of its own. Only the one that runs is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the arguments name (``sys.argv`` if None); returns its exit code."""
+    """Run the command that the arguments name (`sys.argv` if None); return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m recsys", description=_first_line(recsys))
     parser.add_argument("--version", action="version", version=f"recsys {recsys.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)

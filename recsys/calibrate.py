@@ -1,4 +1,4 @@
-"""``python -m recsys calibrate``: measures this machine and writes it down for the planner.
+"""`python -m recsys calibrate`: measures this machine and writes it down for the planner.
 
 All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
 node share its memory. As in training, every turn looks up other ids, and writes to memory that is
@@ -67,7 +67,7 @@ class Stopwatch:
         self.device = device
 
     def median_ms(self, *runs: Callable[[], object], turns: int | None = None) -> list[float]:
-        """Returns the median milliseconds of each, run one after the other, on the slowest rank."""
+        """Return the median milliseconds of each, run one after the other, on the slowest rank."""
         times = []
         for turn in range(_WARM_UP + (turns or _TURNS)):
             of_turn = []
@@ -90,7 +90,7 @@ class Stopwatch:
 
 
 def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
-    """Yields the speed of lookups by dim and pooling, with row-wise Adagrad in backward."""
+    """Yield the speed of lookups by dim and pooling, with row-wise Adagrad in backward."""
     for dim in DIMS:
         rows = _TABLE_BYTES // (4 * dim)
         kernels = [
@@ -104,7 +104,7 @@ def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
 def _table(
     device: torch.device, rows: int, dim: int, mode: UpdateMode, *, keeps_batch: bool = False
 ) -> TableBatchedEmbedding:
-    """Returns a table that row-wise Adagrad trains."""
+    """Return a table that row-wise Adagrad trains."""
     kernel = TableBatchedEmbedding(
         [TableSpec(name="t", num_rows=rows, dim=dim)],
         feature_table_map=[0],
@@ -156,7 +156,7 @@ def _lookup_point(
 
 
 def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
-    """Yields the times of the collectives that sharded models use, by size."""
+    """Yield the times of the collectives that sharded models use, by size."""
     world_size = dist.get_world_size()
     for size in SIZES:
         if size // 4 < world_size:
@@ -174,7 +174,7 @@ def _exchange(given: Tensor) -> None:
 
 
 def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
-    """Returns what was found, with the speeds of memories and the times of next to no work."""
+    """Return what was found, with the speeds of memories and the times of next to no work."""
     device = watch.device
     size = _COPIED_BYTES[device.type]
     memory_bw = REPLICA_PASSES * size / measure_replica(watch, size)
@@ -199,7 +199,7 @@ def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
 
 
 def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
-    """Returns the milliseconds that the whole gradient of a replica takes, but for its exchange.
+    """Return the milliseconds that the whole gradient of a replica takes, but for its exchange.
 
     This is memory as training uses it: most of what is written was just allocated.
     """
@@ -215,7 +215,7 @@ def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
 
 
 def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardware:
-    """Returns what was found, with the latency and the bandwidth that all-to-alls show."""
+    """Return what was found, with the latency and the bandwidth that all-to-alls show."""
     first, *_, last = sorted(exchanges, key=lambda point: point.bytes)
     ranks, in_node = last.world_size, get_local_size(last.world_size)
     of_rank = last.bytes / ranks / last.ms
@@ -229,7 +229,7 @@ def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardwar
 
 
 def measure_step(watch: Stopwatch) -> float:
-    """Returns the milliseconds of a training step of a sharded collection with next to no data."""
+    """Return the milliseconds of a training step of a sharded collection with next to no data."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{i}", num_embeddings=10, embedding_dim=8, feature_names=[f"f{i}"]
@@ -279,7 +279,7 @@ class Calibration:
         self._lookup: list[list[LookupPoint]] = []
 
     def measure(self, measured: Callable[[], None] = lambda: None) -> None:
-        """Measures everything once, in some seconds.
+        """Measure everything once, in some seconds.
 
         Args:
             measured: called after the collectives if there are several ranks, after the memory,
@@ -298,7 +298,7 @@ class Calibration:
         self._lookup.append(points)
 
     def topology(self) -> Topology:
-        """Returns the topology of these ranks, by the median of the rounds."""
+        """Return the topology of these ranks, by the median of the rounds."""
         [rank], exchanges = median_of(self._hardware), median_of(self._collectives)
         if exchanges:
             rank = with_links(rank, [point for point in exchanges if point.kind == "all_to_all"])
@@ -311,7 +311,7 @@ class Calibration:
 
 
 def calibrate(device: torch.device) -> Topology:
-    """Returns the topology of the ranks of this job, with what was measured on them.
+    """Return the topology of the ranks of this job, with what was measured on them.
 
     Every rank must call it. Takes a minute or two, on a busy machine several; rank 0 says on
     standard error how far it is.
@@ -340,7 +340,7 @@ class _Progress:
         self._began = time.perf_counter()
 
     def count(self) -> None:
-        """Called when one more is done."""
+        """Note that one more is done."""
         self._done += 1
         left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
         if dist.get_rank() == 0:
@@ -349,7 +349,7 @@ class _Progress:
 
 
 def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
-    """Returns what one round returns, with the median of all rounds for each time and bandwidth.
+    """Return what one round returns, with the median of all rounds for each time and bandwidth.
 
     Example:
         >>> point = CollectivePoint(kind="all_reduce", world_size=2, bytes=8, ms=1.0)
@@ -368,7 +368,7 @@ def _median(measured: Sequence[_Measured]) -> _Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to a parser."""
+    """Add the command's options to a parser."""
     parser.add_argument(
         "--world-size",
         type=int,
@@ -387,7 +387,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _why_unwritable(path: Path) -> str | None:
-    """Says why a file cannot be written, before the minutes that its contents take."""
+    """Say why a file cannot be written, before the minutes that its contents take."""
     try:
         existed = path.exists()
         path.open("a").close()
@@ -399,7 +399,7 @@ def _why_unwritable(path: Path) -> str | None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures with as many processes as asked for, or as torchrun has started."""
+    """Measure with as many processes as asked for, or as torchrun has started."""
     if options.world_size < 1:
         print(f"--world-size must be at least 1; received {options.world_size}.", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ class LostContactError(RuntimeError):
 
 @contextmanager
 def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """Runs exchanges; arguments as of :func:`explain`.
+    """Run exchanges; argument as of `explain`.
 
     Raises:
         LostContactError: if contact with another rank is lost.
@@ -45,7 +45,7 @@ _CONNECTION = re.compile("gloo/transport|NCCL|Connection (?:reset|closed)|Broken
 
 
 def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> RuntimeError:
-    """Returns an error of an exchange; if contact was lost, one that says when, and with which.
+    """Return an error of an exchange; if contact was lost, one that says when, and with which.
 
     A rank that is left over fails, too, sooner or later, and says so in the store of the process
     group; the lost one is among those that say nothing.
@@ -73,7 +73,7 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
 
 
 def raise_explained(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> NoReturn:
-    """Raises what :func:`explain` returns; the arguments are the same.
+    """Raise what `explain` returns; the arguments are the same.
 
     Args:
         error: of the exchange, which is being handled.
@@ -95,7 +95,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _silent_ranks(group: dist.ProcessGroup | None, own: int) -> list[int]:
-    """Returns the ranks that do not say in time that they lost contact, too."""
+    """Return the ranks that do not say in time that they lost contact, too."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"recsys/lost_contact/{own}", "1")
     end = time.monotonic() + _WAIT_FOR_SIGNS

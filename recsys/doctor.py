@@ -1,6 +1,6 @@
-"""``python -m recsys doctor``: what is installed, whether it fits together, and what to do if not.
+"""`python -m recsys doctor`: what is installed, whether it fits together, and what to do if not.
 
-:func:`collect_facts` looks at the machine, :func:`diagnose` judges what it saw and looks at
+`collect_facts` looks at the machine, `diagnose` judges what it saw and looks at
 nothing, so that every judgement can be tested anywhere.
 """
 
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 DISTRIBUTION = "recsys-torch"
-"""What pip calls this project; ``recsys`` on the package index is another one."""
+"""What pip calls this project; `recsys` on the package index is another one."""
 
 PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 """The FBGEMM release that was built for each torch release."""
 
 VARIANTS = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
-"""Distributions that all install the package ``fbgemm_gpu``, over one another."""
+"""Distributions that all install the package `fbgemm_gpu`, over one another."""
 
 Level: TypeAlias = Literal["ok", "note", "problem"]
 
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
     """One judgement."""
 
     level: Level
-    """``problem`` if something is broken or will break; ``note`` if it only costs speed."""
+    """`problem` if something is broken or will break; `note` if it only costs speed."""
     text: str
     fix: str | None = None
     """The one line that mends it, where there is one."""
@@ -70,7 +70,7 @@ class Kernels:
     """What a process saw that loaded the kernels; the defaults are a machine without FBGEMM."""
 
     fbgemm: str | None = None
-    """The version that ``fbgemm_gpu`` itself reports; None if it is not there or does not load."""
+    """The version that `fbgemm_gpu` itself reports; None if it is not there or does not load."""
     load_error: str | None = None
     has_cpu_kernels: bool = False
     has_cuda_kernels: bool = False
@@ -92,9 +92,9 @@ class Facts:
     has_nvidia_driver: bool = False
     """Whether the machine has an NVIDIA driver, usable by this torch or not."""
     distributions: Mapping[str, str] = field(default_factory=dict)
-    """Installed distributions of :data:`VARIANTS`, with versions."""
+    """Installed distributions of `VARIANTS`, with versions."""
     kernels: Kernels = field(default_factory=Kernels)
-    """What there is; see ``is_forced_to_torch`` for whether it is used."""
+    """What there is; see `is_forced_to_torch` for whether it is used."""
     is_forced_to_torch: bool = False
     """Whether the environment variable RECSYS_KERNELS says so."""
     process_groups: tuple[str, ...] = ("gloo",)
@@ -109,13 +109,13 @@ class Facts:
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Judges the facts; the most basic findings come first.
+    """Judge the facts; the most basic findings come first.
 
     Args:
-        facts: what :func:`collect_facts` saw.
+        facts: what `collect_facts` saw.
 
     Returns:
-        The findings; the machine is fine if none has the level ``problem``.
+        The findings; the machine is fine if none has the level `problem`.
 
     Example:
         >>> [problem] = [f for f in diagnose(Facts(torch="2.9.1")) if f.level == "problem"]
@@ -187,7 +187,7 @@ def _judge_fbgemm(facts: Facts) -> list[Finding]:
 
 
 def _judge_variant(facts: Facts) -> Iterator[Finding]:
-    """Whether FBGEMM is for the same kind of device as torch."""
+    """Return whether FBGEMM is for the same kind of device as torch."""
     if "fbgemm-gpu" in facts.distributions and facts.torch_cuda is None:
         text = "fbgemm-gpu is built for CUDA, but this torch for CPUs only."
         yield Finding("problem", text, _reinstall_fbgemm(facts))
@@ -197,7 +197,7 @@ def _judge_variant(facts: Facts) -> Iterator[Finding]:
 
 
 def _judge_pair(facts: Facts, found: str) -> Iterator[Finding]:
-    """Whether torch and FBGEMM were released for each other."""
+    """Return whether torch and FBGEMM were released for each other."""
     version = next(iter(facts.distributions.values()), facts.kernels.fbgemm)
     torch_release = _minor(facts.torch)
     if version is None or PAIRS.get(torch_release) == _minor(version):
@@ -257,7 +257,7 @@ def _reinstall_fbgemm(facts: Facts) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """``(2, 13)`` for ``"2.13.0+cpu"``."""
+    """`(2, 13)` for `"2.13.0+cpu"`."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
@@ -273,7 +273,7 @@ def _newest_torch() -> str:
 
 
 def collect_facts() -> Facts:
-    """Looks at this machine.
+    """Look at this machine.
 
     Returns:
         What was seen. FBGEMM is loaded in a process of its own: a bad pair can crash it.
@@ -311,7 +311,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _namesakes() -> tuple[str, ...]:
-    """Returns the distributions that bring a package ``recsys`` and are not this one."""
+    """Return the distributions that bring a package `recsys` and are not this one."""
     found = importlib.metadata.packages_distributions().get("recsys", [])
     others = {name for name in found if name.replace("_", "-") != DISTRIBUTION} | {"recsys"}
     return tuple(f"{name} {version}" for name in sorted(others) if (version := _version_of(name)))
@@ -335,7 +335,7 @@ def _probe_kernels() -> Kernels:
 
 
 def print_kernels() -> None:
-    """Loads the kernels in this process and prints what :class:`Kernels` holds, as JSON."""
+    """Load the kernels in this process and print what `Kernels` holds, as JSON."""
     warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns when FBGEMM does not load
     from recsys.kernels import support, tbe_fbgemm, tbe_fbgemm_module
 
@@ -365,7 +365,7 @@ def print_kernels() -> None:
 
 
 def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Returns the facts in a few lines and one line per finding, its fix below it."""
+    """Return the facts in a few lines and one line per finding, its fix below it."""
     memory = "" if facts.memory_bytes is None else f", {facts.memory_bytes / 2**30:.0f} GiB"
     build = "CPU" if facts.torch_cuda is None else f"CUDA {facts.torch_cuda}"
     fbgemm = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
@@ -386,7 +386,7 @@ def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def main(_: argparse.Namespace | None = None) -> int:
-    """Prints the report; returns 0 if all is fine, 1 if there is a problem."""
+    """Print the report; return 0 if all is fine, 1 if there is a problem."""
     facts = collect_facts()
     findings = diagnose(facts)
     print(format_report(facts, findings))

@@ -17,11 +17,11 @@ from typing import final
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Returns the ``__getattr__`` of a package, which imports names and submodules on first use.
+    """Return the `__getattr__` of a package, which imports names and submodules on first use.
 
     Args:
         package: its dotted name.
-        homes: the module of each name, below ``recsys``. ``package.submodule`` needs no entry.
+        homes: the module of each name, below `recsys`. `package.submodule` needs no entry.
 
     Example:
         >>> import recsys  # alone
@@ -51,13 +51,13 @@ MOVED: dict[str, str] = {}
 
 
 def moved_modules(package: str, paths: Mapping[str, str], removed_in: str) -> None:
-    """Lets modules of a package be imported by the paths that they had.
+    """Let modules of a package be imported by the paths that they had.
 
     Taking a name from an old path warns, once for each.
 
     Args:
         package: its dotted name.
-        paths: old path to new path, both below ``package``.
+        paths: old path to new path, both below `package`.
         removed_in: the version without the old paths.
     """
     MOVED.update({f"{package}.{old}": f"{package}.{new}" for old, new in paths.items()})

@@ -1,6 +1,6 @@
-"""``python -m recsys plan``: where tables go, on a machine that need not be there, and why.
+"""`python -m recsys plan`: where tables go, on a machine that need not be there, and why.
 
-Tables come from a file (:mod:`recsys.distributed.planner.tables_file`) or from Python that makes
+Tables come from a file (`tables_file`) or from Python that makes
 the model; the machine from a topology file or by name. Prints the report.
 """
 
@@ -40,7 +40,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to a parser."""
+    """Add the command's options to a parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group(required=True)
@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     """Plans, and prints the report; errors go to stderr.
 
     Args:
-        options: what :func:`add_arguments` asks for.
+        options: what `add_arguments` asks for.
 
     Returns:
         0 if there is a plan, 1 if the tables do not fit, 2 if the input is wrong.
@@ -186,7 +186,7 @@ def _tables_of_model(given: str) -> TablesFile:
 
 
 def _named(error: Exception, file: str) -> Exception:
-    """Returns the error of a user's file with its place, in place of a traceback."""
+    """Return the error of a user's file with its place, in place of a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
     if not own:

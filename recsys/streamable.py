@@ -13,7 +13,7 @@ __all__ = ["Multistreamable", "Pipelineable"]
 class Multistreamable(abc.ABC):
     """An object whose memory may be in use on several streams of a GPU.
 
-    Jagged and keyed tensors and :class:`~recsys.datasets.utils.Batch` count as such without
+    Jagged and keyed tensors and `Batch` count as such without
     inheriting from it.
 
     Example:
@@ -24,7 +24,7 @@ class Multistreamable(abc.ABC):
 
     @abc.abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory from being used anew until work that is now in a stream is done.
+        """Keep the memory from being used anew until work that is now in a stream is done.
 
         Args:
             stream: where the object is used, beside the stream on which it was made.
@@ -32,11 +32,11 @@ class Multistreamable(abc.ABC):
 
 
 class Pipelineable(Multistreamable):
-    """A :class:`Multistreamable` that can be moved to a device: a batch of a pipeline."""
+    """A `Multistreamable` that can be moved to a device: a batch of a pipeline."""
 
     @abc.abstractmethod
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Returns the same on another device.
+        """Return the same on another device.
 
         Args:
             device: where to.

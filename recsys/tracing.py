@@ -14,7 +14,7 @@ __all__ = [
 
 
 def is_torchdynamo_compiling() -> bool:
-    """Whether ``torch.compile`` or a strict ``torch.export`` reads this call now.
+    """Return whether `torch.compile` or a strict `torch.export` reads this call now.
 
     Example:
         >>> is_torchdynamo_compiling()
@@ -24,7 +24,7 @@ def is_torchdynamo_compiling() -> bool:
 
 
 def is_non_strict_exporting() -> bool:
-    """Whether ``torch.export`` follows this call without reading its code: ``strict=False``.
+    """Return whether `torch.export` follows this call without reading its code: `strict=False`.
 
     Example:
         >>> is_non_strict_exporting()
@@ -34,7 +34,7 @@ def is_non_strict_exporting() -> bool:
 
 
 def is_pt2_compiling() -> bool:
-    """Whether one of the two holds.
+    """Return whether one of the two holds.
 
     Example:
         >>> is_pt2_compiling()
@@ -44,9 +44,9 @@ def is_pt2_compiling() -> bool:
 
 
 def assert_fx_safe(condition: bool | torch.fx.Proxy, message: str) -> None:
-    """Raises AssertionError if a condition does not hold; ``torch.fx`` traces past it.
+    """Raise AssertionError if a condition does not hold; `torch.fx` traces past it.
 
-    A plain ``assert`` of what is traced ends the trace, as nothing is known yet.
+    A plain `assert` of what is traced ends the trace, as nothing is known yet.
 
     Args:
         condition: what must hold.

@@ -1,7 +1,7 @@
-"""Runs a TorchRec script as it is: ``python -m recsys.compat train.py --its-own arguments``.
+"""Runs a TorchRec script as it is: `python -m recsys.compat train.py --its-own arguments`.
 
-A module runs by ``python -m recsys.compat -m package.train --its-own arguments``. Under torchrun:
-``torchrun --nproc-per-node=2 -m recsys.compat train.py``.
+A module runs by `python -m recsys.compat -m package.train --its-own arguments`. Under torchrun:
+`torchrun --nproc-per-node=2 -m recsys.compat train.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recsys.compat import torchrec
 
 
 def main() -> None:
-    """Installs the names, then runs the script or module in the place of this module."""
+    """Install the names, then run the script or module in the place of this module."""
     if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2:
         torchrec.install()
         del sys.argv[:2]  # the folder it is run from is first in sys.path already

@@ -1,7 +1,7 @@
 """Which of our objects stands for which TorchRec name, as one table.
 
-A row reads as two import statements: what users write, ``from <TorchRec module> import <names>``,
-is served by ``from <our module> import <names>``. ``Ours as Theirs`` renames. A module may have
+A row reads as two import statements: what users write, `from <TorchRec module> import <names>`,
+is served by `from <our module> import <names>`. `Ours as Theirs` renames. A module may have
 several rows. Only public names that exist here are in it, so whatever is missing fails at import.
 """
 
@@ -277,10 +277,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.sharding_plan",
         "recsys.distributed.sharding_plan",
-        "ParameterShardingGenerator, apply_to_all, calculate_shard_sizes_and_offsets, "
-        "column_wise, construct_module_sharding_plan, data_parallel, "
-        "get_sharding_constructor_from_type, grid_shard, placement, placement_helper, row_wise, "
-        "table_row_wise, table_wise",
+        "ParameterShardingGenerator, apply_to_all, calculate_shard_sizes_and_offsets, column_wise, "
+        "construct_module_sharding_plan, data_parallel, get_sharding_constructor_from_type, "
+        "grid_shard, placement, placement_helper, row_wise, table_row_wise, table_wise",
     ),
     (
         "torchrec.distributed.comm",
@@ -505,10 +504,9 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.metrics.metrics_config",
         "recsys.metrics.metrics_config",
-        "BatchSizeStage, DefaultMetricsConfig, DefaultTaskInfo, EmptyMetricsConfig, "
-        "MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum, RecMetricEnumBase, "
-        "RecTaskInfo, SessionMetricDef, StateMetricEnum, ThroughputDef, "
-        "validate_batch_size_stages",
+        "BatchSizeStage, DefaultMetricsConfig, DefaultTaskInfo, EmptyMetricsConfig, MetricsConfig, "
+        "RecComputeMode, RecMetricDef, RecMetricEnum, RecMetricEnumBase, RecTaskInfo, "
+        "SessionMetricDef, StateMetricEnum, ThroughputDef, validate_batch_size_stages",
     ),
     (
         "torchrec.metrics.metrics_namespace",

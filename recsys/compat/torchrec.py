@@ -1,13 +1,13 @@
-"""Makes ``import torchrec`` mean this package, for scripts that are not to be changed.
+"""Makes `import torchrec` mean this package, for scripts that are not to be changed.
 
 Two lines at the top of a script, before anything imports TorchRec::
 
     import recsys.compat.torchrec as compat
     compat.install()
 
-From then on ``torchrec`` and the modules of :data:`recsys.compat.table.TABLE` hold our objects. A
+From then on `torchrec` and the modules of `TABLE` hold our objects. A
 name that we do not have raises ImportError where it is imported: nothing half-works. An installed
-TorchRec is neither needed nor touched; it is hidden until :func:`uninstall`.
+TorchRec is neither needed nor touched; it is hidden until `uninstall`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DOCS = "docs/migrating.md"
 
 @final
 class _Finder(MetaPathFinder, Loader):
-    """Finds and fills ``torchrec`` and everything below it."""
+    """Finds and fills `torchrec` and everything below it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -73,9 +73,9 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """Makes ``import torchrec`` and ``torchrec.x.y`` resolve to our objects in this process.
+    """Make `import torchrec` and `torchrec.x.y` resolve to our objects in this process.
 
-    Calling it again does nothing. Processes started by ``spawn`` import the main module anew, and
+    Calling it again does nothing. Processes started by `spawn` import the main module anew, and
     so need the call at its top level.
 
     Raises:
@@ -101,7 +101,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`; objects that were imported meanwhile stay what they are."""
+    """Undo `install`; objects that were imported meanwhile stay what they are."""
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
@@ -110,7 +110,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether ``import torchrec`` resolves to our objects."""
+    """Return whether `import torchrec` resolves to our objects."""
     return _FINDER in sys.meta_path
 
 
@@ -124,7 +124,7 @@ def _missing(path: str, name: str) -> str:
 
 
 def _nearest(path: str, name: str) -> str:
-    """The same name in another module, else the most similar name."""
+    """Return the same name in another module, else the most similar name."""
     everything = {(m, n) for m, names in HOMES.items() for n in names}
     everything |= {(parent, tail) for parent, _, tail in (m.rpartition(".") for m in HOMES)}
     similar = difflib.get_close_matches(name, sorted({n for _, n in everything}), n=1)

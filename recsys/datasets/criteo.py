@@ -4,7 +4,7 @@ A label, 13 counts and 26 categories; a count or category may be missing. The ca
 numbers in hex; a table has fewer rows, so they are hashed into it. Lines are parsed a batch at a
 time with array operations, from plain or gzipped files, and no file is ever held whole.
 
-Shapes: ``B`` lines, ``C`` characters, ``K`` fields.
+Shapes: `B` lines, `C` characters, `K` fields.
 """
 
 import gzip
@@ -26,7 +26,7 @@ from recsys.sparse import KeyedJaggedTensor
 INT_FEATURE_COUNT = 13
 CAT_FEATURE_COUNT = 26
 DAYS = 24
-"""Files of the terabyte release, ``day_0`` to ``day_23``."""
+"""Files of the terabyte release, `day_0` to `day_23`."""
 TOTAL_TRAINING_SAMPLES = 4_195_197_692
 """Lines of the terabyte release's first 23 days; the last day is for validation and test."""
 
@@ -148,7 +148,7 @@ class CriteoDataset(IterableDataset[Batch]):
     a file's last, smaller step evenly: all ranks take the same number of steps.
 
     Args:
-        paths: the files, plain or ``.gz``.
+        paths: the files, plain or `.gz`.
         batch_size: samples per rank and step.
         num_embeddings_per_feature: rows of the 26 tables, each at least 2; or one number for all.
             Row 0 is for a missing category, the others by the category modulo the rows left.

@@ -30,15 +30,15 @@ _STAGES = ("train", "val", "test")
 class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
     """Batches of the rows of some days, in their order or shuffled.
 
-    A step is ``world_size`` batches that follow one another, rank 0's first. What is left after the
+    A step is `world_size` batches that follow one another, rank 0's first. What is left after the
     full steps is dealt evenly: as a step of its own, or, if there would not be a row for each rank,
-    to the last full step. Pass it to a DataLoader with ``batch_size=None``.
+    to the last full step. Pass it to a DataLoader with `batch_size=None`.
 
     Args:
         stage: "train": all rows; "val": the first half of them, the larger one; "test": the rest.
-        dense_paths: ``.npy`` files of ``[N, 13]`` floats, one a day.
-        sparse_paths: of ``[N, 26]`` integers.
-        labels_paths: of ``[N, 1]``.
+        dense_paths: `.npy` files of `[N, 13]` floats, one a day.
+        sparse_paths: of `[N, 26]` integers.
+        labels_paths: of `[N, 1]`.
         batch_size: rows per rank and step.
         rank: this process.
         world_size: number of processes.

@@ -1,6 +1,6 @@
 """From Criteo's text files to arrays on disk: as numbers, with dense ids, shuffled.
 
-A day is three files: ``[N, 13]`` float32 counts, ``[N, 26]`` categories and ``[N, 1]`` int32
+A day is three files: `[N, 13]` float32 counts, `[N, 26]` categories and `[N, 1]` int32
 labels. Arrays are read and written through memory maps, a stretch of rows at a time.
 """
 
@@ -41,14 +41,14 @@ class BinaryCriteoUtils:
     ) -> None:
         """Convert one text file.
 
-        Counts become ``log(count - smallest count + 2)``, the smallest of the whole file; a missing
+        Counts become `log(count - smallest count + 2)`, the smallest of the whole file; a missing
         count is 0, as is a missing category.
 
         Args:
-            in_file: lines of Criteo's format, plain or ``.gz``.
-            out_dense_file: gets ``[N, 13]`` float32.
-            out_sparse_file: gets ``[N, 26]`` int64.
-            out_labels_file: gets ``[N, 1]`` int32.
+            in_file: lines of Criteo's format, plain or `.gz`.
+            out_dense_file: gets `[N, 13]` float32.
+            out_sparse_file: gets `[N, 26]` int64.
+            out_labels_file: gets `[N, 1]` int32.
             dataset_name: "criteo_1tb" or "criteo_kaggle"; their lines are alike.
             path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
 
@@ -87,7 +87,7 @@ class BinaryCriteoUtils:
         """Tell the shape of an array without reading it.
 
         Args:
-            path: an ``.npy`` file.
+            path: an `.npy` file.
             path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
         """
         check_path_manager_key(path_manager_key)
@@ -151,14 +151,14 @@ class BinaryCriteoUtils:
         """Read some rows of an array.
 
         Args:
-            fname: an ``.npy`` file of two dims.
+            fname: an `.npy` file of two dims.
             start_row: first row.
             num_rows: how many.
             path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
             mmap_mode: give a map of the file, read when it is used.
 
         Returns:
-            ``[num_rows, columns]``.
+            `[num_rows, columns]`.
 
         Raises:
             ValueError: the array has not these rows, or not two dims.
@@ -184,11 +184,11 @@ class BinaryCriteoUtils:
     ) -> None:
         """Give each column's frequent categories ids without gaps: 2, 3, ... as they first occur.
 
-        Those that occur less than ``frequency_threshold`` times in all files together become 1.
+        Those that occur less than `frequency_threshold` times in all files together become 1.
 
         Args:
-            in_files: ``[N, columns]`` integers each, whole columns of which fit in memory.
-            output_dir: gets ``NAME`` + ``output_file_suffix`` for ``NAME.npy``, int32.
+            in_files: `[N, columns]` integers each, whole columns of which fit in memory.
+            output_dir: gets `NAME` + `output_file_suffix` for `NAME.npy`, int32.
             frequency_threshold: occurrences from which a category has its own id.
             columns: of the files.
             path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
@@ -238,7 +238,7 @@ class BinaryCriteoUtils:
     ) -> None:
         """Shuffle the rows of all days but the last, across days; the last is copied as it is.
 
-        Files are ``day_0_dense.npy``, ``day_0_sparse.npy``, ``day_0_labels.npy`` and so on, also
+        Files are `day_0_dense.npy`, `day_0_sparse.npy`, `day_0_labels.npy` and so on, also
         those that are written. The permutation is held in memory: 8 bytes a row.
 
         Args:
@@ -254,8 +254,8 @@ class BinaryCriteoUtils:
             random_seed: of the permutation.
 
         Raises:
-            ValueError: a day is not in ``rows_per_day``, a file has another shape,
-                ``output_dir_full_set`` is given, or the output folder is one of the inputs.
+            ValueError: a day is not in `rows_per_day`, a file has another shape,
+                `output_dir_full_set` is given, or the output folder is one of the inputs.
         """
         check_path_manager_key(path_manager_key)
         if output_dir_full_set is not None:
@@ -307,11 +307,11 @@ def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDAr
     """Read rows of several arrays, numbered through.
 
     Args:
-        arrays: ``[N, columns]`` each.
+        arrays: `[N, columns]` each.
         rows: numbers, in any order.
 
     Returns:
-        ``[len(rows), columns]``.
+        `[len(rows), columns]`.
 
     Example:
         >>> gather_rows([np.array([[0], [1]]), np.array([[2], [3]])], np.array([3, 0])).tolist()

@@ -32,19 +32,19 @@ class RandomRecDataset(IterableDataset[Batch]):
     Args:
         keys: names of the sparse features.
         batch_size: samples per batch.
-        hash_size: ids of every feature are below it; 100 if neither this nor ``hash_sizes`` is
+        hash_size: ids of every feature are below it; 100 if neither this nor `hash_sizes` is
             given.
         hash_sizes: the same, for each feature.
         ids_per_feature: ids of every feature per sample, exactly so many unless there is a
-            minimum; if neither this nor ``ids_per_features`` is given, from 0 to 2.
+            minimum; if neither this nor `ids_per_features` is given, from 0 to 2.
         ids_per_features: for each feature the most ids per sample; from 0 on unless there is a
             minimum.
         num_dense: columns of the dense features.
         manual_seed: makes the batches the same each time.
-        num_batches: length of an epoch; ``None`` for no end.
+        num_batches: length of an epoch; `None` for no end.
         num_generated_batches: different batches; with 0 or less every batch is a new one.
-        min_ids_per_feature: if given, a sample has from so many to ``ids_per_feature`` (or
-            ``ids_per_features``) ids.
+        min_ids_per_feature: if given, a sample has from so many to `ids_per_feature` (or
+            `ids_per_features`) ids.
         min_ids_per_features: the same, for each feature.
 
     Raises:

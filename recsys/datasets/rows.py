@@ -89,11 +89,11 @@ def criteo_terabyte(
     r"""Read the Criteo terabyte release, row by row.
 
     Args:
-        paths: its text files, plain or ``.gz``.
+        paths: its text files, plain or `.gz`.
         row_mapper: makes of a line's 40 texts what is given out; by default a dict of the names in
             `DEFAULT_COLUMN_NAMES`, label and counts whole numbers (0 where missing), categories
             texts. None: the texts themselves.
-        open_kw: further arguments of ``open``.
+        open_kw: further arguments of `open`.
 
     Returns:
         The rows of all files, read each time anew.
@@ -123,9 +123,9 @@ def criteo_kaggle(
     """Read one file of the Criteo Kaggle release, row by row.
 
     Args:
-        path: its text file, plain or ``.gz``.
+        path: its text file, plain or `.gz`.
         row_mapper: as of `criteo_terabyte`.
-        open_kw: further arguments of ``open``.
+        open_kw: further arguments of `open`.
 
     Returns:
         The rows, read each time anew.
@@ -170,11 +170,11 @@ def movielens_20m(
     r"""Read the ratings of MovieLens 20M, row by row.
 
     Args:
-        root: folder of ``ratings.csv`` and ``movies.csv``.
+        root: folder of `ratings.csv` and `movies.csv`.
         include_movies_data: also give title and genres of the film.
         row_mapper: makes of a line's texts what is given out; by default a dict of the columns'
             names, numbers as numbers. None: the texts themselves.
-        open_kw: further arguments of ``open``.
+        open_kw: further arguments of `open`.
 
     Returns:
         The rows, read each time anew.
@@ -204,10 +204,10 @@ def movielens_25m(
     """Read the ratings of MovieLens 25M, row by row; its files are like those of 20M.
 
     Args:
-        root: folder of ``ratings.csv`` and ``movies.csv``.
+        root: folder of `ratings.csv` and `movies.csv`.
         include_movies_data: as of `movielens_20m`.
         row_mapper: as of `movielens_20m`.
-        open_kw: further arguments of ``open``.
+        open_kw: further arguments of `open`.
 
     Returns:
         The rows, read each time anew.

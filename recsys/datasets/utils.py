@@ -24,9 +24,9 @@ class Batch:
     tell a stream that it is in use.
 
     Args:
-        dense_features: ``[B, dense_in_features]`` float.
-        sparse_features: ids of every feature, stride ``B``.
-        labels: ``[B]``, 1 for what happened and 0 for what did not.
+        dense_features: `[B, dense_in_features]` float.
+        sparse_features: ids of every feature, stride `B`.
+        labels: `[B]`, 1 for what happened and 0 for what did not.
 
     Example:
         >>> import torch
@@ -56,7 +56,7 @@ class Batch:
 
         Args:
             columns: name to column: a dict of arrays, a pandas DataFrame or an Arrow Table.
-            sparse: columns of ids, or of lists of ids; see :func:`recsys.sparse.from_columns`.
+            sparse: columns of ids, or of lists of ids; see `from_columns`.
             dense: columns of numbers, one per sample.
             label: the column of labels; all are 0 without it.
             weights: feature to the column of its ids' weights.
@@ -97,7 +97,7 @@ class Batch:
             non_blocking: return before the copy has ended (needs pinned memory).
 
         Returns:
-            A new batch; parts already on ``device`` are shared with this one.
+            A new batch; parts already on `device` are shared with this one.
         """
         return Batch(
             dense_features=self.dense_features.to(device=device, non_blocking=non_blocking),
@@ -106,7 +106,7 @@ class Batch:
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from being reused until ``stream`` has done its present work.
+        """Keep the memory from being reused until `stream` has done its present work.
 
         Args:
             stream: the stream that reads this batch, if not the one it was made on.
@@ -164,7 +164,7 @@ def check_rank(rank: int, world_size: int, batch_size: int) -> None:
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
-    """Give the part of ``num_samples`` samples that belongs to one rank.
+    """Give the part of `num_samples` samples that belongs to one rank.
 
     Parts differ by at most one sample, so all ranks take the same number of steps even when the
     last batch of an epoch is small; a part may then be empty.

@@ -1,10 +1,10 @@
 """Placing embedding tables on many devices and moving a batch through them.
 
-In the order of a run: ``ranks`` (who takes part) -> ``placement`` (plans and layouts, as data) ->
-``planner`` (finds a plan) and ``stages`` (one batch) -> ``state`` (what outlives a batch). On these
-stand the modules that users name: ``embeddingbag``, ``embedding``, ``fp_embeddingbag`` (over
-``sharded_collection``), ``sharding_plan``, ``shard`` and ``model_parallel``; over whole models
-``train_pipeline`` and ``checkpoint``.
+In the order of a run: `ranks` (who takes part) -> `placement` (plans and layouts, as data) ->
+`planner` (finds a plan) and `stages` (one batch) -> `state` (what outlives a batch). On these
+stand the modules that users name: `embeddingbag`, `embedding`, `fp_embeddingbag` (over
+`sharded_collection`), `sharding_plan`, `shard` and `model_parallel`; over whole models
+`train_pipeline` and `checkpoint`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from recsys.distributed.sharder import ModuleSharder
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Returns a sharder for every module type that can be sharded."""
+    """Return a sharder for every module type that can be sharded."""
     return [
         EmbeddingBagCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
@@ -28,12 +28,12 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[Any]]:
-    """Returns the default sharders by the module type that each replaces."""
+    """Return the default sharders by the module type that each replaces."""
     return {sharder.module_type: sharder for sharder in get_default_sharders()}
 
 
 def sharder_of(module: nn.Module) -> ModuleSharder[Any]:
-    """Returns the default sharder for a module.
+    """Return the default sharder for a module.
 
     Raises:
         ValueError: if there is none.

@@ -26,12 +26,12 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
 
 @final
 class ShardedEmbeddingCollection(ShardedCollection):
-    """An :class:`~recsys.modules.embedding_modules.EmbeddingCollection` placed on many ranks.
+    """An `EmbeddingCollection` placed on many ranks.
 
     Its output, gradients, weights and state dict are those of the unsharded collection, whatever
     the plan. Every rank calls it with its own batch, also when that batch is empty; its features
     may have different numbers of samples. The output is pending, by feature ("feature@table" if
-    several tables read it): values ``[ids of the feature, D]`` of the plan's ``output_dtype``, fp32
+    several tables read it): values `[ids of the feature, D]` of the plan's `output_dtype`, fp32
     if it names none, the feature's lengths, and its ids as weights if asked for.
 
     Args:
@@ -45,7 +45,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             The result is the same; it pays where ids repeat, and costs a sort where they do not.
 
     Raises:
-        ValueError: as :class:`~recsys.distributed.sharded_collection.ShardedCollection` does.
+        ValueError: as `ShardedCollection` does.
     """
 
     tables_name: ClassVar[str] = "embeddings"
@@ -87,25 +87,25 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return {"need_indices": self._need_indices}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Returns the configuration of each table."""
+        """Return the configuration of each table."""
         return self._configs
 
     def need_indices(self) -> bool:
-        """Returns whether the ids are returned too."""
+        """Return whether the ids are returned too."""
         return self._need_indices
 
 
 class EmbeddingCollectionSharder(
     CollectionSharder[EmbeddingCollection, ShardedEmbeddingCollection]
 ):
-    """Shards :class:`~recsys.modules.embedding_modules.EmbeddingCollection`.
+    """Shards `EmbeddingCollection`.
 
     Args:
         fused_params: optimizer settings for tables that have no optimizer attached.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
+            `get_qcomm_codecs_registry`; None: as they are.
         use_index_dedup: whether each id of a feature travels once; see
-            :class:`ShardedEmbeddingCollection`.
+            `ShardedEmbeddingCollection`.
 
     Example:
         >>> EmbeddingCollectionSharder(use_index_dedup=True).module_type.__name__

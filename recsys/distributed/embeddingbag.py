@@ -19,13 +19,13 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` placed on many ranks.
+    """An `EmbeddingBagCollection` placed on many ranks.
 
     Its output, gradients, weights and state dict are those of the unsharded collection, whatever
-    the plan: a pending :class:`~recsys.sparse.KeyedTensor` ``[B, sum of dims]`` of the plan's
-    ``output_dtype``, fp32 if it names none. Every rank calls it with its own batch, also when that
+    the plan: a pending `KeyedTensor` `[B, sum of dims]` of the plan's
+    `output_dtype`, fp32 if it names none. Every rank calls it with its own batch, also when that
     batch is empty. Arguments and errors are those of
-    :class:`~recsys.distributed.sharded_collection.ShardedCollection`.
+    `ShardedCollection`.
     """
 
     tables_name: ClassVar[str] = "embedding_bags"
@@ -40,24 +40,24 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return {"is_weighted": self._is_weighted}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the configuration of each table."""
+        """Return the configuration of each table."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Returns whether features carry weights."""
+        """Return whether features carry weights."""
         return self._is_weighted
 
 
 class EmbeddingBagCollectionSharder(
     CollectionSharder[EmbeddingBagCollection, ShardedEmbeddingBagCollection]
 ):
-    """Shards :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection`.
+    """Shards `EmbeddingBagCollection`.
 
     Args:
         fused_params: optimizer settings for tables that have no optimizer attached; see
-            :class:`ShardedEmbeddingBagCollection`.
+            `ShardedEmbeddingBagCollection`.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
+            `get_qcomm_codecs_registry`; None: as they are.
 
     Example:
         >>> sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})

@@ -30,7 +30,7 @@ from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
     """The processors of a collection on every rank, before its tables on many.
 
-    Not a :class:`~recsys.distributed.types.ShardedModule`, but it has one: the processors are dense
+    Not a `ShardedModule`, but it has one: the processors are dense
     parameters, which DistributedModelParallel replicates with those of the rest of the model. Names
     in the state dict are those of the unsharded collection.
 
@@ -49,13 +49,13 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
         self._feature_processors = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """Weighs and looks up this rank's batch.
+        """Weigh and look up this rank's batch.
 
         Args:
             features: int32 or int64 ids of this rank's samples, with every feature the tables read.
 
         Returns:
-            A pending :class:`~recsys.sparse.KeyedTensor` ``[B, sum of dims]`` in the unsharded
+            A pending `KeyedTensor` `[B, sum of dims]` in the unsharded
             order.
 
         Raises:
@@ -75,11 +75,11 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
 class FeatureProcessedEmbeddingBagCollectionSharder(
     ModuleSharder[FeatureProcessedEmbeddingBagCollection]
 ):
-    """Shards the tables of a ``FeatureProcessedEmbeddingBagCollection``.
+    """Shards the tables of a `FeatureProcessedEmbeddingBagCollection`.
 
     Args:
-        ebc_sharder: shards the tables; an ``EmbeddingBagCollectionSharder`` if None.
-        qcomm_codecs_registry: what the latter is made with; an ``ebc_sharder`` brings its own.
+        ebc_sharder: shards the tables; an `EmbeddingBagCollectionSharder` if None.
+        qcomm_codecs_registry: what the latter is made with; an `ebc_sharder` brings its own.
 
     Raises:
         ValueError: if both are given.
@@ -118,7 +118,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Returns the collection with sharded tables; their weights and the processors are kept."""
+        """Return the collection with sharded tables; their weights and the processors are kept."""
         processors, tables = module.split()
         sharded = self._ebc_sharder.shard(tables, params, env, device, module_fqn)
         return ShardedFeatureProcessedEmbeddingBagCollection(processors, sharded)
@@ -126,13 +126,13 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
     def shardable_parameters(
         self, module: FeatureProcessedEmbeddingBagCollection
     ) -> dict[str, nn.Parameter]:
-        """Returns table name to weight."""
+        """Return table name to weight."""
         return self._ebc_sharder.shardable_parameters(module.split()[1])
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types that the sharder of the tables can execute."""
+        """Return the sharding types that the sharder of the tables can execute."""
         return self._ebc_sharder.sharding_types(compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns the compute kernels that the sharder of the tables can execute."""
+        """Return the compute kernels that the sharder of the tables can execute."""
         return self._ebc_sharder.compute_kernels(sharding_type, compute_device_type)

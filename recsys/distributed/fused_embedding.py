@@ -11,9 +11,9 @@ from recsys.modules.fused_embedding_modules import (
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """Shards ``FusedEmbeddingBagCollection``; its tables keep their optimizer.
+    """Shards `FusedEmbeddingBagCollection`; its tables keep their optimizer.
 
-    Arguments are those of :class:`~recsys.distributed.embeddingbag.EmbeddingBagCollectionSharder`.
+    Arguments are those of `EmbeddingBagCollectionSharder`.
 
     Example:
         >>> FusedEmbeddingBagCollectionSharder().module_type.__name__
@@ -24,9 +24,9 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
 
 class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
-    """Shards ``FusedEmbeddingCollection``; its tables keep their optimizer.
+    """Shards `FusedEmbeddingCollection`; its tables keep their optimizer.
 
-    Arguments are those of :class:`~recsys.distributed.embedding.EmbeddingCollectionSharder`.
+    Arguments are those of `EmbeddingCollectionSharder`.
 
     Example:
         >>> FusedEmbeddingCollectionSharder().module_type.__name__

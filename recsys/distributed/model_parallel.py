@@ -62,7 +62,7 @@ _BROADCAST_BUFFERS = (
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """Returns the module inside any wrappers of this file and of DistributedDataParallel."""
+    """Return the module inside any wrappers of this file and of DistributedDataParallel."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
         module = (
             module._dmp_wrapped if isinstance(module, DistributedModelParallel) else module.module
@@ -77,7 +77,7 @@ class DataParallelWrapper(Protocol):
     """Replicates the dense parts of a model."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wraps ``dmp`` 's inner module in place."""
+        """Wrap `dmp` 's inner module in place."""
 
 
 @final
@@ -107,7 +107,7 @@ class DefaultDataParallelWrapper:
         self._broadcast_buffers = broadcast_buffers
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wraps the inner module in place, if there are several ranks and dense parameters."""
+        """Wrap the inner module in place, if there are several ranks and dense parameters."""
         module = dmp._dmp_wrapped
         if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
@@ -165,15 +165,15 @@ class DistributedModelParallel(nn.Module):
     of each rank's loss, as DistributedDataParallel takes it), same names in the state dict.
 
     Args:
-        module: the model. Tables and dense parts on the ``meta`` device are allocated here.
+        module: the model. Tables and dense parts on the `meta` device are allocated here.
         env: the ranks; the default process group if None.
         device: where this rank works; its current GPU under NCCL, else the CPU.
         plan: the placement; planned here if None. Every rank must pass the same.
-        sharders: one per module type to shard; those of :func:`get_default_sharders` if None.
-        init_data_parallel: wrap the dense parts now; else call :meth:`init_data_parallel` before
+        sharders: one per module type to shard; those of `get_default_sharders` if None.
+        init_data_parallel: wrap the dense parts now; else call `init_data_parallel` before
             training.
-        init_parameters: materialise dense parts on the ``meta`` device by their
-            ``reset_parameters``.
+        init_parameters: materialise dense parts on the `meta` device by their
+            `reset_parameters`.
         data_parallel_wrapper: how dense parts are replicated.
         planner: makes the plan if none is given; one for these ranks, with no constraints, if None.
 
@@ -238,12 +238,12 @@ class DistributedModelParallel(nn.Module):
         )
 
     def init_data_parallel(self) -> None:
-        """Wraps the dense parts for data-parallel training; does nothing the second time."""
+        """Wrap the dense parts for data-parallel training; doe nothing the second time."""
         self._check_exchange()
         self._wrapper.wrap(self, self.env, self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
-        """Lets the sharded modules refuse a move before a dense one has made it."""
+        """Let the sharded modules refuse a move before a dense one has made it."""
         for child in self.module.modules():
             if isinstance(child, ShardedModule):
                 child._apply(fn)  # type: ignore[no-untyped-call]
@@ -258,7 +258,7 @@ class DistributedModelParallel(nn.Module):
         return get_unwrapped_module(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model."""
+        """Call the model."""
         self._check_exchange()
         wrapped = self._dmp_wrapped
         ahead = self._ahead
@@ -280,18 +280,18 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of all tables that update themselves, names as in :meth:`state_dict`."""
+        """The optimizer of all tables that update themselves, names as in `state_dict`."""
         return self._optimizer
 
     def copy(self, device: torch.device) -> DistributedModelParallel:
-        """Returns a copy on another device: same plan, weights and optimizer state.
+        """Return a copy on another device: same plan, weight and optimizer state.
 
-        The copy is not wrapped for data-parallel training; call :meth:`init_data_parallel`. Where
+        The copy is not wrapped for data-parallel training; call `init_data_parallel`. Where
         the process group cannot exchange tensors of that device (NCCL and the CPU), the copy can be
         saved and loaded but not called.
 
         Args:
-            device: where the copy goes, such as ``torch.device("cpu")`` for a snapshot.
+            device: where the copy goes, such as `torch.device("cpu")` for a snapshot.
         """
         copied = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(copied)
@@ -313,7 +313,7 @@ class DistributedModelParallel(nn.Module):
         return copied
 
     def _rename_for_load(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Lets a module around this one load: names are those of the bare model."""
+        """Let a module around this one load: names are those of the bare model."""
         wrapped = "_dmp_wrapped."
         if isinstance(self._dmp_wrapped, DistributedDataParallel):
             wrapped += "module."
@@ -324,7 +324,7 @@ class DistributedModelParallel(nn.Module):
         refuse_to_pickle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
-        """Returns a copy on the same device, wrapped if this is; then every rank must make one."""
+        """Return a copy on the same device, wrapped if this is; then every rank must make one."""
         copied = self.copy(self.device)
         if isinstance(self._dmp_wrapped, DistributedDataParallel):
             copied.init_data_parallel()
@@ -334,7 +334,7 @@ class DistributedModelParallel(nn.Module):
     def sparse_grad_parameter_names(
         self, destination: set[str] | None = None, prefix: str = ""
     ) -> set[str]:
-        """Returns the names of the parameters whose gradients are sparse.
+        """Return the names of the parameters whose gradients are sparse.
 
         Args:
             destination: a set to add to.
@@ -349,11 +349,11 @@ class DistributedModelParallel(nn.Module):
     # -- names: those of the bare model ----------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the state under the unsharded model's names.
+        """Return the state under the unsharded model's names.
 
         A sharded table appears as one
-        :class:`~recsys.distributed.state.sharded_table.ShardedTable` of the whole table's shape,
-        which ``torch.distributed.checkpoint`` saves and loads under any plan.
+        `ShardedTable` of the whole table's shape,
+        which `torch.distributed.checkpoint` saves and loads under any plan.
         """
         result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return result
@@ -361,7 +361,7 @@ class DistributedModelParallel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Copies a state in, from the same plan or from the unsharded model.
+        """Copy a state in, from the same plan or from the unsharded model.
 
         Every rank must call it: an error on one of them is raised on all.
 
@@ -372,7 +372,7 @@ class DistributedModelParallel(nn.Module):
 
         Raises:
             RuntimeError: if names are missing or unexpected, or shapes differ.
-            ValueError: if ``assign`` is set.
+            ValueError: if `assign` is set.
             TypeError: if the state is no mapping.
         """
         load = partial(self._load_state_dict, state_dict, strict, assign)
@@ -395,7 +395,7 @@ class DistributedModelParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this rank's parameters under the unsharded model's names."""
+        """Yield this rank's parameters under the unsharded model's names."""
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     bare_named_parameters = named_parameters
@@ -403,14 +403,14 @@ class DistributedModelParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields this rank's buffers under the unsharded model's names."""
+        """Yield this rank's buffers under the unsharded model's names."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
 
 def _call_showing_tensors(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> Any:
-    """Calls a module that looks for tensors in its output, to follow their graph.
+    """Call a module that looks for tensors in its output, to follow their graph.
 
-    It would find none in a pending output or a :class:`~recsys.sparse.KeyedTensor`, and so take
+    It would find none in a pending output or a `KeyedTensor`, and so take
     every parameter for unused. Hence pending outputs are awaited.
     """
     structures: list[pytree.TreeSpec] = []

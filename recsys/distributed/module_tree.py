@@ -10,7 +10,7 @@ from torch import nn
 def walk(
     module: nn.Module, is_leaf: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields every module once, by the first path it has, and nothing below a leaf.
+    """Yield every module once, by the first path it has, and nothing below a leaf.
 
     Args:
         module: the root, whose path is empty.
@@ -38,7 +38,7 @@ def walk(
 def outermost(
     module: nn.Module, is_leaf: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that are leaves of :func:`walk`, by path.
+    """Yield the modules that are leaves of `walk`, by path.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Sequential()), nn.ReLU())
@@ -49,7 +49,7 @@ def outermost(
 
 
 def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
-    """Checks that no weight is used under a second name.
+    """Check that no weight is used under a second name.
 
     Args:
         model: all modules that may use one.

@@ -1,4 +1,4 @@
-"""A plain ``torch.nn.EmbeddingBag`` placed on many ranks: a collection of one table.
+"""A plain `torch.nn.EmbeddingBag` placed on many ranks: a collection of one table.
 
 Each bag is an exchange of its own; an EmbeddingBagCollection makes one of all its tables.
 """
@@ -28,7 +28,7 @@ _POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 
 @final
 class _Settings(NamedTuple):
-    """What a call of an ``nn.EmbeddingBag`` depends on."""
+    """What a call of an `nn.EmbeddingBag` depends on."""
 
     mode: str
     padding_idx: int | None
@@ -69,11 +69,11 @@ class _OneTable(EmbeddingBagCollection):
 
 @final
 class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
-    """A ``torch.nn.EmbeddingBag`` placed on many ranks.
+    """A `torch.nn.EmbeddingBag` placed on many ranks.
 
     Its output, gradients, weight and state dict are those of the unsharded bag, whatever the plan.
     Every rank calls it with its own bags, also when it has none. Its sharder makes it. With a
-    ``padding_idx`` a call on a GPU waits for the device once more.
+    `padding_idx` a call on a GPU waits for the device once more.
     """
 
     _table: TableShards
@@ -85,16 +85,16 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> LazyAwaitable[Tensor]:
-        """Looks up and pools this rank's bags.
+        """Look up and pool this rank's bags.
 
         Args:
-            input: int32 or int64 ids: ``[N]`` with ``offsets``, or bags of one size ``[B, n]``.
-            offsets: ``[B]`` where each bag begins; ``[B + 1]`` with ``include_last_offset``.
-            per_sample_weights: one for each id, in the shape of ``input``; None: all 1.
+            input: int32 or int64 ids: `[N]` with `offsets`, or bags of one size `[B, n]`.
+            offsets: `[B]` where each bag begins; `[B + 1]` with `include_last_offset`.
+            per_sample_weights: one for each id, in the shape of `input`; None: all 1.
 
         Returns:
-            A pending ``[B, embedding_dim]``, in the dtype of the weight, or the plan's
-            ``output_dtype`` if it names one.
+            A pending `[B, embedding_dim]`, in the dtype of the weight, or the plan's
+            `output_dtype` if it names one.
 
         Raises:
             IndexError: on every rank, if an id on any rank lies outside the table.
@@ -158,7 +158,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields this module and its table by the same name, which is why parameters have it."""
+        """Yield this module and its table by the same name, which is why parameters have it."""
         memo = set() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         yield from self._table.named_modules(memo, prefix, remove_duplicate)
@@ -171,14 +171,14 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
 
 
 class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag, ShardedEmbeddingBag]):
-    """Shards ``torch.nn.EmbeddingBag``; not among the default sharders, so name it.
+    """Shards `torch.nn.EmbeddingBag`; not among the default sharders, so name it.
 
     Args:
         fused_params: optimizer settings for weights that have no optimizer attached; see
-            :class:`~recsys.distributed.embeddingbag.EmbeddingBagCollectionSharder`.
+            `EmbeddingBagCollectionSharder`.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
-        is_weighted: whether bags of ``mode="sum"`` can be called with ``per_sample_weights``.
+            `get_qcomm_codecs_registry`; None: as they are.
+        is_weighted: whether bags of `mode="sum"` can be called with `per_sample_weights`.
             False saves 4 bytes per id on the wire.
 
     Example:
@@ -208,5 +208,5 @@ class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag, ShardedEmbeddingBag
         return _OneTable(module, self._is_weighted)
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
-        """Returns the weight, by the name it has in plans: ``{"weight": module.weight}``."""
+        """Return the weight, by the name it has in plans: `{"weight": module.weight}`."""
         return {_TABLE: cast(nn.Parameter, module.weight)}

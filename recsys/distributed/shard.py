@@ -1,8 +1,8 @@
 """Sharding in place: a collection, or every collection of a model, becomes its sharded counterpart.
 
-:func:`shard` and :func:`shard_modules` leave the rest of the model to you: wrap it in
+`shard` and `shard_modules` leave the rest of the model to you: wrap it in
 DistributedDataParallel, or step it by hand.
-:class:`~recsys.distributed.model_parallel.DistributedModelParallel` takes the same steps, and
+`DistributedModelParallel` takes the same steps, and
 replicates the rest.
 """
 
@@ -48,14 +48,14 @@ def shard(
     device: torch.device | None = None,
     sharder: ModuleSharder[Any] | None = None,
 ) -> nn.Module:
-    """Returns the sharded counterpart of one collection, with its weights.
+    """Return the sharded counterpart of one collection, with its weights.
 
     Put it where the collection was. Before DistributedDataParallel wraps a model with it, call
-    :func:`exclude_sharded_from_ddp`.
+    `exclude_sharded_from_ddp`.
 
     Args:
-        module: such as an EmbeddingBagCollection; tables on the ``meta`` device are allocated here.
-        plan: by table name its placement or a generator such as ``row_wise()``, or one generator
+        module: such as an EmbeddingBagCollection; tables on the `meta` device are allocated here.
+        plan: by table name its placement or a generator such as `row_wise()`, or one generator
             for all tables. Every rank must pass the same.
         env: the ranks; the default process group if None.
         device: where this rank works; its current GPU under NCCL, else the CPU.
@@ -124,7 +124,7 @@ def shard_modules(
     sharders: Sequence[ModuleSharder[Any]] | None = None,
     init_params: bool = False,
 ) -> nn.Module:
-    """Replaces, in place, every collection of a model by its sharded counterpart.
+    """Replace, in place, every collection of a model by its sharded counterpart.
 
     What is left is neither replicated nor synchronised; wrap the model in DistributedDataParallel,
     which leaves the sharded tables alone.
@@ -134,9 +134,9 @@ def shard_modules(
         env: the ranks; the default process group if None.
         device: where this rank works; its current GPU under NCCL, else the CPU.
         plan: the placement; planned here if None. Every rank must pass the same.
-        sharders: one per module type to shard; those of :func:`get_default_sharders` if None.
-        init_params: also materialise dense parts on the ``meta`` device, by their
-            ``reset_parameters``, and move the dense parts to ``device``.
+        sharders: one per module type to shard; those of `get_default_sharders` if None.
+        init_params: also materialise dense parts on the `meta` device, by their
+            `reset_parameters`, and move the dense parts to `device`.
 
     Returns:
         The given model, or the sharded module if the model is itself one to shard.
@@ -174,7 +174,7 @@ def shard_modules(
 
 
 def resolve_device(env: ShardingEnv, device: torch.device | None) -> torch.device:
-    """Returns this rank's device, the default one if None.
+    """Return this rank's device, the default one if None.
 
     Of several ranks' GPUs it becomes the current one, which torch's exchange of objects uses.
 
@@ -191,7 +191,7 @@ def resolve_device(env: ShardingEnv, device: torch.device | None) -> torch.devic
 
 
 def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
-    """Returns why the ranks cannot exchange tensors of a device; empty if they can."""
+    """Return why the ranks cannot exchange tensors of a device; empty if they can."""
     if env.world_size == 1:
         return ""
     config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
@@ -207,7 +207,7 @@ def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
 def sharders_by_type(
     sharders: Sequence[ModuleSharder[Any]] | None,
 ) -> dict[type[nn.Module], ModuleSharder[Any]]:
-    """Returns the sharders, the default ones if None, by the module type that each replaces."""
+    """Return the sharders, the default ones if None, by the module type that each replaces."""
     chosen = get_default_sharders() if sharders is None else sharders
     return {sharder.module_type: sharder for sharder in chosen}
 
@@ -234,10 +234,10 @@ def replace_modules(
     env: ShardingEnv,
     device: torch.device,
 ) -> nn.Module:
-    """Replaces, in place, every module that the plan names; one used twice stays one.
+    """Replace, in place, every module that the plan names; one used twice stays one.
 
     The model changes when all ranks have built their parts: at the end of the outermost
-    :func:`~recsys.distributed.ranks.construction.constructing`.
+    `constructing`.
 
     Returns:
         The given model, or the sharded module if the model is itself one to shard.
@@ -283,7 +283,7 @@ def replace_modules(
 
 
 def _rest(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> str:
-    """Returns, in words, the parameters and buffers that are not placed by the plan."""
+    """Return, in words, the parameters and buffers that are not placed by the plan."""
     return "; ".join(
         f"{path}.{name} {list(tensor.shape)} {tensor.dtype}"
         f"{' trained' if tensor.requires_grad else ''}"
@@ -317,13 +317,13 @@ def _check_plan_paths(
 
 
 def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ShardedModule]]:
-    """Yields, by path, the sharded modules of a model that are not inside another one."""
+    """Yield, by path, the sharded modules of a model that are not inside another one."""
     for path, child in outermost(module, _is_sharded):
         yield path, cast(ShardedModule, child)
 
 
 def sharded_names(module: nn.Module) -> set[str]:
-    """Returns the names of the parameters and buffers that differ from rank to rank."""
+    """Return the names of the parameters and buffers that differ from rank to rank."""
     return {
         name
         for path, child in sharded_modules(module)
@@ -332,10 +332,10 @@ def sharded_names(module: nn.Module) -> set[str]:
 
 
 def exclude_sharded_from_ddp(module: nn.Module) -> None:
-    """Tells DistributedDataParallel to leave alone what is sharded in a model it will wrap.
+    """Tell DistributedDataParallel to leave alone what is sharded in a model it will wrap.
 
     Otherwise it would spread rank 0's part of each table over the other ranks' parts. Call it on
-    the very module that is wrapped; :func:`shard_modules` does it for the model it returns.
+    the very module that is wrapped; `shard_modules` does it for the model it returns.
 
     Args:
         module: what is to be wrapped, with its sharded modules in place.
@@ -354,10 +354,10 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def materialize_dense(module: nn.Module, device: torch.device) -> None:
-    """Initialises, by their ``reset_parameters``, what dense parts have on the ``meta`` device.
+    """Initialise, by their `reset_parameters`, what dense parts have on the `meta` device.
 
     Raises:
-        ValueError: naming a module that has no ``reset_parameters``.
+        ValueError: naming a module that has no `reset_parameters`.
     """
     for path, child in walk(module, _is_sharded):
         own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
@@ -374,5 +374,5 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
 
 
 def move_dense(module: nn.Module, device: torch.device) -> None:
-    """Moves, in place, what is not sharded."""
+    """Move, in place, what is not sharded."""
     move_parts(module, device, _is_sharded)

@@ -63,14 +63,14 @@ class ShardedCollection(ShardedModule):
 
     Args:
         module: the collection to place. Its weights are kept, rank 0's where ranks differ; tables
-            on the ``meta`` device are allocated and initialised shard by shard.
+            on the `meta` device are allocated and initialised shard by shard.
         table_name_to_parameter_sharding: the plan: one entry per table.
         env: the ranks.
         fused_params: optimizer settings for the tables that have no optimizer attached, such as
-            ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
+            `{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}`.
         device: where the tables go.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
+            `get_qcomm_codecs_registry`; None: as they are.
         module_fqn: the module's path in the model, by which errors name it.
 
     Raises:
@@ -82,7 +82,7 @@ class ShardedCollection(ShardedModule):
     tables_name: ClassVar[str]
     """The attribute that holds the tables, as in the unsharded collection."""
     output_type: ClassVar[type[LazyAwaitable[Any]]]
-    """What :meth:`forward` returns."""
+    """What `forward` returns."""
     output_stage: ClassVar[type[OutputStage[Any]]]
     """What sends embeddings back."""
     output_ops: ClassVar[Sequence[CommOp]]
@@ -130,7 +130,7 @@ class ShardedCollection(ShardedModule):
             )
 
     def _facts(self) -> dict[str, str]:
-        """Returns what has to be the same on all ranks, by its name."""
+        """Return what has to be the same on all ranks, by its name."""
         switches = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
         facts = {
             "the module": "; ".join(
@@ -171,14 +171,14 @@ class ShardedCollection(ShardedModule):
         return facts
 
     def _adopt(self, module: Any) -> None:
-        """Takes over the settings of the given module, or of a sharded one that is copied."""
+        """Take over the settings of the given module, or of a sharded one that is copied."""
 
     def _input_options(self) -> dict[str, bool]:
-        """Returns what the input stage is told besides what every collection tells it."""
+        """Return what the input stage is told besides what every collection tells it."""
         return {}
 
     def _output_options(self) -> dict[str, bool]:
-        """Returns what the output stage is told besides what every collection tells it."""
+        """Return what the output stage is told besides what every collection tells it."""
         return {}
 
     def _build(self, options: Sequence[_TableOptions]) -> None:
@@ -242,7 +242,7 @@ class ShardedCollection(ShardedModule):
         self._fused_optimizer = CombinedOptimizer([tables_optimizer])
 
     def _group_of(self, number: int, rects: Sequence[Rect]) -> GroupSettings:
-        """Returns what a table must have in common with those it shares a lookup with.
+        """Return what a table must have in common with those it shares a lookup with.
 
         Raises:
             ValueError: if the plan asks of it what its optimizer or the engine does not do.
@@ -297,7 +297,7 @@ class ShardedCollection(ShardedModule):
         self.add_module(self.tables_name, tables)
 
     def _weight_name(self, table: str) -> str:
-        """Returns the name of a table's weight in the state dict."""
+        """Return the name of a table's weight in the state dict."""
         return f"{self.tables_name}.{table}.weight"
 
     def _tables(self) -> dict[str, TableShards]:
@@ -305,7 +305,7 @@ class ShardedCollection(ShardedModule):
         return tables
 
     def input_dist(self, features: KeyedJaggedTensor) -> Trip:
-        """Starts sending ids to the ranks that own their rows."""
+        """Start sending ids to the ranks that own their rows."""
         return self._input_dist.start(features)
 
     @property
@@ -314,7 +314,7 @@ class ShardedCollection(ShardedModule):
         return self._input_dist
 
     def compute_and_output_dist(self, trip: Trip) -> LazyAwaitable[Any]:
-        """Looks up the ids and starts sending the embeddings back."""
+        """Look up the ids and start sending the embeddings back."""
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
         lookups = (
@@ -328,7 +328,7 @@ class ShardedCollection(ShardedModule):
         return self.output_type(self._output_dist.start(trip, lookups, replicas, trains))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
-        """Looks up this rank's batch.
+        """Look up this rank's batch.
 
         Args:
             features: int32 or int64 ids of this rank's samples, with every feature the tables read.
@@ -364,11 +364,11 @@ class ShardedCollection(ShardedModule):
 
     @property
     def layout(self) -> Layout:
-        """The plan, compiled; the same on every rank. ``layout.plot()`` draws it."""
+        """The plan, compiled; the same on every rank. `layout.plot()` draws it."""
         return self._layout
 
     def extra_repr(self) -> str:
-        """Shows the lookups of this rank and why each runs on its backend."""
+        """Show the lookups of this rank and why each runs on its backend."""
         return "\n".join(repr(lookup.kernel) for lookup in (*self._lookups, *self._replicas))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -376,9 +376,8 @@ class ShardedCollection(ShardedModule):
         if probe.device != self._device or probe.dtype != torch.float32:
             raise ValueError(
                 f"A sharded collection stays on its device and keeps its dtype ({self._device}); "
-                f"received a move "
-                f"to {probe.device}, {probe.dtype}. Shard it with device=..., or use "
-                f"DistributedModelParallel.copy."
+                f"received a move to {probe.device}, {probe.dtype}. Shard it with device=..., or "
+                "use DistributedModelParallel.copy."
             )
         return self
 
@@ -394,7 +393,7 @@ class ShardedCollection(ShardedModule):
         return self.copy(self._device)
 
     def copy(self, device: torch.device) -> Self:
-        """Returns a copy on another device: same plan, weights, optimizer state, learning rates."""
+        """Return a copy on another device: same plan, weight, optimizer state, learning rates."""
         other = type(self).__new__(type(self))
         nn.Module.__init__(other)
         other._configs = copy.deepcopy(self._configs)
@@ -449,7 +448,7 @@ class _TableOptions:
 def _bounds_check_mode(
     plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
 ) -> BoundsCheckMode:
-    """Returns the mode the plan asks for, the collection's own if it asks for none."""
+    """Return the mode the plan asks for, the collection's own if it asks for none."""
     asked = {s.bounds_check_mode.name for s in plan.values() if s.bounds_check_mode is not None}
     if len(asked) > 1:
         raise ValueError(
@@ -460,7 +459,7 @@ def _bounds_check_mode(
 
 
 def _output_dtype(plan: EmbeddingModuleShardingPlan) -> torch.dtype:
-    """Returns the dtype of what the tables of a plan give, float32 if it asks for none."""
+    """Return the dtype of what the tables of a plan give, float32 if it asks for none."""
     asked = {sharding.output_dtype or torch.float32 for sharding in plan.values()}
     served = (torch.float32, torch.float16, torch.bfloat16)
     if len(asked) > 1 or not asked <= {*served}:
@@ -472,15 +471,15 @@ def _output_dtype(plan: EmbeddingModuleShardingPlan) -> torch.dtype:
 
 
 def canonical_device(device: torch.device | str) -> torch.device:
-    """Returns the device as tensors name it: ``cuda:0``, not ``cuda``."""
+    """Return the device as tensors name it: `cuda:0`, not `cuda`."""
     return torch.empty(0, device=device).device
 
 
 def default_device(env: ShardingEnv) -> torch.device:
-    """Returns the device a rank works on: a GPU under NCCL, else the CPU.
+    """Return the device a rank works on: a GPU under NCCL, else the CPU.
 
     That is the GPU the process group is bound to, or the current one. A process that has not chosen
-    one, so that it is still GPU 0, takes the one of its ``LOCAL_RANK``.
+    one, so that it is still GPU 0, takes the one of its `LOCAL_RANK`.
     """
     group = env.process_group
     # a group made with no backend named serves both kinds of device

@@ -29,7 +29,7 @@ class ShardedModule(nn.Module, abc.ABC):
     """A module whose tables are placed on ranks by a plan.
 
     It answers for all that is below it: nobody else replicates, moves, copies or updates that. If a
-    part of yours is to be replicated, let :meth:`sharded_parameter_names` leave it out, or let the
+    part of yours is to be replicated, let `sharded_parameter_names` leave it out, or let the
     sharder return a plain module that contains the sharded one.
     """
 
@@ -39,7 +39,7 @@ class ShardedModule(nn.Module, abc.ABC):
         """The keyed optimizer of the tables that update themselves in backward."""
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields the names of the parameters and buffers that differ from rank to rank.
+        """Yield the names of the parameters and buffers that differ from rank to rank.
 
         Args:
             prefix: the module's path, which leads every name.
@@ -48,12 +48,12 @@ class ShardedModule(nn.Module, abc.ABC):
             yield name
 
     def copy(self, device: torch.device) -> Self:
-        """Returns a copy on another device; sharded modules inside are copied by themselves."""
+        """Return a copy on another device; sharded modules inside are copied by themselves."""
         return copy_around_sharded(self, device)
 
 
 def refuse_to_pickle(module: nn.Module) -> NoReturn:
-    """Raises TypeError: a module holds a part of a model, and the way to the other parts."""
+    """Raise TypeError: a module holds a part of a model, and the way to the other parts."""
     raise TypeError(
         f"A {type(module).__name__} cannot be pickled: it holds this rank's part of the tables "
         "and the process group. Save it by recsys.distributed.checkpoint.save_checkpoint, or its "
@@ -67,10 +67,10 @@ M = TypeVar("M", bound=nn.Module)
 def copy_around_sharded(
     module: M, device: torch.device, current_device: torch.device | None = None
 ) -> M:
-    """Returns a deep copy on another device; sharded modules below make their own.
+    """Return a deep copy on another device; sharded modules below make their own.
 
     Args:
-        module: whose parameters and buffers, outside of sharded modules, move to ``device``.
+        module: whose parameters and buffers, outside of sharded modules, move to `device`.
         device: where the copy goes.
         current_device: whose tensors move; all if None.
     """
@@ -88,11 +88,11 @@ def copy_around_sharded(
 
 
 def copy_to_device(module: M, current_device: torch.device, to_device: torch.device) -> M:
-    """Returns a deep copy whose tensors on one device lie on another; others stay where they are.
+    """Return a deep copy whose tensors on one device lie on another; others stay where they are.
 
     Args:
-        module: a model, or a part of one. Sharded modules in it are copied to ``to_device``.
-        current_device: whose tensors move; those on ``meta`` never do.
+        module: a model, or a part of one. Sharded modules in it are copied to `to_device`.
+        current_device: whose tensors move; those on `meta` never do.
         to_device: where to.
 
     Example:
@@ -109,7 +109,7 @@ def move_parts(
     is_leaf: Callable[[nn.Module], bool],
     current_device: torch.device | None = None,
 ) -> None:
-    """Moves the tensors of a model, in place, save those of leaves and those on ``meta``.
+    """Move the tensors of a model, in place, save those of leaves and those on `meta`.
 
     Args:
         module: the model.
@@ -147,9 +147,9 @@ class ModuleSharder(abc.ABC, Generic[T]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Returns what takes the module's place, with its weights.
+        """Return what takes the module's place, with its weights.
 
-        That is a :class:`ShardedModule`, or a module that contains some. Name the parts as in the
+        That is a `ShardedModule`, or a module that contains some. Name the parts as in the
         given module, so that the state dict keeps its names.
 
         Args:
@@ -163,14 +163,14 @@ class ModuleSharder(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Returns table name to weight, for every table of the module."""
+        """Return table name to weight, for every table of the module."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types this sharder can execute on that kind of device."""
+        """Return the sharding types this sharder can execute on that kind of device."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns the compute kernels for that sharding type on that kind of device."""
+        """Return the compute kernels for that sharding type on that kind of device."""
         kernels = [EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE]
         if compute_device_type == "cuda" and sharding_type != ShardingType.DATA_PARALLEL.value:
             kernels += [EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING]
@@ -178,12 +178,12 @@ class ModuleSharder(abc.ABC, Generic[T]):
 
 
 class CollectionSharder(ModuleSharder[T], Generic[T, S]):
-    """Makes a :class:`~recsys.distributed.sharded_collection.ShardedCollection` of a module.
+    """Makes a `ShardedCollection` of a module.
 
     Args:
         fused_params: optimizer settings for tables that have no optimizer attached.
         qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            :func:`~recsys.distributed.ranks.wire.get_qcomm_codecs_registry`; None: as they are.
+            `get_qcomm_codecs_registry`; None: as they are.
     """
 
     replaces: ClassVar[type[Any]]
@@ -212,7 +212,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> S:
-        """Returns the sharded collection with the given module's weights."""
+        """Return the sharded collection with the given module's weights."""
         made: S = self.makes(
             self._collection_of(module),
             params,
@@ -226,14 +226,14 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         return made
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Returns table name to weight."""
+        """Return table name to weight."""
         weights: dict[str, nn.Parameter] = module.table_weights()
         return weights
 
     def _collection_of(self, module: Any) -> Any:
-        """What the sharded collection is made of: the module, which is a collection itself."""
+        """Return what the sharded collection is made of: the module, itself a collection."""
         return module
 
     def _options(self) -> dict[str, Any]:
-        """What else the sharded collection is made with."""
+        """Return what else the sharded collection is made with."""
         return {}

@@ -1,8 +1,8 @@
 """Plans written by hand: one short call per table says where it goes.
 
-``row_wise()``, ``table_wise(rank=0)`` and their kin return *generators*: functions that place a
-table once its size and the ranks are known. :func:`construct_module_sharding_plan` calls them. The
-rectangles come from ``strategies``.
+`row_wise()`, `table_wise(rank=0)` and their kin return *generators*: functions that place a
+table once its size and the ranks are known. `construct_module_sharding_plan` calls them. The
+rectangles come from `strategies`.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ __all__ = [
 ParameterShardingGenerator = Callable[
     [nn.Parameter, int, int, str, ModuleSharder[Any]], ParameterSharding
 ]
-"""Places one table: ``(weight, ranks per node, ranks, device type, sharder)`` to its placement."""
+"""Places one table: `(weight, ranks per node, ranks, device type, sharder)` to its placement."""
 
 
 def table_wise(
     rank: int, device: str | None = None, compute_kernel: str | None = None
 ) -> ParameterShardingGenerator:
-    """Places the whole table on one rank.
+    """Place the whole table on one rank.
 
     Args:
         rank: the owner.
         device: the kind of device that the plan names, "cpu" or "cuda"; that of the whole plan if
             None.
-        compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value. If None,
+        compute_kernel: an `EmbeddingComputeKernel` value. If None,
             "fused" for a table with an optimizer attached or a sharder that has one, else "dense".
 
     Returns:
@@ -88,12 +88,12 @@ def row_wise(
     compute_kernel: str | None = None,
     num_buckets: int | None = None,
 ) -> ParameterShardingGenerator:
-    """Divides the rows among all ranks, evenly unless sizes are given.
+    """Divide the rows among all ranks, evenly unless sizes are given.
 
     Args:
         sizes_placement: the rows of rank 0, 1, ..., and the kind of device that the plan names, one
             for all or one for each. The sizes must add up to the table's rows; 0 leaves a rank out.
-        compute_kernel: as for :func:`table_wise`.
+        compute_kernel: as for `table_wise`.
         num_buckets: cut the rows into this many buckets of equal size, and never split one.
 
     Returns:
@@ -130,14 +130,14 @@ def column_wise(
     compute_kernel: str | None = None,
     device_types: list[str] | None = None,
 ) -> ParameterShardingGenerator:
-    """Divides the columns among ranks.
+    """Divide the columns among ranks.
 
     Args:
         ranks: the owners in order of their columns; a rank may come up several times. Without
             sizes, each gets as many columns, in multiples of 4.
-        size_per_rank: the columns of each part, on ``ranks``, or on rank 0, 1, ... if that is None.
+        size_per_rank: the columns of each part, on `ranks`, or on rank 0, 1, ... if that is None.
             The sizes must add up to the table's columns.
-        compute_kernel: as for :func:`table_wise`.
+        compute_kernel: as for `table_wise`.
         device_types: the kind of device that the plan names for each part.
 
     Returns:
@@ -169,7 +169,7 @@ def column_wise(
 
 
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
-    """Divides the rows among the ranks of one node, which adds its parts up before it sends them.
+    """Divide the rows among the ranks of one node, which adds its parts up before it sends them.
 
     Args:
         host_index: the node, from 0.
@@ -184,7 +184,7 @@ def table_row_wise(host_index: int) -> ParameterShardingGenerator:
 
 
 def table_column_wise(host_index: int) -> ParameterShardingGenerator:
-    """Divides the columns among the ranks of one node.
+    """Divide the columns among the ranks of one node.
 
     Args:
         host_index: the node, from 0.
@@ -199,7 +199,7 @@ def table_column_wise(host_index: int) -> ParameterShardingGenerator:
 
 
 def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
-    """Divides the columns among nodes, and the rows of each part among the ranks of its node.
+    """Divide the columns among nodes, and the rows of each part among the ranks of its node.
 
     Args:
         host_indexes: the nodes, from 0, in order of their columns.
@@ -225,7 +225,7 @@ def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
 
 
 def data_parallel() -> ParameterShardingGenerator:
-    """Keeps a copy of the table on every rank.
+    """Keep a copy of the table on every rank.
 
     Returns:
         The generator.
@@ -245,11 +245,11 @@ def apply_to_all(
 
     Args:
         module: such as an EmbeddingBagCollection.
-        parameter_sharding_generator: such as ``row_wise()``.
+        parameter_sharding_generator: such as `row_wise()`.
         sharder: of the module; the default one for its type if None.
 
     Returns:
-        By table name, for :func:`construct_module_sharding_plan`.
+        By table name, for `construct_module_sharding_plan`.
 
     Raises:
         ValueError: if there is no default sharder for the module.
@@ -275,10 +275,10 @@ def construct_module_sharding_plan(
     world_size: int | None = None,
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """Writes the plan of one module.
+    """Write the plan of one module.
 
     Args:
-        module: such as an EmbeddingBagCollection; may be on the ``meta`` device.
+        module: such as an EmbeddingBagCollection; may be on the `meta` device.
         per_param_sharding: by table name, where it goes.
         sharder: of the module; the default one for its type if None.
         local_size: ranks per node; those of this job if None.
@@ -286,7 +286,7 @@ def construct_module_sharding_plan(
         device_type: "cpu" or "cuda"; what the ranks of this job work on if None.
 
     Returns:
-        One :class:`ParameterSharding` per table.
+        One `ParameterSharding` per table.
 
     Raises:
         ValueError: if a table is missing, unknown, or cannot be placed so; if the sharder does not
@@ -345,7 +345,7 @@ def construct_module_sharding_plan(
 def get_sharding_constructor_from_type(
     sharding_type: ShardingType,
 ) -> Callable[..., ParameterShardingGenerator]:
-    """Returns the helper that makes generators of a sharding type, such as :func:`row_wise`.
+    """Return the helper that makes generators of a sharding type, such as `row_wise`.
 
     Args:
         sharding_type: or the value of one.
@@ -380,22 +380,22 @@ def calculate_shard_sizes_and_offsets(
     device_memory_sizes: Sequence[int] | None = None,
     num_buckets: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Cuts a table as a sharding type does, before anybody knows who owns the parts.
+    """Cut a table as a sharding type does, before anybody knows who owns the parts.
 
     Rows are cut evenly, the last parts smaller or empty. Columns are cut into parts of one width,
     a multiple of 4; where no such width fits, there is one part.
 
     Args:
-        tensor: the table, ``[rows, columns]``; only its shape is read.
-        world_size: ranks: the parts of ``row_wise``, the copies of ``data_parallel``.
-        local_world_size: ranks per node: the row parts of ``table_row_wise`` and ``grid_shard``.
-        sharding_type: a :class:`~recsys.distributed.types.ShardingType` value.
+        tensor: the table, `[rows, columns]`; only its shape is read.
+        world_size: ranks: the parts of `row_wise`, the copies of `data_parallel`.
+        local_world_size: ranks per node: the row parts of `table_row_wise` and `grid_shard`.
+        sharding_type: a `ShardingType` value.
         col_wise_shard_dim: the least width of a part that is cut by columns; 128 if None.
-        device_memory_sizes: for ``row_wise``, one number per rank: rows are in proportion.
-        num_buckets: for ``row_wise``, as for :func:`row_wise`.
+        device_memory_sizes: for `row_wise`, one number per rank: rows are in proportion.
+        num_buckets: for `row_wise`, as for `row_wise`.
 
     Returns:
-        The sizes of the parts, ``[rows, columns]`` each, and their offsets.
+        The sizes of the parts, `[rows, columns]` each, and their offsets.
 
     Raises:
         ValueError: if there is no such type, buckets do not fit, or there is not one memory size
@@ -433,7 +433,7 @@ def calculate_shard_sizes_and_offsets(
 
 
 def _even_parts(size: int, parts: int) -> list[tuple[int, int]]:
-    """As ``split_evenly``, with the empty blocks."""
+    """As `split_evenly`, with the empty blocks."""
     blocks = split_evenly(size, parts)
     return blocks + [(size, size)] * (parts - len(blocks))
 
@@ -454,7 +454,7 @@ def _generator(
     devices: str | list[str] | None = None,
     compute_kernel: str | None = None,
 ) -> ParameterShardingGenerator:
-    """Makes a generator from a function of rows, columns, ranks per node and ranks."""
+    """Make a generator from a function of rows, columns, ranks per node and ranks."""
 
     def generate(
         weight: nn.Parameter,
@@ -488,7 +488,7 @@ def _on_ranks(
     devices: str | list[str] | None = None,
     compute_kernel: str | None = None,
 ) -> ParameterShardingGenerator:
-    """Makes a generator from ``(ranks per node, ranks)`` to the owners."""
+    """Make a generator from `(ranks per node, ranks)` to the owners."""
 
     def cut(num_rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
         return STRATEGIES[kind](num_rows, dim, ranks_of(local_size, world_size), local_size)
@@ -501,7 +501,7 @@ def _node(index: int, local_size: int) -> range:
 
 
 def _bucket_rows(num_rows: int, num_buckets: int, world_size: int) -> list[int]:
-    """Returns the rows of each rank when the first ranks get the buckets that are left over."""
+    """Return the rows of each rank when the first ranks get the buckets that are left over."""
     if num_rows % num_buckets or num_buckets < world_size:
         raise ValueError(
             f"row_wise.num_buckets must divide the table's rows and be at least the number of "

@@ -62,7 +62,7 @@ class _Tracer(fx.Tracer):
 
 
 def _position_weights(module: nn.Module) -> dict[str, Tensor] | None:
-    """Returns the position weights of a feature processor, by feature, if it has only such."""
+    """Return the position weights of a feature processor, by feature, if it has only such."""
     if type(module) is PositionWeightedModuleCollection:
         return dict(module.position_weights_dict)
     if isinstance(module, FeatureProcessorDictWrapper):
@@ -111,18 +111,18 @@ class _PlainWeightedInputs(_PlainInputs):
 def trace_model(
     model: nn.Module, feature_names: Sequence[str], is_weighted: bool = False
 ) -> fx.GraphModule:
-    """Traces a quantized model of dense features and jagged ids to tensor operations.
+    """Trace a quantized model of dense features and jagged ids to tensor operations.
 
     Args:
-        model: ``model(dense, features)`` returning a tensor, quantized, in evaluation mode.
-        feature_names: the order of the features in the exported program's ``lengths``.
+        model: `model(dense, features)` returning a tensor, quantized, in evaluation mode.
+        feature_names: the order of the features in the exported program's `lengths`.
         is_weighted: whether the program takes per-id weights.
 
     Returns:
-        A module of ``(dense [B, ...], values [N], lengths [K * B], weights [N] if weighted)``.
+        A module of `(dense [B, ...], values [N], lengths [K * B], weights [N] if weighted)`.
 
     Raises:
-        TypeError: if the model takes or returns something else, or ``feature_names`` is one name.
+        TypeError: if the model takes or returns something else, or `feature_names` is one name.
         ValueError: if the model is in training mode or has tables that are not quantized, a feature
             is missing or named twice, or the weights are not what the model reads.
     """
@@ -189,16 +189,16 @@ def _check_names(model: nn.Module, feature_names: Sequence[str]) -> None:
 def export_torchscript(
     model: nn.Module, path: str | Path, feature_names: Sequence[str], is_weighted: bool = False
 ) -> torch.jit.ScriptModule:
-    """Compiles a quantized model by TorchScript and writes it to a file.
+    """Compile a quantized model by TorchScript and write it to a file.
 
     The file runs wherever torch and fbgemm_gpu do:
-    ``torch.jit.load(path)(dense, values, lengths)``.
+    `torch.jit.load(path)(dense, values, lengths)`.
 
     Args:
-        model: as for :func:`trace_model`.
+        model: as for `trace_model`.
         path: the file to write.
-        feature_names: as for :func:`trace_model`.
-        is_weighted: as for :func:`trace_model`.
+        feature_names: as for `trace_model`.
+        is_weighted: as for `trace_model`.
 
     Returns:
         The compiled module that was written.

@@ -1,6 +1,6 @@
-"""A predict factory as a file: its code, its configs and what it needs, by ``torch.package``.
+"""A predict factory as a file: its code, its configs and what it needs, by `torch.package`.
 
-A server loads the file and asks for ``MODULE_FACTORY`` in its module ``__module_loader``. The file
+A server loads the file and asks for `MODULE_FACTORY` in its module `__module_loader`. The file
 holds code and pickles: load it only from where you would run code from.
 """
 
@@ -31,7 +31,7 @@ MODULE_FACTORY=%PACKAGE%.%CLASS%
 
 
 def load_config_text(name: str) -> str:
-    """Returns a config that is text, in code that was loaded from a package.
+    """Return a config that is text, in code that was loaded from a package.
 
     Args:
         name: of the config, as it was saved.
@@ -43,7 +43,7 @@ def load_config_text(name: str) -> str:
 
 
 def load_pickle_config(name: str, clazz: type[T]) -> T:
-    """Returns a config of another type, in code that was loaded from a package.
+    """Return a config of another type, in code that was loaded from a package.
 
     Args:
         name: of the config, as it was saved.
@@ -63,7 +63,7 @@ def load_pickle_config(name: str, clazz: type[T]) -> T:
 
 
 def _importer() -> PackageImporter:
-    """Returns what the nearest caller that is code of a package was loaded by."""
+    """Return what the nearest caller that is code of a package was loaded by."""
     frame = sys._getframe(1)
     while frame is not None:
         loader = frame.f_globals.get("__loader__")
@@ -79,9 +79,9 @@ def _importer() -> PackageImporter:
 class PredictFactoryPackager(abc.ABC):
     """Writes a predict factory to a file.
 
-    A class of your own says which modules are in the file by reference only: with ``pe.extern`` in
-    :meth:`set_extern_modules`, or not at all, with ``pe.mock`` in :meth:`set_mocked_modules`.
-    ``recsys.**`` is extern already.
+    A class of your own says which modules are in the file by reference only: with `pe.extern` in
+    `set_extern_modules`, or not at all, with `pe.mock` in `set_mocked_modules`.
+    `recsys.**` is extern already.
 
     Example:
         >>> class Packager(PredictFactoryPackager):
@@ -122,15 +122,15 @@ class PredictFactoryPackager(abc.ABC):
         loader_code: str = _LOADER,
         package_importer: Importer | list[Importer] = sys_importer,
     ) -> None:
-        """Writes the file.
+        """Write the file.
 
         Args:
-            predict_factory: its module goes into the file as source; not ``__main__``.
-            configs: by name, for :func:`load_config_text` (texts) and :func:`load_pickle_config`
+            predict_factory: its module goes into the file as source; not `__main__`.
+            configs: by name, for `load_config_text` (texts) and `load_pickle_config`
                 (all else).
             output: a path, or a file that is open for writing.
-            extra_files: by name, into the folder ``extra_files``.
-            loader_code: of the module ``__module_loader``; ``%PACKAGE%`` and ``%CLASS%`` stand for
+            extra_files: by name, into the folder `extra_files`.
+            loader_code: of the module `__module_loader`; `%PACKAGE%` and `%CLASS%` stand for
                 the factory's module and name.
             package_importer: where code comes from: packages, for what was loaded from one.
 

@@ -37,7 +37,7 @@ __all__ = [
 class PredictModule(nn.Module, abc.ABC):
     """Calls a model with a batch of named tensors, without gradients.
 
-    A class of your own defines :meth:`predict_forward`. The state dict is that of the model: no
+    A class of your own defines `predict_forward`. The state dict is that of the model: no
     name says that it is wrapped.
 
     Args:
@@ -69,7 +69,7 @@ class PredictModule(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def predict_forward(self, batch: dict[str, Tensor]) -> Any:
-        """Calls the model.
+        """Call the model.
 
         Args:
             batch: tensors by name.
@@ -79,7 +79,7 @@ class PredictModule(nn.Module, abc.ABC):
         """
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Calls :meth:`predict_forward` in inference mode, on the device.
+        """Call `predict_forward` in inference mode, on the device.
 
         Args:
             batch: tensors by name.
@@ -95,7 +95,7 @@ class PredictModule(nn.Module, abc.ABC):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Returns the model's state dict; arguments are those of ``torch.nn.Module``."""
+        """Return the model's state dict; argument are those of `torch.nn.Module`."""
         return self._module.state_dict(
             destination=destination,  # type: ignore[arg-type]
             prefix=prefix,
@@ -142,7 +142,7 @@ class PredictFactory(abc.ABC):
     """Makes a model in the process that serves it, and says how that is to call it.
 
     A class of your own defines the five abstract methods.
-    :class:`~recsys.inference.model_packager.PredictFactoryPackager` writes it to a file with its
+    `PredictFactoryPackager` writes it to a file with its
     code and its configs.
 
     Example:
@@ -170,46 +170,46 @@ class PredictFactory(abc.ABC):
 
     @abc.abstractmethod
     def create_predict_module(self) -> nn.Module:
-        """Returns the model, with or without weights; a server loads them later."""
+        """Return the model, with or without weights; a server loads them later."""
 
     @abc.abstractmethod
     def batching_metadata(self) -> dict[str, BatchingMetadata]:
-        """Returns how each input is batched, by its name."""
+        """Return how each input is batched, by its name."""
 
     def batching_metadata_json(self) -> str:
-        """Returns :meth:`batching_metadata` as JSON."""
+        """Return `batching_metadata` as JSON."""
         return json.dumps({name: asdict(data) for name, data in self.batching_metadata().items()})
 
     @abc.abstractmethod
     def result_metadata(self) -> str:
-        """Returns how a server splits the result over the requests, in its words."""
+        """Return how a server splits the result over the requests, in its words."""
 
     @abc.abstractmethod
     def run_weights_independent_tranformations(self, predict_module: nn.Module) -> nn.Module:
-        """Changes the model before it has weights, such as by quantizing its tables.
+        """Change the model before it has weights, such as by quantizing its tables.
 
         Args:
-            predict_module: of :meth:`create_predict_module`.
+            predict_module: of `create_predict_module`.
         """
 
     @abc.abstractmethod
     def run_weights_dependent_transformations(self, predict_module: nn.Module) -> nn.Module:
-        """Changes the model once it has weights.
+        """Change the model once it has weights.
 
         Args:
             predict_module: with its weights.
         """
 
     def qualname_metadata(self) -> dict[str, QualNameMetadata]:
-        """Returns what a server has to know of the methods that it calls: by default nothing."""
+        """Return what a server has to know of the methods that it calls: by default nothing."""
         return {}
 
     def qualname_metadata_json(self) -> str:
-        """Returns :meth:`qualname_metadata` as JSON."""
+        """Return `qualname_metadata` as JSON."""
         return json.dumps({name: asdict(data) for name, data in self.qualname_metadata().items()})
 
     def model_inputs_data(self) -> dict[str, Any]:
-        """Returns examples of inputs, such as for benchmarks: by default none."""
+        """Return examples of inputs, such as for benchmarks: by default none."""
         return {}
 
 
@@ -221,11 +221,11 @@ def quantize_dense(
     dtype: torch.dtype,
     additional_embedding_module_type: Sequence[type[nn.Module]] = (),
 ) -> P:
-    """Casts the dense parameters and buffers of a model to float16, in place.
+    """Cast the dense parameters and buffers of a model to float16, in place.
 
     Args:
         predict_module: the model. What is below embedding collections, quantized or not, stays.
-        dtype: ``torch.float16``.
+        dtype: `torch.float16`.
         additional_embedding_module_type: other classes of modules that stay.
 
     Returns:
@@ -251,7 +251,7 @@ def quantize_dense(
 
 
 def quantize_feature(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Returns the inputs of a model, floating-point ones in the dtype of its dense parameters.
+    """Return the inputs of a model, floating-point ones in the dtype of its dense parameters.
 
     Args:
         module: the model. Tables of embedding collections do not count as dense.
@@ -270,7 +270,7 @@ def quantize_feature(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _dense_parts(module: nn.Module, others: Sequence[type[nn.Module]] = ()) -> Iterator[nn.Module]:
-    """Yields the modules that are not embedding collections or others, nor below them."""
+    """Yield the modules that are not embedding collections or others, nor below them."""
     kept: tuple[Any, ...] = (
         EmbeddingBagCollectionInterface,
         EmbeddingCollectionInterface,
@@ -284,15 +284,15 @@ def _dense_parts(module: nn.Module, others: Sequence[type[nn.Module]] = ()) -> I
 
 
 def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Returns the rows of a quantized model's tables.
+    """Return the rows of a quantized model's tables.
 
     Args:
         model: with quantized collections.
 
     Returns:
-        By table name its rows, uint8 ``[rows, bytes]``, and their scales and biases, uint8
-        ``[rows, 4]``, two numbers of float16 per row; None for tables of float16 or float32. So
-        quantized collections take them as ``table_name_to_quantized_weights``.
+        By table name its rows, uint8 `[rows, bytes]`, and their scales and biases, uint8
+        `[rows, 4]`, two numbers of float16 per row; None for tables of float16 or float32. So
+        quantized collections take them as `table_name_to_quantized_weights`.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -310,11 +310,11 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
 
 
 def assign_weights_to_tbe(model: nn.Module, table_to_weight: Weights) -> None:
-    """Writes the rows of a quantized model's tables, in place.
+    """Write the rows of a quantized model's tables, in place.
 
     Args:
         model: with quantized collections.
-        table_to_weight: as of :func:`get_table_to_weights_from_tbe`; it may hold other tables too.
+        table_to_weight: as of `get_table_to_weights_from_tbe`; it may hold other tables too.
 
     Raises:
         ValueError: if a table of the model is missing, or its rows do not fit.
@@ -336,7 +336,7 @@ def _collections(model: nn.Module) -> list[QuantizedCollection]:
 
 
 def trim_torch_package_prefix_from_typename(typename: str) -> str:
-    """Returns the name of a type without what ``torch.package`` puts before it.
+    """Return the name of a type without what `torch.package` puts before it.
 
     Args:
         typename: such as the name of a module's class with its module.

@@ -46,10 +46,10 @@ __all__ = [
 
 
 class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterface):
-    """An :class:`~recsys.modules.embedding_modules.EmbeddingBagCollection` of quantized rows.
+    """An `EmbeddingBagCollection` of quantized rows.
 
     For inference: it has no gradients. Usually made from a trained collection by
-    :func:`~recsys.inference.quantize_embeddings` or :meth:`from_float`.
+    `quantize_embeddings` or `from_float`.
 
     Args:
         tables: The tables; their `data_type` (INT8, INT4, INT2, FP16 or FP32) says how rows are
@@ -130,11 +130,11 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
     def from_float(
         cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingBagCollection:
-        """Quantizes the tables of a trained collection.
+        """Quantize the tables of a trained collection.
 
         Args:
             module: The collection, unsharded; its `qconfig`, if it has one, says how: a
-                :class:`~recsys.modules.embedding_configs.QuantConfig` or torch's own QConfig.
+                `QuantConfig` or torch's own QConfig.
                 Without, rows are int8 and outputs float32.
             use_precomputed_fake_quant: Has no effect: tables have no fake quantization.
 
@@ -176,11 +176,11 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         return KeyedTensor.from_parts(self._names, self._dims, values)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables, in order."""
+        """Return the tables, in order."""
         return cast(list[EmbeddingBagConfig], self.configs())
 
     def is_weighted(self) -> bool:
-        """Whether ids come with weights."""
+        """Return whether ids come with weights."""
         return self._is_weighted
 
 
@@ -190,13 +190,13 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
     The feature processors stay as they are.
 
     Args:
-        tables: As for :class:`QuantEmbeddingBagCollection`, and so are those not named here.
+        tables: As for `QuantEmbeddingBagCollection`, and so are those not named here.
         is_weighted: Must be True: the processors weigh the ids.
         feature_processor: Weighs the ids of a batch.
 
     Raises:
         TypeError: `feature_processor` is none.
-        ValueError: `is_weighted` is False, or as :class:`QuantEmbeddingBagCollection`.
+        ValueError: `is_weighted` is False, or as `QuantEmbeddingBagCollection`.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -256,9 +256,9 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         module: FeatureProcessedEmbeddingBagCollection,
         use_precomputed_fake_quant: bool = False,
     ) -> QuantFeatureProcessedEmbeddingBagCollection:
-        """Quantizes the tables of a trained collection; the processors are copied.
+        """Quantize the tables of a trained collection; the processors are copied.
 
-        Arguments and errors as :meth:`QuantEmbeddingBagCollection.from_float`.
+        Arguments and errors as `from_float`.
         """
         processors, tables = module.split()
         configs, options = quantized_rows(tables, module)
@@ -268,7 +268,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Weigh, look up and pool a batch.
 
-        As :meth:`QuantEmbeddingBagCollection.forward`, but weights are not needed.
+        As `forward`, but weights are not needed.
 
         Raises:
             ValueError: Also as the processors, such as for a bag longer than its position weights.
@@ -277,9 +277,9 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
-    """An :class:`~recsys.modules.embedding_modules.EmbeddingCollection` of quantized rows.
+    """An `EmbeddingCollection` of quantized rows.
 
-    Everything else is as in :class:`QuantEmbeddingBagCollection`.
+    Everything else is as in `QuantEmbeddingBagCollection`.
 
     Args:
         tables: The tables, all of the same embedding_dim; their `data_type` says how rows are
@@ -356,9 +356,9 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
     def from_float(
         cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingCollection:
-        """Quantizes the tables of a trained collection.
+        """Quantize the tables of a trained collection.
 
-        Arguments and errors as :meth:`QuantEmbeddingBagCollection.from_float`.
+        Arguments and errors as `from_float`.
         """
         configs, options = quantized_rows(module, module)
         return cls(configs, module.device, module.need_indices(), **options).eval()
@@ -395,11 +395,11 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables, in order."""
+        """Return the tables, in order."""
         return cast(list[EmbeddingConfig], self.configs())
 
     def need_indices(self) -> bool:
-        """Whether the ids are returned too."""
+        """Return whether the ids are returned too."""
         return self._need_indices
 
     def embedding_dim(self) -> int:

@@ -32,7 +32,7 @@ PRUNED = "_rows_after_pruning"
 def quant_prep_customize_row_alignment(
     module: nn.Module, module_types: Sequence[type[nn.Module]], row_alignment: int
 ) -> None:
-    """Says in multiples of how many bytes rows will be stored: 16 if nothing is said.
+    """Say in multiples of how many bytes rows will be stored: 16 if nothing is said.
 
     On the CPU 1 saves memory: 68 bytes instead of 80 for 64 values of int8.
 
@@ -57,7 +57,7 @@ def quant_prep_customize_row_alignment(
 def quant_prep_enable_cache_features_order(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
-    """Says that quantized collections will remember the order of a batch's features.
+    """Say that quantized collections will remember the order of a batch's features.
 
     Args:
         module: a model that will be quantized.
@@ -67,7 +67,7 @@ def quant_prep_enable_cache_features_order(
 
 
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
-    """Says that the quantized collection's scales and biases will be buffers of their own.
+    """Say that the quantized collection's scales and biases will be buffers of their own.
 
     Args:
         module: the collection, not a model that it is in.
@@ -87,7 +87,7 @@ def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> No
 def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
-    """The same for all collections of some classes in a model.
+    """Return the same for all collections of some classes in a model.
 
     Args:
         module: the model.
@@ -101,7 +101,7 @@ def set_pruning_data(
     tables_to_rows_post_pruning: Mapping[str, int],
     module_types: Sequence[type[nn.Module]] | None = None,
 ) -> nn.Module:
-    """Says how many rows of each table are left when the model is quantized: its first ones.
+    """Say how many rows of each table are left when the model is quantized: its first ones.
 
     Ids of the served model count the rows that are left; others are errors.
 

@@ -65,21 +65,21 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float32,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Replaces the embedding collections of a model by quantized ones.
+    """Replace the embedding collections of a model by quantized ones.
 
     EmbeddingBagCollections and EmbeddingCollections are replaced, also those inside of others, such
     as a FeatureProcessedEmbeddingBagCollection. Plain `nn.EmbeddingBag` and dense layers stay.
 
     Args:
         module: a trained model, unsharded.
-        dtype: ``torch.int8`` (one byte per value), ``torch.quint4x2`` (half a byte),
-            ``torch.quint2x4`` (a quarter), ``torch.float16`` (two) or ``torch.float32`` (four).
+        dtype: `torch.int8` (one byte per value), `torch.quint4x2` (half a byte),
+            `torch.quint2x4` (a quarter), `torch.float16` (two) or `torch.float32` (four).
         inplace: change the given model instead of a copy.
         additional_qconfig_spec_keys: other classes to replace...
-        additional_mapping: ... and by what: a class whose ``from_float(module)`` reads
-            ``module.qconfig``. It may also name another replacement for a collection.
-        output_dtype: of what is looked up: ``torch.float32``, ``torch.float16`` or
-            ``torch.bfloat16``.
+        additional_mapping: ... and by what: a class whose `from_float(module)` reads
+            `module.qconfig`. It may also name another replacement for a collection.
+        output_dtype: of what is looked up: `torch.float32`, `torch.float16` or
+            `torch.bfloat16`.
         per_table_weight_dtype: other dtypes by table name.
 
     Returns:
@@ -118,25 +118,25 @@ def quantize_inference_model(
     quantization_dtype: torch.dtype = torch.int8,
     output_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Makes a trained model ready for inference: quantizes its tables, in place.
+    """Make a trained model ready for inference: quantizes its tables, in place.
 
     Args:
         model: a trained model, unsharded. It is changed, unless it is a collection itself.
         quantization_mapping: the classes to replace, each by its full name, such as
-            ``"recsys.modules.embedding_modules.EmbeddingBagCollection"``, and by what; nothing else
+            `"recsys.modules.embedding_modules.EmbeddingBagCollection"`, and by what; nothing else
             is replaced then. None: the three kinds of collections.
         per_table_weight_dtype: other dtypes by table name.
         fp_weight_dtype: the dtype of the tables of FeatureProcessedEmbeddingBagCollections, as
-            ``dtype`` of :func:`quantize_embeddings`.
+            `dtype` of `quantize_embeddings`.
         quantization_dtype: that of all other tables.
-        output_dtype: of what is looked up: ``torch.float32``, ``torch.float16`` or
-            ``torch.bfloat16``.
+        output_dtype: of what is looked up: `torch.float32`, `torch.float16` or
+            `torch.bfloat16`.
 
     Returns:
         The model with quantized tables, in evaluation mode.
 
     Raises:
-        ValueError: as :func:`quantize_embeddings`, or if a name in the mapping is not a class's.
+        ValueError: as `quantize_embeddings`, or if a name in the mapping is not a class's.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -164,12 +164,12 @@ def quantize_state_dict(
     table_name_to_data_type: Mapping[str, DataType],
     table_name_to_num_embeddings_post_pruning: Mapping[str, int] | None = None,
 ) -> torch.device:
-    """Quantizes the tables of a trained collection, for the constructor of a quantized one.
+    """Quantize the tables of a trained collection, for the constructor of a quantized one.
 
     Args:
         module: an EmbeddingBagCollection or an EmbeddingCollection, unsharded.
-        table_name_to_quantized_weights: is filled: by table name its rows, uint8 ``[rows, bytes]``,
-            and their scales and biases, uint8 ``[rows, 4]``; None for FP16 and FP32.
+        table_name_to_quantized_weights: is filled: by table name its rows, uint8 `[rows, bytes]`,
+            and their scales and biases, uint8 `[rows, 4]`; None for FP16 and FP32.
         table_name_to_data_type: how the rows of each table are stored.
         table_name_to_num_embeddings_post_pruning: by table name how many of its first rows are
             left; all, if it is not there.
@@ -277,7 +277,7 @@ def _find(
     mapping: _Mapping,
     found: dict[int, tuple[nn.Module, type[nn.Module]]],
 ) -> None:
-    """Finds what is to be replaced, the outermost module of each branch."""
+    """Find what is to be replaced, the outermost module of each branch."""
     kind = next((base for base in type(module).__mro__ if base in mapping), None)
     if kind is not None:
         found[id(module)] = module, kind

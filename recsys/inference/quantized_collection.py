@@ -74,7 +74,7 @@ the rows have them in front, or have none."""
 
 
 def to_data_type(dtype: torch.dtype) -> DataType:
-    """The element type of tables that are quantized to a dtype.
+    """Return the element type of tables that are quantized to a dtype.
 
     Raises:
         ValueError: Tables cannot be quantized to it.
@@ -121,7 +121,7 @@ class QuantizedTable(nn.Module):
             self.register_buffer("weight", stored)
 
     def rows(self) -> Tensor:
-        """The rows without padding: a view, if they are not split."""
+        """Return the rows without padding: a view, if they are not split."""
         if not self._splits:
             return self.weight[:, : self._row_bytes]
         header = self._buffers["weight_qscale"], self._buffers["weight_qbias"]
@@ -139,7 +139,7 @@ class QuantizedTable(nn.Module):
             buffer.copy_(rows[:, start : start + 2].contiguous().view(torch.float16))
 
     def size(self) -> tuple[int, int]:
-        """The number of rows, and the bytes of each without padding."""
+        """Return the number of rows, and the bytes of each without padding."""
         return rows_left(self.config), self._row_bytes
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -235,11 +235,11 @@ class QuantizedCollection(nn.Module):
     _tables_name: str
 
     def configs(self) -> list[BaseEmbeddingConfig]:
-        """The tables, in order."""
+        """Return the tables, in order."""
         return list(self._configs)
 
     def output_dtype(self) -> torch.dtype:
-        """The dtype of what is looked up."""
+        """Return the dtype of what is looked up."""
         return self._output_dtype
 
     @property
@@ -248,11 +248,11 @@ class QuantizedCollection(nn.Module):
         return self._tables()[0].weight.device
 
     def table_bytes(self) -> list[int]:
-        """The size of each table in bytes, without padding."""
+        """Return the size of each table in bytes, without padding."""
         return [prod(table.size()) for table in self._tables()]
 
     def quantized_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """The tables' rows, and their scales and biases, as the constructor takes them."""
+        """Return the tables' rows, and their scales and biases, as the constructor takes them."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for table in self._tables():
             found[table.config.name] = split_header(table.rows(), table.config.data_type)
@@ -270,7 +270,7 @@ class QuantizedCollection(nn.Module):
             table.assign(rows)
 
     def options(self) -> dict[str, Any]:
-        """The arguments, by name, that make a collection of the same rows."""
+        """Return the arguments, by name, that make a collection of the same rows."""
         return {
             "output_dtype": self._output_dtype,
             "table_name_to_quantized_weights": {
@@ -282,7 +282,7 @@ class QuantizedCollection(nn.Module):
         }
 
     def on_devices(self, devices: Sequence[tuple[int, torch.device]]) -> Self:
-        """The same collection with each table in the given shard, on its device."""
+        """Return the same collection with each table in the given shard, on its device."""
         state = self.__getstate__()
         lookups = state.pop("_link")
         new = type(self).__new__(type(self))
@@ -320,7 +320,7 @@ class QuantizedCollection(nn.Module):
     # -- lookups ------------------------------------------------------------------------------
 
     def _positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Where the features that the lookups read are among the keys of a batch."""
+        """Return where the features that the lookups read are among the keys of a batch."""
         if not isinstance(features, KeyedJaggedTensor):
             wrong_type(f"{type(self).__name__}: features", "a KeyedJaggedTensor", features)
         keys = features.keys()
@@ -332,7 +332,7 @@ class QuantizedCollection(nn.Module):
         return positions
 
     def _lengths(self, features: KeyedJaggedTensor, *, is_pooled: bool) -> Tensor:
-        """The lengths of a batch, [K * B]; where batch sizes vary, with empty bags at the end."""
+        """Return the lengths of a batch, [K * B]; short features with empty bags at the end."""
         if not features.variable_stride_per_key():
             return features.lengths()
         owner, device = type(self).__name__, features.device()
@@ -345,7 +345,7 @@ class QuantizedCollection(nn.Module):
         )
 
     def lookups(self) -> QuantizedTables:
-        """The lookups that serve the tables now: not a part of the module, but of what it runs."""
+        """Return the lookups that serve the tables now: no part of the module."""
         if self._link is None or not self._link.is_current():
             rows = [table.rows() for table in self._tables()]
             for table, found in zip(self._tables(), rows, strict=True):
@@ -365,7 +365,7 @@ class QuantizedCollection(nn.Module):
         return self._linked(lookups)
 
     def _linked(self, lookups: QuantizedTables) -> _Link:
-        """The tables, new ones if there are none, as views of what lookups read."""
+        """Return the tables, new ones if there are none, as views of what lookups read."""
         if self._modules.get(self._tables_name) is None:
             named = TableDict()
             for config, stored in zip(self._configs, lookups.stored_rows(), strict=True):
@@ -400,7 +400,7 @@ class QuantizedCollection(nn.Module):
     # -- what breaks aliasing -----------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Serves `to`, `to_empty`, `share_memory`: each storage is moved once, as a whole."""
+        """Serve `to`, `to_empty`, `share_memory`: each storage is moved once, as a whole."""
         lookups = self.lookups()._apply(fn)  # type: ignore[no-untyped-call]
         self._link = self._linked(lookups)
         moved = {id(buffer) for table in self._tables() for buffer in table.buffers()}
@@ -409,7 +409,7 @@ class QuantizedCollection(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied or pickled: each storage once, and not the tables' views."""
+        """Return what is copied or pickled: each storage once, and not the tables' views."""
         state = self.__dict__.copy()
         state["_link"] = self.lookups()
         state["_modules"] = {**self._modules, self._tables_name: None}  # keeps its place
@@ -437,7 +437,7 @@ def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | No
 
 
 def rows_of_table(config: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
-    """The rows of a trained table that are left after pruning, quantized.
+    """Return the rows of a trained table that are left after pruning, quantized.
 
     Args:
         config: The table, with the element type that it gets.
@@ -458,7 +458,7 @@ def rows_of_table(config: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
 def quantized_rows(
     module: TableCollection | QuantizedCollection, configured: nn.Module
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Quantizes the tables of a trained collection.
+    """Quantize the tables of a trained collection.
 
     Args:
         module: The collection; one that is quantized already stays as it is.

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def rows_left(config: BaseEmbeddingConfig) -> int:
-    """The rows of a table that are served: all, or those left after pruning."""
+    """Return the rows of a table that are served: all, or those left after pruning."""
     left = config.num_embeddings_post_pruning
     if left is None:
         return config.num_embeddings
@@ -96,7 +96,7 @@ class QuantizedTables(nn.Module):
 
     @torch.jit.unused
     def stored_rows(self) -> list[Tensor]:
-        """Returns each table's rows as they are stored, zeros at the end of each: live views."""
+        """Return each table's rows as they are stored, zeros at the end of each: live views."""
         found = {
             table: cast(QuantizedLookup, lookup).stored_rows(i)
             for lookup, tables in zip(self.lookups, self._tables_of_lookups, strict=True)
@@ -112,7 +112,7 @@ class QuantizedTables(nn.Module):
         weights: Tensor | None,
         positions: list[int],
     ) -> list[Tensor]:
-        """Returns what each lookup finds, on the ids' device."""
+        """Return what each lookup finds, on the ids' device."""
         self._check_ids(values, lengths_KB.sum(1), positions)
         if weights is not None:
             if weights.dim() != 1 or weights.numel() != values.numel():
@@ -138,7 +138,7 @@ class QuantizedTables(nn.Module):
         return outputs
 
     def _check_ids(self, values: Tensor, ids_per_key: Tensor, positions: list[int]) -> None:
-        """Waits for the device: an answer is only given when its own ids are known to be good."""
+        """Wait for the device: an answer is only given when its own ids are known to be good."""
         rows = [-1] * ids_per_key.numel()  # of the tables that a key is looked up in; -1: in none
         for feature, key in enumerate(positions):
             rows[key] = self.num_rows[feature]
@@ -167,17 +167,17 @@ class QuantizedBags(QuantizedTables):
         positions: list[int],
         num_keys: int,
     ) -> Tensor:
-        """Looks up a batch.
+        """Look up a batch.
 
         Args:
-            values: ``[N]`` ids, feature-major.
-            lengths: ``[K * B]`` ids per bag.
-            weights: ``[N]`` fp32, or None.
+            values: `[N]` ids, feature-major.
+            lengths: `[K * B]` ids per bag.
+            weights: `[N]` fp32, or None.
             positions: for each feature of the collection its place among the keys of the batch.
-            num_keys: ``K``, the keys of the batch.
+            num_keys: `K`, the keys of the batch.
 
         Returns:
-            ``[B, sum of dims]``, on the ids' device.
+            `[B, sum of dims]`, on the ids' device.
 
         Raises:
             IndexError: if an id lies outside its table.
@@ -207,11 +207,11 @@ class QuantizedRows(QuantizedTables):
         positions: list[int],
         num_keys: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Looks up a batch, as :class:`QuantizedBags` does.
+        """Look up a batch, as `QuantizedBags` does.
 
         Returns:
-            Per feature of each table the rows, ``[N, D]``; and per key of the batch its ids,
-            ``[N]``.
+            Per feature of each table the rows, `[N, D]`; and per key of the batch its ids,
+            `[N]`.
         """
         lengths_KB = _by_key(values, lengths, num_keys)
         sizes = _read_sizes(values, lengths_KB)
@@ -229,7 +229,7 @@ class PositionWeightsOfKeys(nn.Module):
     """The weight of each id by its position in its bag: what feature processors do, compiled.
 
     Args:
-        weights: per feature its position weights, ``[P]``; copied. Other features weigh 1.
+        weights: per feature its position weights, `[P]`; copied. Other features weigh 1.
         keys: of the batches, in order.
     """
 
@@ -259,14 +259,14 @@ class PositionWeightsOfKeys(nn.Module):
         self.register_buffer("longest", longest)
 
     def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Picks the weights of a batch.
+        """Pick the weights of a batch.
 
         Args:
-            values: ``[N]`` ids, feature-major.
-            lengths: ``[K * B]`` ids per bag.
+            values: `[N]` ids, feature-major.
+            lengths: `[K * B]` ids per bag.
 
         Returns:
-            ``[N]``.
+            `[N]`.
 
         Raises:
             ValueError: if a bag has more ids than its feature has weights, or the lengths do not
@@ -306,7 +306,7 @@ def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
 
 
 def _read_sizes(values: Tensor, lengths_KB: Tensor) -> list[int]:
-    """Returns the number of ids of each key, as sizes for all that follows: one wait."""
+    """Return the number of ids of each key, as sizes for all that follows: one wait."""
     num_negative = (lengths_KB < 0).sum().view(1)
     found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
     sizes = found[:-1]

@@ -26,13 +26,13 @@ def shard_quant_model(
     *,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
-    """Spreads the tables of a quantized model over the devices of one process.
+    """Spread the tables of a quantized model over the devices of one process.
 
     Each device looks up its own tables; the outputs are gathered where the ids came from. One
     process serves the whole model, so nothing is exchanged between processes.
 
     Args:
-        model: as :func:`~recsys.inference.quantize_embeddings` returns it; left as it is.
+        model: as `quantize_embeddings` returns it; left as it is.
         world_size: the number of devices; on "cpu" all shards lie in host memory.
         compute_device: "cuda" or "cpu".
         sharding_device: "meta", "cuda" or "cpu", and all the same: each table goes straight to the
@@ -111,7 +111,7 @@ def shard_quant_model(
 def _spread(
     found: dict[str, QuantizedCollection], world_size: int, compute_device: str
 ) -> ShardingPlan:
-    """Gives each table, the largest first, to the device that holds least."""
+    """Give each table, the largest first, to the device that holds least."""
     load = [0] * world_size
     rank_of: dict[tuple[str, str], int] = {}
     sized = [

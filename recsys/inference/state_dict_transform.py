@@ -18,14 +18,14 @@ from recsys.distributed.state.sharded_table import ShardedTable
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
     """Copy a sharded model's state into that of an unsharded one, on every rank.
 
-    Every rank must call it, with the same names in ``dst``. One table at a time is held twice.
+    Every rank must call it, with the same names in `dst`. One table at a time is held twice.
 
     Args:
-        src: of the sharded model, such as ``model.state_dict()``.
-        dst: of the unsharded one, which is filled in place; it may leave values of ``src`` out.
+        src: of the sharded model, such as `model.state_dict()`.
+        dst: of the unsharded one, which is filled in place; it may leave values of `src` out.
 
     Raises:
-        KeyError: ``src`` lacks a value of ``dst``.
+        KeyError: `src` lacks a value of `dst`.
         ValueError: a shape differs, or ranks fill different values.
 
     Example:
@@ -81,7 +81,7 @@ def state_dict_to_device(
         device: where this rank's values go.
 
     Returns:
-        A new dict; values already on ``device`` are shared with the given one.
+        A new dict; values already on `device` are shared with the given one.
 
     Example:
         >>> state_dict_to_device({"bias": torch.ones(1)}, None, torch.device("meta"))["bias"].device

@@ -14,7 +14,7 @@ _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 def whole(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """A whole number, such as an int or one of NumPy's integers.
+    """Return a whole number, given as an int or one of NumPy's integers.
 
     Args:
         subject: How errors call the value.
@@ -47,7 +47,7 @@ def whole(subject: str, value: object, least: int = 1, most: int | None = None) 
 def finite(
     subject: str, value: object, least: float | None = None, below: float | None = None
 ) -> float:
-    """A number that is neither infinite nor NaN, such as a float, an int or a tensor of one value.
+    """Return a number that is finite, given as a float, an int or a tensor of one value.
 
     Args:
         subject: How errors call the value.
@@ -76,7 +76,7 @@ def finite(
 
 
 def choice(subject: str, value: object, choices: Iterable[_Choice]) -> _Choice:
-    """A member of an enum, given as one, by its value, or by its name in any case.
+    """Return a member of an enum, given as one, by its value, or by its name in any case.
 
     A member of another library's enum counts by its name.
 
@@ -107,7 +107,7 @@ def choice(subject: str, value: object, choices: Iterable[_Choice]) -> _Choice:
 
 
 def names(subject: str, value: object) -> list[str]:
-    """A list of texts, from any iterable of them.
+    """Return a list of texts, from any iterable of them.
 
     Args:
         subject: How errors call the value.
@@ -129,7 +129,7 @@ def names(subject: str, value: object) -> list[str]:
 
 
 def whole_list(subject: str, value: object, length: int | None = None) -> list[int]:
-    """A list of whole numbers from 0 on.
+    """Return a list of whole numbers from 0 on.
 
     Args:
         subject: How errors call the value.
@@ -153,7 +153,7 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
 
 
 def setting(variable: str, least: int = 1) -> int | None:
-    """The whole number that an environment variable holds; None if it is not set.
+    """Return the whole number that an environment variable holds; None if it is not set.
 
     Raises:
         ValueError: It holds something else, or too small a number.
@@ -171,7 +171,7 @@ def setting(variable: str, least: int = 1) -> int | None:
 
 
 def repeated(values: Iterable[str]) -> list[str]:
-    """What comes up more than once, in order.
+    """Return what comes up more than once, in order.
 
     Example:
         >>> repeated(["b", "a", "b"])
@@ -186,6 +186,6 @@ def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value in a message, cut where it is long."""
+    """Return a value for a message, shortened where it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."

@@ -17,7 +17,7 @@ from recsys.kernels.types import BoundsCheckMode
 
 
 def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
-    """Whether any length is negative, the sum is wrong, or both do not agree; no device sync.
+    """Return whether a length is negative, the sum wrong, or both disagree; no device sync.
 
     Args:
         lengths: [M] int32 or int64, M at least 1.
@@ -37,7 +37,7 @@ def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
 
 
 def safe_lengths(lengths: Tensor, is_bad: Tensor, num_ids: int) -> Tensor:
-    """The lengths, or where they are bad others that fit the ids; no device sync.
+    """Return the lengths, or where they are bad others that fit the ids; no device sync.
 
     Args:
         lengths: [M] int32 or int64.
@@ -57,7 +57,7 @@ def safe_lengths(lengths: Tensor, is_bad: Tensor, num_ids: int) -> Tensor:
 
 
 def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor:
-    """Which ids are negative or too large for the table of their feature; no device sync.
+    """Return which ids are negative or too large for the table of their feature; no device sync.
 
     Args:
         indices: [N] int32 or int64.
@@ -88,7 +88,7 @@ def bad_id_message(
     feature_names: Sequence[str],
     table_names: Sequence[str],
 ) -> str:
-    """The text for the first of some bad ids; reads from the device.
+    """Return the text for the first of some bad ids; reads from the device.
 
     Args:
         bad_N: [N] bool, at least one True; see `find_bad_ids`.
@@ -107,11 +107,10 @@ def bad_id_message(
     position = place - int(offsets[feature * num_bags])
     plural = "" if places.numel() == 1 else "s"
     return (
-        f"Id {int(indices[place])} of feature '{feature_names[feature]}' is out of range for "
-        f"table '{table_names[feature]}' with {rows} rows (position {position} of the feature's "
-        f"ids, sample {sample}; {places.numel()} bad id{plural} in the batch). Ids must lie in "
-        f"[0, {rows}): hash or remap them, enlarge num_embeddings, or choose another "
-        "BoundsCheckMode."
+        f"Id {int(indices[place])} of feature '{feature_names[feature]}' is out of range for table "
+        f"'{table_names[feature]}' with {rows} rows (position {position} of the feature's ids, "
+        f"sample {sample}; {places.numel()} bad id{plural} in the batch). Ids must lie in [0, "
+        f"{rows}): hash or remap them, enlarge num_embeddings, or choose another BoundsCheckMode."
     )
 
 

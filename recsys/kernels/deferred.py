@@ -71,7 +71,7 @@ class DeferredGradients:
         trained: Sequence[bool],
         ids_of_tables: Sequence[int] | None,
     ) -> None:
-        """Called by backward.
+        """Take what backward gives.
 
         Args:
             grad: Of the output.
@@ -184,7 +184,7 @@ class DeferredGradients:
         self._statistics = []
 
     def _reduce(self) -> None:
-        """Adds what is held to the row gradients."""
+        """Add what is held to the row gradients."""
         if self._held is not None:
             held, self._held = self._held, None
             self._collect(self._kernel.row_gradients(*held))

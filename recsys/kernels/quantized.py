@@ -2,11 +2,11 @@
 
 A row is stored as FBGEMM's inference kernels read it. One of fp16 or fp32 is its values. The others
 are two fp16 numbers, scale and bias, then the values, one, two or four per byte (the first in the
-lowest bits). A value is ``q * scale + bias``
-with ``q`` spread evenly from the row's least value to its greatest (asymmetric uniform
+lowest bits). A value is `q * scale + bias`
+with `q` spread evenly from the row's least value to its greatest (asymmetric uniform
 quantization; Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019).
 
-Shape names: ``R`` rows, ``D`` columns, ``N`` ids, ``F`` features, ``B`` bags per feature.
+Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPARSE_TYPES = {32: 0, 16: 1, 8: 2, 4: 3, 2: 4}
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Returns the bytes of a row of ``dim`` values.
+    """Return the bytes of a row of `dim` values.
 
     Raises:
         ValueError: if the values do not fill whole bytes.
@@ -47,17 +47,17 @@ def row_bytes(dim: int, bits: int) -> int:
 
 
 def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
-    """Quantizes each row on its own.
+    """Quantize each row on its own.
 
     Args:
-        weight_RD: ``[R, D]`` floating point; ``D`` even for 4 bits, a multiple of 4 for 2 bits.
+        weight_RD: `[R, D]` floating point; `D` even for 4 bits, a multiple of 4 for 2 bits.
         bits: 8, 4 or 2; 16 rounds to fp16; 32 keeps fp32.
 
     Returns:
-        ``[R, row_bytes(D, bits)]`` uint8.
+        `[R, row_bytes(D, bits)]` uint8.
 
     Raises:
-        ValueError: if ``bits`` is none of these, ``D`` does not fill whole bytes, or a weight has
+        ValueError: if `bits` is none of these, `D` does not fill whole bytes, or a weight has
             no value, is not finite or is too large.
 
     Example:
@@ -107,7 +107,7 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
 
 
 def dequantize_rows(rows: Tensor, bits: int) -> Tensor:
-    """Returns the fp32 values of quantized rows: ``[R, D]``."""
+    """Return the fp32 values of quantized rows: `[R, D]`."""
     # copies: within a single row fp16 may start at an odd byte
     if bits >= 16:
         dtype = torch.float16 if bits == 16 else torch.float32
@@ -135,14 +135,14 @@ class QuantizedInTorch(Backend):
         offsets: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Looks up bags.
+        """Look up bags.
 
         Args:
             settings: of the lookup.
-            tables: per table its rows, as :func:`quantize_rows` returns them.
-            indices: ``[N]`` ids in range.
-            offsets: ``[F * B + 1]``, feature-major.
-            weights: ``[N]`` fp32, or None.
+            tables: per table its rows, as `quantize_rows` returns them.
+            indices: `[N]` ids in range.
+            offsets: `[F * B + 1]`, feature-major.
+            weights: `[N]` fp32, or None.
         """
         pooling, features = settings.pooling, settings.feature_table_map
         is_pooled = pooling is not PoolingMode.NONE
@@ -173,7 +173,7 @@ class QuantizedInTorch(Backend):
 
 @final
 class QuantizedInFbgemm(QuantizedInTorch):
-    """FBGEMM's inference kernels, as ``QuantizedLookup.forward`` has them for TorchScript."""
+    """FBGEMM's inference kernels, as `QuantizedLookup.forward` has them for TorchScript."""
 
     name = "fbgemm"
     device_types = ("cpu", "cuda")

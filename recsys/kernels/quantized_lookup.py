@@ -1,6 +1,6 @@
 """One lookup over many tables of quantized rows, which TorchScript compiles.
 
-Shape names: ``R`` rows, ``D`` columns, ``N`` ids, ``F`` features, ``B`` bags per feature.
+Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class QuantizedLookup(nn.Module):
     """One lookup over many tables of quantized rows. TorchScript compiles it; so does plain Python.
 
     Args:
-        tables: per table its rows, as :func:`quantize_rows` returns them.
+        tables: per table its rows, as `quantize_rows` returns them.
         bits: per table 32, 16, 8, 4 or 2.
         feature_table_map: per feature the table it reads.
-        pooling: ``SUM`` or ``MEAN``; ``NONE`` for one row per id, of tables of the same dim.
-        output_dtype: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``.
+        pooling: `SUM` or `MEAN`; `NONE` for one row per id, of tables of the same dim.
+        output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
         row_alignment: rows are stored in multiples of that many bytes, on CUDA at least of 16.
 
     Raises:
@@ -86,7 +86,7 @@ class QuantizedLookup(nn.Module):
         self._lay_out(tables)
 
     def _lay_out(self, tables: Sequence[Tensor]) -> None:
-        """Stores the rows as their device's kernels read them."""
+        """Store the rows as their device's kernels read them."""
         device = tables[0].device
         self.row_alignment = self._alignment_on(device)
         self._row_bytes = [
@@ -106,7 +106,7 @@ class QuantizedLookup(nn.Module):
         return lcm(self._least_alignment, _ROW_ALIGNMENT.get(device.type, 1))
 
     def _describe(self) -> None:
-        """Stores what says where the rows are, beside them."""
+        """Store what says where the rows are, beside them."""
         device = cast(Tensor, self.weights).device
         self.device_type = device.type
         settings = self.settings = replace(self.settings, device=device, location=None)
@@ -130,7 +130,7 @@ class QuantizedLookup(nn.Module):
         self.register_buffer("no_cache_weights", no_cache, False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLookup:
-        """Serves `to`, `cuda`, `to_empty`: another kind of device may mean another layout."""
+        """Serve `to`, `cuda`, `to_empty`: another kind of device may mean another layout."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._alignment_on(cast(Tensor, self.weights).device) != self.row_alignment:
             self._lay_out([self.table_rows(table) for table in range(len(self._num_rows))])
@@ -139,15 +139,15 @@ class QuantizedLookup(nn.Module):
         return self
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Looks up bags.
+        """Look up bags.
 
         Args:
-            indices: ``[N]`` ids in range.
-            offsets: ``[F * B + 1]``, feature-major.
-            weights: ``[N]`` fp32, or None.
+            indices: `[N]` ids in range.
+            offsets: `[F * B + 1]`, feature-major.
+            weights: `[N]` fp32, or None.
 
         Returns:
-            ``[B, sum of D over features]``, or ``[N, D]`` without pooling, in the output dtype.
+            `[B, sum of D over features]`, or `[N, D]` without pooling, in the output dtype.
         """
         if not torch.jit.is_scripting() and self.backend != "fbgemm":  # type: ignore[attr-defined]
             return self._look_up(indices, offsets, weights)
@@ -182,14 +182,14 @@ class QuantizedLookup(nn.Module):
 
     @torch.jit.unused
     def stored_rows(self, table: int) -> Tensor:
-        """Returns a table's rows as they are stored, zeros at the end of each: a live view."""
+        """Return a table's rows as they are stored, zeros at the end of each: a live view."""
         size, start = self._row_bytes[table], self._starts[table]
         storage = cast(Tensor, self.weights)
         return storage[start : start + size * self._num_rows[table]].view(-1, size)
 
     @torch.jit.unused
     def table_rows(self, table: int) -> Tensor:
-        """Returns a table's rows as :func:`quantize_rows` gave them: a live view."""
+        """Return a table's rows as `quantize_rows` gave them: a live view."""
         settings = self.settings
         size = row_bytes(settings.dims[table], settings.bits[table])
         return self.stored_rows(table)[:, :size]

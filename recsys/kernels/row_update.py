@@ -51,7 +51,7 @@ def row_statistic(
     weight: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """The per-row sum over the given columns of what a row-wise optimizer averages.
+    """Return the per-row sum over the given columns of what a row-wise optimizer averages.
 
     Owners of different columns of one row add these up and divide by the whole width: that is
     `row_moment` of `update_rows`.
@@ -76,9 +76,8 @@ def row_statistic(
     """
     if spec.rule.reads_row is not RowReads.MOMENT:
         raise ValueError(
-            f"row_statistic is defined for {_taking_moments()}; received "
-            f"{spec.algorithm.name}. Do not split its tables by columns, or keep its row state per "
-            "shard."
+            f"row_statistic is defined for {_taking_moments()}; received {spec.algorithm.name}. Do "
+            "not split its tables by columns, or keep its row state per shard."
         )
     grads = grads.float()
     decay = spec.decay(WeightDecayMode.L2)

@@ -83,7 +83,7 @@ def _check(scaler: GradScaler, outputs: Iterable[Any]) -> None:
 
 
 def _steps_in_backward(leaf: Tensor | None) -> bool:
-    """Whether `apply_optimizer_in_backward` gave a leaf an optimizer and a hook to call it.
+    """Return whether `apply_optimizer_in_backward` gave a leaf an optimizer and a hook to call it.
 
     Tables have the optimizer alone.
     """

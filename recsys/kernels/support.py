@@ -45,7 +45,7 @@ class BackendChoice(NamedTuple):
 def choose_backend(
     settings: LookupSettings, role: Role = "update", wanted: str | None = None
 ) -> BackendChoice:
-    """The first backend that does exactly what the settings say.
+    """Return the first backend that does exactly what the settings say.
 
     Args:
         settings: The lookup to serve.
@@ -94,7 +94,7 @@ def choose_backend(
 def shared_optimizer(
     spec: OptimizerSpec, device: torch.device, update_mode: UpdateMode
 ) -> OptimizerSpec:
-    """What of an optimizer must be equal for tables to be served by one lookup.
+    """Return what of an optimizer must be equal for tables to be served by one lookup.
 
     A learning rate of 0 stands for any: each table of the lookup is then given its own. FBGEMM's
     CUDA module takes one rate for all its tables.

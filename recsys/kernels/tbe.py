@@ -131,7 +131,7 @@ class TableBatchedEmbedding:
     def _build_kernels(
         self, wanted: str | None, weights: Tensor | None
     ) -> tuple[TorchKernel, TorchKernel]:
-        """What updates the tables, and what looks up."""
+        """Return what updates the tables, and what looks up."""
         settings = self.settings
         self.backend, self.backend_reason, kernel = choose_backend(settings, "update", wanted)
         location = settings.location

@@ -68,7 +68,7 @@ _CPU_OPS: Mapping[str, str] = {
 
 
 def has_ops(wanted: Mapping[str, str]) -> bool:
-    """Whether the installed FBGEMM has ops that begin with these arguments."""
+    """Return whether the installed FBGEMM has ops that begin with these arguments."""
     if not ops.FBGEMM_DEVICES:
         return False
     for name, arguments in wanted.items():
@@ -82,7 +82,7 @@ def has_ops(wanted: Mapping[str, str]) -> bool:
 
 
 def has_cpu_ops() -> bool:
-    """Whether the installed FBGEMM has the CPU kernels with the arguments this file passes."""
+    """Return whether the installed FBGEMM has CPU kernels with the arguments passed here."""
     return has_ops(_CPU_OPS)
 
 
@@ -198,7 +198,7 @@ class FbgemmCpuKernel(TorchKernel):
         return values.float()
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
-        """The gradient of the whole storage, fp32 in its layout."""
+        """Return the gradient of the whole storage, fp32 in its layout."""
         if batch.indices.numel() == 0:
             return torch.zeros_like(self.storage, dtype=torch.float32)
         geometry, batch = self._as_sum(batch)
@@ -256,7 +256,7 @@ class FbgemmCpuKernel(TorchKernel):
         )
 
     def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics] | None:
-        """The statistics of each dim group, with no row gradients but of ids that repeat."""
+        """Return the statistics of each dim group, with no row gradients but of ids that repeat."""
         spec = self.optimizer
         assert spec is not None
         is_fused = spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -289,7 +289,7 @@ class FbgemmCpuKernel(TorchKernel):
             state.index_copy_(0, rows, wanted)
 
     def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
-        """The batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
+        """Return the batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
         indices, offsets, weights = batch
         if self.pooling is PoolingMode.NONE:
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
@@ -365,7 +365,7 @@ class Geometry:
         self.ones = torch.ones(len(dims), dtype=torch.int32, device=device)
 
     def sum_of(self, batch: Batch) -> tuple[object, ...]:
-        """The arguments of a backward of a sum-pooled lookup, from where the tables begin on."""
+        """Return the arguments of a sum-pooled lookup's backward, from those of the tables on."""
         return (
             self.weights_offsets,
             self.dim_offsets,
@@ -379,7 +379,7 @@ class Geometry:
 
     @classmethod
     def of(cls, layout: StorageLayout, features: Sequence[int]) -> Geometry:
-        """That of some features of a layout."""
+        """Return the geometry of some features of a layout."""
         tables = [layout.feature_table_map[f] for f in features]
         # Cumulative row counts only tell the tables apart here, so an empty table counts as one
         # row and the order is that of the features, not of the storage.

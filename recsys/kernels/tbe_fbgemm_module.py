@@ -42,15 +42,14 @@ _DECAYS: Mapping[EmbOptimType, tuple[WeightDecayMode, ...]] = {
 
 _LOOKUP_OPS = {
     "dense_embedding_codegen_lookup_function": (
-        "dev_weights weights_offsets D_offsets total_D max_D hash_size_cumsum "
-        "total_hash_size_bits indices offsets pooling_mode indice_weights feature_requires_grad "
-        "output_dtype"
+        "dev_weights weights_offsets D_offsets total_D max_D hash_size_cumsum total_hash_size_bits "
+        "indices offsets pooling_mode indice_weights feature_requires_grad output_dtype"
     )
 }
 
 
 def has_cuda_ops() -> bool:
-    """Whether the installed FBGEMM was built for CUDA; a CPU build may sit beside a CUDA torch."""
+    """Return whether FBGEMM was built for CUDA; a CPU build may be beside a CUDA torch."""
     return "cuda" in ops.FBGEMM_DEVICES
 
 
@@ -175,7 +174,7 @@ class FbgemmCudaKernel(TorchKernel):
         super().__init__(layout, settings, flat.detach().flatten(), flat_states)
 
     def look_up_and_update(self, batch: Batch) -> Tensor | None:
-        """A lookup, recording the fused backward when gradients are enabled.
+        """Look up, recording the fused backward when gradients are enabled.
 
         Returns:
             None if the tables have several rates, of which the module takes one.
@@ -200,7 +199,7 @@ class FbgemmCudaKernel(TorchKernel):
 
     @staticmethod
     def _with_mean_gradient(weights_N: Tensor, offsets: Tensor) -> Tensor:
-        """The weights, whose gradient FBGEMM computes as if the bags were summed."""
+        """Return the weights, whose gradient FBGEMM computes as if the bags were summed."""
         inverse_N = inverse_bag_length(offsets, weights_N.numel())
         weights_N = weights_N.view_as(weights_N)
         if weights_N.requires_grad:  # not under no_grad
@@ -214,20 +213,20 @@ class FbgemmCudaKernel(TorchKernel):
             self.module.set_learning_rate(rates)
 
     def prefetch(self, batch: Batch) -> None:
-        """Brings the rows of a batch to come into the cache."""
+        """Bring the rows of a batch to come into the cache."""
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
             self.module.prefetch(batch.indices, batch.offsets)
 
     def drop_cache(self) -> None:
-        """Forgets cached rows; the next lookup reads the weights again."""
+        """Forget cached rows; the next lookup reads the weights again."""
         self.module.reset_cache_states()
 
     def flush(self) -> None:
-        """Writes cached rows back to the weights."""
+        """Write cached rows back to the weights."""
         self.module.flush()
 
     def count_backward(self, step: _Step) -> None:
-        """Called when the backward pass of a forward pass has come."""
+        """Note that the backward pass of a forward pass has come."""
         self._pending.discard(step)
         self.steps_T.add_(1)
         self._checked_version = self.steps_T._version

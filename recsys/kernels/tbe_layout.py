@@ -57,16 +57,16 @@ class DimGroup:
         return torch.tensor(self.features, device=self.device)
 
     def table_of_row(self, rows: Tensor) -> Tensor:
-        """Which of `tables` each row of the group's matrix is of: [K] places in `tables`."""
+        """Return which of `tables` each row of the group's matrix is of: [K] places in `tables`."""
         return torch.searchsorted(self.row_starts, rows, right=True).sub_(1)
 
     def matrix(self, storage: Tensor) -> Tensor:
-        """The group's [num_rows, dim] view of the flat storage."""
+        """Return the group's [num_rows, dim] view of the flat storage."""
         size = self.num_rows * self.dim
         return storage.narrow(0, self.first_element, size).view(self.num_rows, self.dim)
 
     def rows(self, row_state: Tensor) -> Tensor:
-        """The group's [num_rows] view of a flat one-value-per-row tensor."""
+        """Return the group's [num_rows] view of a flat one-value-per-row tensor."""
         return row_state.narrow(0, self.first_row, self.num_rows)
 
 

@@ -70,7 +70,7 @@ class FeatureParts:
         self._place_N = torch.arange(batch.indices.numel(), device=batch.indices.device)
 
     def of(self, features: Tensor, num_ids: int | None = None) -> tuple[Tensor, Batch]:
-        """Where the ids of some features stand, and the batch of these features alone."""
+        """Return where the ids of some features stand, and the batch of these features alone."""
         _, positions, _ = permute_1d(features, self.ids_F, self._place_N, None, num_ids)
         lengths = self.lengths_FB.index_select(0, features)
         weights = self.batch.weights
@@ -118,7 +118,7 @@ class TorchKernel(Backend):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Called last when a kernel is made; for other backends."""
+        """Prepare what a backend of its own needs; comes last when a kernel is made."""
 
     # -- what a backend may do better -----------------------------------------------------------
 
@@ -161,11 +161,11 @@ class TorchKernel(Backend):
         return out
 
     def row_gradients(self, grad: Tensor, batch: Batch) -> list[RowGradients]:
-        """The row gradients of each dim group, rows of the group's matrix ascending."""
+        """Return the row gradients of each dim group, rows of the group's matrix ascending."""
         return self._by_group(_sum_by_row, grad, batch)
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
-        """The gradient of the whole storage, fp32 in its layout."""
+        """Return the gradient of the whole storage, fp32 in its layout."""
         out = torch.zeros_like(self.storage, dtype=torch.float32)
         found = self.row_gradients(grad, batch)
         for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
@@ -177,7 +177,7 @@ class TorchKernel(Backend):
         self.apply(self.row_gradients(grad, batch))
 
     def look_up_and_update(self, batch: Batch) -> Tensor | None:
-        """A lookup whose own graph makes the update in backward, where `has_own_graph`."""
+        """Look up so that its own graph makes the update in backward, where `has_own_graph`."""
         return None
 
     def use_rates(self, rates: Rates) -> None:
@@ -185,16 +185,16 @@ class TorchKernel(Backend):
         self.rates = rates
 
     def prefetch(self, batch: Batch) -> None:
-        """Brings the rows of a batch to come to where they are looked up."""
+        """Bring the rows of a batch to come to where they are looked up."""
 
     def flush(self) -> None:
-        """Writes rows that a cache holds back to the storage."""
+        """Write rows that a cache holds back to the storage."""
 
     def drop_cache(self) -> None:
-        """Forgets rows that a cache holds, after storage or states were written."""
+        """Forget rows that a cache holds, after storage or states were written."""
 
     def reset_rows(self, table: int, rows: Tensor, values: Tensor) -> None:
-        """Makes rows of a table new: other weights [K, D], and optimizer state as at first."""
+        """Make rows of a table new: other weights [K, D], and optimizer state as at first."""
         self.flush()
         self.layout.table_views(self.storage)[table].index_copy_(
             0, rows, values.to(self.storage.dtype)
@@ -260,7 +260,7 @@ class TorchKernel(Backend):
                 tensor.copy_(torch.where(is_kept, before, tensor))
 
     def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics] | None:
-        """The statistics of each dim group; None: row gradients are needed for them."""
+        """Return the statistics of each dim group; None: row gradients are needed for them."""
         return None
 
     def update_by_moments(
@@ -298,7 +298,7 @@ class TorchKernel(Backend):
         update_rows(self.optimizer, *self._views(group), rows, grads, rate, step, moment, first)
 
     def _views(self, group: DimGroup) -> tuple[Tensor, dict[str, Tensor]]:
-        """The matrix of a dim group, and its optimizer state."""
+        """Return the matrix of a dim group, and its optimizer state."""
         assert self.optimizer is not None
         views = {"row": group.rows, "element": group.matrix}
         return group.matrix(self.storage), {
@@ -320,7 +320,7 @@ class TorchKernel(Backend):
         return self._of_rows(steps[list(group.tables)], group, rows)
 
     def _of_rows(self, values_T: Tensor, group: DimGroup, rows: Tensor | None) -> Tensor:
-        """What each table of a group has one of, on the host, for rows of its matrix: [K, 1]."""
+        """Return what each table has one of, on the host, for rows of its matrix: [K, 1]."""
         device = self.storage.device
         if rows is None:
             rows = torch.arange(group.num_rows, device=device)
@@ -343,7 +343,7 @@ class TorchKernel(Backend):
         return result
 
     def _by_group(self, reduce: Reduce, grad: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        """What is made by row of each dim group's gradients."""
+        """Return what is made by row of each dim group's gradients."""
         found = {}
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
             given = self._gradient_of_ids(grad, group, part)
@@ -358,7 +358,7 @@ class TorchKernel(Backend):
     def _gradient_of_ids(
         self, grad: Tensor, group: DimGroup, part: Batch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Where the gradient of each id stands.
+        """Return where the gradient of each id stands.
 
         Returns:
             [M, D] fp32 gradients of bags; [N] the row of them that is each id's; and [N] its factor
@@ -491,7 +491,7 @@ def without_repeats(row_gradients: RowGradients) -> RowGradients:
 def rows_per_table(
     layout: StorageLayout, found: Sequence[tuple[Tensor, Tensor]]
 ) -> list[list[int]]:
-    """How many of each dim group's rows each table has: one wait for the device, for all."""
+    """Return how many of each dim group's rows each table has: one wait for the device, for all."""
     counts = [
         torch.searchsorted(rows, group.row_starts).diff()
         for group, (rows, _) in zip(layout.groups, found, strict=True)

@@ -83,7 +83,7 @@ class BoundsCheckMode(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> BoundsCheckMode | None:
-        """The mode of a number, as FBGEMM counts them: `BoundsCheckMode(1)` warns."""
+        """Return the mode of a number, as FBGEMM counts them: `BoundsCheckMode(1)` warns."""
         members = list(cls)
         if type(value) is int and 0 <= value < len(members):
             return members[value]

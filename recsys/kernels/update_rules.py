@@ -173,12 +173,12 @@ class OptimizerSpec:
         )
 
     def decay(self, mode: WeightDecayMode) -> float:
-        """The weight decay of one mode; 0 under rules that have it inside their update."""
+        """Return the weight decay of one mode; 0 under rules that have it inside their update."""
         is_meant = self.weight_decay_mode is mode and self.rule.reads_row is not RowReads.NORMS
         return self.weight_decay if is_meant else 0.0
 
     def settings(self) -> dict[str, float | str | tuple[float, float]]:
-        """What the algorithm reads besides its rate, under the names of torch.optim."""
+        """Return what the algorithm reads besides its rate, under the names of torch.optim."""
         read = {name: getattr(self, name) for name in self.rule.settings}
         if "beta1" in read:
             read["betas"] = (read.pop("beta1"), read.pop("beta2"))
@@ -230,7 +230,7 @@ class TouchedRows:
         return values
 
     def move_along(self, direction: Tensor) -> Tensor:
-        """A direction, and decoupled weight decay, at the learning rate."""
+        """Step in a direction, and by decoupled weight decay, at the learning rate."""
         decay = self.spec.decay(WeightDecayMode.DECOUPLE)
         if decay:
             direction = direction.add(self.weights, alpha=decay)
@@ -329,7 +329,7 @@ def _row_norm(x_KD: Tensor) -> Tensor:
 
 
 def _safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """A row with no gradient has denominator 0: it must not move, rather than become NaN."""
+    """Divide, so that a row with no gradient, whose denominator is 0, stays and is no NaN."""
     return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))
 
 

@@ -1,6 +1,6 @@
 """How good the predictions are, how sure, and how fast they came.
 
-Plain functions for arrays at hand; accumulators (``update``, ``merge``, ``sync``, ``compute``) for
+Plain functions for arrays at hand; accumulators (`update`, `merge`, `sync`, `compute`) for
 streams over many batches and ranks; `RecMetricModule` for many metrics of many tasks, as a
 configuration asks for them, over windows and over the lifetime. What is kept is tensors, so it
 moves and is summed like any other.

@@ -1,7 +1,7 @@
 """What metrics keep from batch to batch, and how the ranks' shares come together.
 
 Metrics of equal tasks are computed together: one tensor of all their sums, one window of rows.
-Shapes: ``T`` tasks, ``K`` sums, ``N`` samples.
+Shapes: `T` tasks, `K` sums, `N` samples.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _TaskGroup:
                 window.add(sums_TK, rows[0].size(2))
 
     def window_totals(self) -> dict[int, torch.Tensor]:
-        """The sums of each window, by its size on one rank."""
+        """Return the sums of each window, by its size on one rank."""
         zeros = torch.zeros_like(self.lifetime)
         return {
             size: torch.stack(tuple(window.sums)).sum(0) if window.sums else zeros
@@ -141,7 +141,7 @@ class _TaskGroup:
         }
 
     def window_rows(self, size: int) -> MetricBatch:
-        """The rows of a window, as if they were one batch."""
+        """Return the rows of a window, as if they were one batch."""
         rows_3TN, extra_EN = self._rows(size)
         inputs = {} if extra_EN is None else dict(zip(self.row_inputs, extra_EN, strict=True))
         return MetricBatch(self.tasks, rows_3TN, None, inputs)
@@ -154,7 +154,7 @@ class _TaskGroup:
         process_group: torch.distributed.ProcessGroup | None,
         to_all: bool,
     ) -> RowWindow:
-        """The rows of a window of all ranks."""
+        """Return the rows of a window of all ranks."""
         window = RowWindow(size * len(num_rows_R))
         if sum(num_rows_R):
             rows, extra = self._rows(size)
@@ -174,7 +174,7 @@ class _TaskGroup:
         return found
 
     def named(self, sums_TK: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The columns of sums, by name."""
+        """Return the columns of sums, by name."""
         columns = {}
         place = 0
         for quantity in self.quantities:
@@ -184,7 +184,7 @@ class _TaskGroup:
         return columns
 
     def entries(self) -> Iterator[tuple[str, int, int | slice]]:
-        """How the state dict calls each sum, its task's place, and its column."""
+        """Return how the state dict calls each sum, its task's place, and its column."""
         names = self.named(torch.arange(self.lifetime.size(1)).expand_as(self.lifetime))
         for place, task in enumerate(self.tasks):
             for name, columns in names.items():
@@ -231,7 +231,7 @@ class Accumulators(torch.nn.Module):
         Args:
             predictions: of all tasks.
             labels: of all tasks.
-            weights: of all tasks; ``None`` for ones.
+            weights: of all tasks; `None` for ones.
             inputs: other outputs of the model.
 
         Raises:

@@ -1,6 +1,6 @@
 """Area under the ROC curve: the chance that a positive is scored above a negative.
 
-Ties count one half. Shapes: ``N`` samples, ``K`` bins, ``R`` ranks.
+Ties count one half. Shapes: `N` samples, `K` bins, `R` ranks.
 """
 
 from typing import final
@@ -20,9 +20,9 @@ def auc(
     """Compute the exact area under the ROC curve.
 
     Args:
-        predictions: ``[N]`` scores of any scale; only their order matters.
-        labels: ``[N]``, 0 or 1.
-        weights: ``[N]``, not negative; ``None`` for ones.
+        predictions: `[N]` scores of any scale; only their order matters.
+        labels: `[N]`, 0 or 1.
+        weights: `[N]`, not negative; `None` for ones.
 
     Returns:
         Scalar float64; NaN if only one class is present, or a score is NaN.
@@ -55,11 +55,11 @@ def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch
     """Compute the area under the ROC curve if samples of one bin are ties.
 
     Args:
-        positive_K: ``[..., K]`` the weight of positives in bins of rising score.
+        positive_K: `[..., K]` the weight of positives in bins of rising score.
         negative_K: alike, of negatives.
 
     Returns:
-        ``[...]``; NaN if only one class is present.
+        `[...]`; NaN if only one class is present.
     """
     beaten_K = negative_K.cumsum(-1) - 0.5 * negative_K
     return (positive_K * beaten_K).sum(-1) / (positive_K.sum(-1) * negative_K.sum(-1))
@@ -88,9 +88,9 @@ class AUC:
         """Add a batch.
 
         Args:
-            predictions: ``[N]`` scores.
-            labels: ``[N]``, 0 or 1.
-            weights: ``[N]``; ``None`` for ones.
+            predictions: `[N]` scores.
+            labels: `[N]`, 0 or 1.
+            weights: `[N]`; `None` for ones.
 
         Raises:
             ValueError: the inputs differ in size or device.
@@ -101,7 +101,7 @@ class AUC:
         """Give everything seen so far.
 
         Returns:
-            ``[3, N]`` float64: predictions, labels, weights.
+            `[3, N]` float64: predictions, labels, weights.
         """
         if not self._samples:
             return torch.zeros(3, 0, dtype=torch.float64)
@@ -121,7 +121,7 @@ class AUC:
         """Add what all ranks have seen; every rank must call it, and then holds the same state.
 
         Args:
-            group: the ranks; ``None`` for all.
+            group: the ranks; `None` for all.
         """
         import torch.distributed as dist
 
@@ -151,7 +151,7 @@ class BinnedAUC(Sums):
     Predictions that share a bin count as ties. The error is at most half the chance that a positive
     and a negative share one.
 
-    The state is ``[2, K]``: the weight of negatives and of positives in each bin.
+    The state is `[2, K]`: the weight of negatives and of positives in each bin.
 
     Args:
         num_bins: equal bins from 0 to 1.
@@ -178,9 +178,9 @@ class BinnedAUC(Sums):
         """Add a batch.
 
         Args:
-            predictions: ``[N]`` probabilities.
-            labels: ``[N]``, 0 or 1.
-            weights: ``[N]``; ``None`` for ones.
+            predictions: `[N]` probabilities.
+            labels: `[N]`, 0 or 1.
+            weights: `[N]`; `None` for ones.
 
         Raises:
             ValueError: the inputs differ in size or device.

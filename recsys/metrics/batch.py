@@ -1,4 +1,4 @@
-"""What metrics see of a batch. Shapes: ``T`` tasks, ``N`` samples, ``C`` classes."""
+"""What metrics see of a batch. Shapes: `T` tasks, `N` samples, `C` classes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from recsys.metrics.metrics_config import RecTaskInfo
 from recsys.metrics.ranking import Groups, Ranked, group_samples, one_group
 
 TaskTensors = torch.Tensor | Mapping[str, torch.Tensor]
-"""``[T, N]`` in the order of the tasks, or by the tasks' names."""
+"""`[T, N]` in the order of the tasks, or by the tasks' names."""
 
 
 @final
@@ -23,9 +23,9 @@ class MetricBatch:
 
     Args:
         tasks: the tasks.
-        rows_3TN: ``[3, T, N]`` predictions, labels and weights, float32 or float64. Predictions of
+        rows_3TN: `[3, T, N]` predictions, labels and weights, float32 or float64. Predictions of
             classes are apart, and zero here.
-        classes_TNC: ``[T, N, C]`` predictions of classes, if there are.
+        classes_TNC: `[T, N, C]` predictions of classes, if there are.
         inputs: other outputs of the model, by name.
     """
 
@@ -61,32 +61,32 @@ class MetricBatch:
 
     @cached_property
     def predictions(self) -> torch.Tensor:
-        """``[T, N]`` float64."""
+        """`[T, N]` float64."""
         return self.rows[0].double()
 
     @cached_property
     def labels(self) -> torch.Tensor:
-        """``[T, N]`` float64."""
+        """`[T, N]` float64."""
         return self.rows[1].double()
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """``[T, N]`` float64."""
+        """`[T, N]` float64."""
         return self.rows[2].double()
 
     @cached_property
     def ones(self) -> torch.Tensor:
-        """``[T, N]`` ones, float64."""
+        """`[T, N]` ones, float64."""
         return torch.ones_like(self.labels)
 
     @cached_property
     def log_loss(self) -> torch.Tensor:
-        """``[T, N]`` binary cross entropy, in nats, of the dtype of the rows."""
+        """`[T, N]` binary cross entropy, in nats, of the dtype of the rows."""
         return cross_entropy(self.rows[0], self.rows[1])
 
     @cached_property
     def errors(self) -> torch.Tensor:
-        """``[T, N]`` predictions less labels, of the dtype of the rows."""
+        """`[T, N]` predictions less labels, of the dtype of the rows."""
         return self.rows[0] - self.rows[1]
 
     def decisions(self, threshold: float) -> torch.Tensor:
@@ -96,7 +96,7 @@ class MetricBatch:
             threshold: the least.
 
         Returns:
-            ``[T, N]`` 0 or 1, of the dtype of the rows.
+            `[T, N]` 0 or 1, of the dtype of the rows.
         """
         if threshold not in self._decisions:
             probs_TN = self.rows[0]
@@ -109,7 +109,7 @@ class MetricBatch:
         """Rank the samples of each task by their predictions.
 
         Args:
-            grouping: the model output whose equal values make a group; ``None`` for one of all.
+            grouping: the model output whose equal values make a group; `None` for one of all.
 
         Returns:
             They, by task.
@@ -161,12 +161,12 @@ class Quantity:
     name: str
     """Equal names mean the same sum: metrics share it, and a state dict names it so."""
     of: Callable[[MetricBatch], torch.Tensor]
-    """Gives ``[T, N]`` values, float64 or of the dtype of the batch's rows; or sums, as `width`
+    """Gives `[T, N]` values, float64 or of the dtype of the batch's rows; or sums, as `width`
     says. Values whose sums a formula subtracts from each other should be float64."""
     is_weighted: bool = True
     """Whether values are summed times the weights."""
     width: int = 0
-    """If not 0, `of` gives ``[T, width]`` sums itself."""
+    """If not 0, `of` gives `[T, width]` sums itself."""
 
     def sums(self, batch: MetricBatch) -> torch.Tensor:
         """Sum the values, if `width` is 0.
@@ -175,7 +175,7 @@ class Quantity:
             batch: the batch.
 
         Returns:
-            ``[T]``, of the dtype of the values.
+            `[T]`, of the dtype of the values.
         """
         values_TN = self.of(batch)
         if not self.is_weighted:
@@ -189,11 +189,11 @@ def stack_plain(flat: Sequence[torch.Tensor], num_tasks: int) -> torch.Tensor | 
     """Stack what most batches are, in few calls: each counts after a step emptied the caches.
 
     Args:
-        flat: ``[N]`` predictions of all tasks, then labels, then weights.
-        num_tasks: ``T``.
+        flat: `[N]` predictions of all tasks, then labels, then weights.
+        num_tasks: `T`.
 
     Returns:
-        ``[3, T, N]`` float32; ``None`` if something is not a float32 tensor of one size and device.
+        `[3, T, N]` float32; `None` if something is not a float32 tensor of one size and device.
     """
     try:
         if {tensor.dtype for tensor in flat} != {torch.float32}:
@@ -216,9 +216,9 @@ def build_batch(
 
     Args:
         tasks: whose.
-        predictions: ``N`` values a task, or ``N`` times `num_classes`.
-        labels: ``N`` values a task.
-        weights: ``N`` values a task; ``None`` for ones.
+        predictions: `N` values a task, or `N` times `num_classes`.
+        labels: `N` values a task.
+        weights: `N` values a task; `None` for ones.
         inputs: other outputs of the model.
         num_classes: predictions per sample.
 

@@ -11,12 +11,12 @@ def check_predictions(
     Values are not looked at: on a GPU that would wait for the device in every step.
 
     Args:
-        predictions_N: any shape with ``N`` values.
+        predictions_N: any shape with `N` values.
         labels_N: as many values, 0 or 1.
-        weights_N: as many values; ``None`` for ones.
+        weights_N: as many values; `None` for ones.
 
     Returns:
-        The three, detached, ``[N]`` float64.
+        The three, detached, `[N]` float64.
 
     Raises:
         ValueError: they differ in size or device.

@@ -2,7 +2,7 @@
 
 Normalized entropy is from He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook"
 (ADKDD 2014): below 1 the predictions say more than the base rate does, and unlike log loss it
-can be compared between data sets of different base rates. Shape: ``N`` samples.
+can be compared between data sets of different base rates. Shape: `N` samples.
 """
 
 import math
@@ -24,9 +24,9 @@ def log_loss(
     """Compute the mean binary cross entropy.
 
     Args:
-        predictions: ``[N]`` probabilities.
-        labels: ``[N]``, 0 or 1.
-        weights: ``[N]``; ``None`` for ones.
+        predictions: `[N]` probabilities.
+        labels: `[N]`, 0 or 1.
+        weights: `[N]`; `None` for ones.
 
     Returns:
         Scalar float64, in nats per sample; NaN without samples.
@@ -49,9 +49,9 @@ def normalized_entropy(
     """Compute log loss divided by the entropy of the labels' own base rate.
 
     Args:
-        predictions: ``[N]`` probabilities.
-        labels: ``[N]``, 0 or 1.
-        weights: ``[N]``; ``None`` for ones.
+        predictions: `[N]` probabilities.
+        labels: `[N]`, 0 or 1.
+        weights: `[N]`; `None` for ones.
 
     Returns:
         Scalar float64. Infinite if only one class is present.
@@ -72,7 +72,7 @@ def normalized_entropy(
 class NormalizedEntropy(Sums):
     """Log loss, base rate and normalized entropy over many batches and ranks.
 
-    The state is ``[3]``: summed loss, positive weight, weight.
+    The state is `[3]`: summed loss, positive weight, weight.
 
     Args:
         device: where the sums are kept: that of the predictions.
@@ -93,9 +93,9 @@ class NormalizedEntropy(Sums):
         """Add a batch.
 
         Args:
-            predictions: ``[N]`` probabilities.
-            labels: ``[N]``, 0 or 1.
-            weights: ``[N]``; ``None`` for ones.
+            predictions: `[N]` probabilities.
+            labels: `[N]`, 0 or 1.
+            weights: `[N]`; `None` for ones.
 
         Raises:
             ValueError: the inputs differ in size or device.
@@ -135,11 +135,11 @@ def cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor
     """Compute the binary cross entropy of each sample.
 
     Args:
-        probs_N: ``[..., N]`` probabilities, float32 or float64.
-        labels_N: ``[..., N]``, from 0 to 1, alike.
+        probs_N: `[..., N]` probabilities, float32 or float64.
+        labels_N: `[..., N]`, from 0 to 1, alike.
 
     Returns:
-        ``[..., N]``, in nats, alike.
+        `[..., N]`, in nats, alike.
     """
     positive_N = probs_N.clamp(min=EPSILON).log_()
     # Not the logarithm of 1 - p, which float32 does not have for a small p.

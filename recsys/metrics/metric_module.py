@@ -197,7 +197,7 @@ class RecMetricModule(torch.nn.Module):
         """Name the model outputs that metrics need besides the tasks' own.
 
         Returns:
-            Their keys, sorted; ``None`` for none.
+            Their keys, sorted; `None` for none.
         """
         return self.rec_metrics.get_required_inputs()
 
@@ -205,7 +205,7 @@ class RecMetricModule(torch.nn.Module):
         """Add a batch.
 
         Args:
-            model_out: ``[N]`` predictions, labels and weights under the names that the tasks give
+            model_out: `[N]` predictions, labels and weights under the names that the tasks give
                 them, and the required inputs. What else is in it is not looked at.
             **kwargs: more required inputs.
 
@@ -243,7 +243,7 @@ class RecMetricModule(torch.nn.Module):
         """Compute all results over all ranks; every rank must call it.
 
         Returns:
-            Metrics' results by key, such as ``ne-click|window_ne``: float64 scalars, on rank 0
+            Metrics' results by key, such as `ne-click|window_ne`: float64 scalars, on rank 0
             alone unless the metrics are made otherwise; throughput; what state metrics report.
         """
         self.compute_count += 1
@@ -255,7 +255,7 @@ class RecMetricModule(torch.nn.Module):
         """Compute all results over this rank's samples.
 
         Returns:
-            As `compute` does, with ``local_`` at the beginning of metrics' names.
+            As `compute` does, with `local_` at the beginning of metrics' names.
         """
         results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.local_compute())
         return results | self._others()
@@ -335,7 +335,7 @@ def generate_metric_module(
         my_rank: this one.
         state_metrics_mapping: what serves the state metrics of the configuration.
         device: where the sums are kept: that of the predictions.
-        process_group: the ranks; ``None`` for all.
+        process_group: the ranks; `None` for all.
         batch_size_stages: batch sizes that change, for throughput.
         module_kwargs: more arguments for `metric_class`.
 

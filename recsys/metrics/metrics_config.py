@@ -60,7 +60,7 @@ class SessionMetricDef:
     """How metrics per session rank.
 
     Raises:
-        ValueError: ``top_threshold`` is not positive.
+        ValueError: `top_threshold` is not positive.
     """
 
     session_var_name: str
@@ -119,7 +119,7 @@ class RecMetricDef:
     rec_task_indices: list[int] = field(default_factory=list)
     """Places in `MetricsConfig.rec_tasks`."""
     window_size: int = 10_000_000
-    """Samples of all ranks together that the ``window_`` results are over."""
+    """Samples of all ranks together that the `window_` results are over."""
     arguments: dict[str, Any] | None = None
     """What the metric takes besides, by name."""
 
@@ -193,7 +193,7 @@ class BatchSizeStage:
     batch_size: int = 0
     """Samples per rank and step."""
     max_iters: int | None = 0
-    """For so many steps; ``None`` for the rest of the run."""
+    """For so many steps; `None` for the rest of the run."""
 
 
 DefaultTaskInfo = RecTaskInfo()
@@ -214,7 +214,7 @@ def validate_batch_size_stages(batch_size_stages: list[BatchSizeStage] | None) -
     """Check that the stages last to the end of a run.
 
     Args:
-        batch_size_stages: in order; ``None`` or empty for none.
+        batch_size_stages: in order; `None` or empty for none.
 
     Raises:
         ValueError: the last stage ends, or an earlier one does not.

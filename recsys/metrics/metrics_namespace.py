@@ -1,4 +1,4 @@
-"""How a result is called: ``namespace-task|prefix_name``, say ``ne-click|window_ne``."""
+"""How a result is called: `namespace-task|prefix_name`, say `ne-click|window_ne`."""
 
 import enum
 import re
@@ -140,7 +140,7 @@ def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> 
         task_name: of the task.
 
     Returns:
-        ``namespace-task``.
+        `namespace-task`.
 
     Example:
         >>> compose_metric_namespace(MetricNamespace.NE, "click")

@@ -45,7 +45,7 @@ class WindowMetric(RecMetric):
             ranked: the samples of a task.
 
         Returns:
-            ``[G]`` float64.
+            `[G]` float64.
         """
         raise NotImplementedError
 
@@ -68,8 +68,8 @@ class WindowMetric(RecMetric):
 class AUCMetric(WindowMetric):
     """Area under the ROC curve; equal predictions count one half.
 
-    The argument ``grouped_auc=True`` adds the mean over the groups of the model output
-    ``grouping_keys``, in which a group of one class counts 0.5.
+    The argument `grouped_auc=True` adds the mean over the groups of the model output
+    `grouping_keys`, in which a group of one class counts 0.5.
     """
 
     namespace = MetricNamespace.AUC
@@ -84,8 +84,8 @@ class AUCMetric(WindowMetric):
 class AUPRCMetric(WindowMetric):
     """Average precision: area under the curve of precision over recall.
 
-    The argument ``grouped_auprc=True`` adds the mean over the groups of the model output
-    ``grouping_keys``, in which a group without positives counts 0.
+    The argument `grouped_auprc=True` adds the mean over the groups of the model output
+    `grouping_keys`, in which a group without positives counts 0.
     """
 
     namespace = MetricNamespace.AUPRC
@@ -107,8 +107,8 @@ def _shares_in_order(ranked: Ranked) -> torch.Tensor:
 class RAUCMetric(WindowMetric):
     """The share of pairs of samples that are not in the wrong order, for labels of any number.
 
-    Weights are not looked at. The argument ``grouped_rauc=True`` adds the mean over the groups of
-    the model output ``grouping_keys``, in which a group of one sample counts 1.
+    Weights are not looked at. The argument `grouped_rauc=True` adds the mean over the groups of
+    the model output `grouping_keys`, in which a group of one sample counts 1.
     """
 
     namespace = MetricNamespace.RAUC
@@ -124,7 +124,7 @@ class BinnedAUCMetric(SumMetric):
     """Area under the ROC curve of probabilities from counts in bins, in constant memory.
 
     The error is at most half the chance that a positive and a negative share a bin. The argument
-    ``num_bins`` says how many there are, equal ones from 0 to 1. A window keeps the counts of its
+    `num_bins` says how many there are, equal ones from 0 to 1. A window keeps the counts of its
     1,000 parts: 16 kB for each part and task with 1,000 bins.
     """
 
@@ -158,9 +158,9 @@ THRESHOLDS = 1000
 class HindsightTargetPRMetric(SumMetric):
     """What threshold would have reached a precision, and with what recall.
 
-    Results: ``hindsight_target_pr``, the least of 1,000 equally spaced thresholds from 0 to 1 at
-    which the predictions of at least it have the precision of the argument ``target_precision``,
-    and there ``hindsight_target_precision`` and ``hindsight_target_recall``. They are NaN if no
+    Results: `hindsight_target_pr`, the least of 1,000 equally spaced thresholds from 0 to 1 at
+    which the predictions of at least it have the precision of the argument `target_precision`,
+    and there `hindsight_target_precision` and `hindsight_target_recall`. They are NaN if no
     threshold reaches it. A window keeps counts as `BinnedAUCMetric` does.
     """
 

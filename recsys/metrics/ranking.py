@@ -1,7 +1,7 @@
 """How well scores rank samples, as a whole or within groups.
 
 All work is in sorts and sums, without a loop over groups, and nothing waits for a device. Shapes:
-``N`` samples, ``G`` groups; ``G`` may be more than there are, and the rest are empty.
+`N` samples, `G` groups; `G` may be more than there are, and the rest are empty.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class Groups:
     index_N: torch.Tensor
     """Each sample's group, from 0, int64."""
     size_G: torch.Tensor
-    """Samples of each group, int64; ``G`` is ``N``, or 1 if all are one group."""
+    """Samples of each group, int64; `G` is `N`, or 1 if all are one group."""
 
 
 def group_samples(keys_N: torch.Tensor) -> Groups:
-    """Number groups.
+    """Return number groups.
 
     Args:
-        keys_N: ``[N]`` equal for samples of one group.
+        keys_N: `[N]` equal for samples of one group.
 
     Returns:
         The groups, in the order of the keys.
@@ -42,7 +42,7 @@ def one_group(values_N: torch.Tensor) -> Groups:
     """Put all samples into one group.
 
     Args:
-        values_N: ``[N]`` anything of the samples.
+        values_N: `[N]` anything of the samples.
 
     Returns:
         The group.
@@ -55,11 +55,11 @@ def sum_groups(values_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Sum over each group.
 
     Args:
-        values_N: ``[N]``.
+        values_N: `[N]`.
         groups: the groups.
 
     Returns:
-        ``[G]``.
+        `[G]`.
     """
     return values_N.new_zeros(len(groups.size_G)).index_add_(0, groups.index_N, values_N)
 
@@ -69,9 +69,9 @@ class Ranked:
     """Samples in the order of their scores: sorted once for all that is computed from it.
 
     Args:
-        scores_N: ``[N]`` of any float dtype.
-        labels_N: ``[N]``, from 0 to 1, float64.
-        weights_N: ``[N]`` float64.
+        scores_N: `[N]` of any float dtype.
+        labels_N: `[N]`, from 0 to 1, float64.
+        weights_N: `[N]` float64.
         groups: the groups.
     """
 
@@ -87,12 +87,12 @@ class Ranked:
 
     @cached_property
     def ties(self) -> "_Ties":
-        """Weights of both classes in runs of equal scores."""
+        """Weight of both classes in runs of equal scores."""
         return _Ties(self.scores, self.labels, self.weights, self.groups)
 
     @cached_property
     def nan_G(self) -> torch.Tensor:
-        """``[G]`` zero for groups whose scores are numbers, NaN for others."""
+        """`[G]` zero for groups whose scores are numbers, NaN for others."""
         nans_G = sum_groups(self.scores.isnan().double(), self.groups)
         return torch.where(nans_G > 0, torch.nan, 0.0)
 
@@ -104,7 +104,7 @@ def areas_under_roc(ranked: Ranked) -> torch.Tensor:
         ranked: the samples.
 
     Returns:
-        ``[G]`` float64; NaN for a group of one class.
+        `[G]` float64; NaN for a group of one class.
     """
     ties = ranked.ties
     beaten_K = ties.sum_to(ties.negative_K) - 0.5 * ties.negative_K
@@ -119,7 +119,7 @@ def average_precisions(ranked: Ranked) -> torch.Tensor:
         ranked: the samples.
 
     Returns:
-        ``[G]`` float64; NaN for a group without positives.
+        `[G]` float64; NaN for a group without positives.
     """
     ties = ranked.ties
     found_K = ties.sum_from(ties.positive_K)
@@ -137,13 +137,13 @@ def inverted_pairs(
     rounds as their ranks have bits, which the host reads from the device.
 
     Args:
-        scores_N: ``[N]`` of any float dtype.
-        labels_N: ``[N]`` float64.
-        weights_N: ``[N]`` float64.
+        scores_N: `[N]` of any float dtype.
+        labels_N: `[N]` float64.
+        weights_N: `[N]` float64.
         groups: the groups.
 
     Returns:
-        ``[G]`` the products of the pairs' weights, summed, float64.
+        `[G]` the products of the pairs' weights, summed, float64.
     """
     inverted_G = torch.zeros(len(groups.size_G), dtype=torch.float64, device=scores_N.device)
     if not len(scores_N):
@@ -176,11 +176,11 @@ def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.
     """Find each sample's place in its group, the highest score first.
 
     Args:
-        scores_N: ``[N]`` of any float dtype.
+        scores_N: `[N]` of any float dtype.
         groups: the groups.
 
     Returns:
-        ``[N]`` places from 0, int64, in which equal scores keep their order; and ``[N]`` places in
+        `[N]` places from 0, int64, in which equal scores keep their order; and `[N]` places in
         which equal scores share the first of theirs.
     """
     order_N = scores_N.argsort(descending=True, stable=True)
@@ -197,7 +197,7 @@ def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.
 
 
 class _Ties:
-    """Weights of both classes by rising score within groups; ``K`` runs of equal scores."""
+    """Weights of both classes by rising score within groups; `K` runs of equal scores."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _Ties:
         return values_K.new_zeros(self.num_groups).index_add_(0, self.group_K, values_K)
 
     def sum_to(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Sums of each run and of those before it in its group."""
+        """Sum of each run and of those before it in its group."""
         sums_K = values_K.cumsum(0)
         if self.num_groups == 1:
             return sums_K
@@ -237,7 +237,7 @@ class _Ties:
         return sums_K - (sums_G.cumsum(0) - sums_G)[self.group_K]
 
     def sum_from(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Sums of each run and of those after it in its group."""
+        """Sum of each run and of those after it in its group."""
         # Not the whole less `sum_to`, which the rounding of big sums would spoil at the end.
         sums_K = values_K.flip(0).cumsum(0).flip(0)
         if self.num_groups == 1:
@@ -261,13 +261,13 @@ def _argsort(scores_N: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(values_N: torch.Tensor) -> torch.Tensor:
-    """Where a run of equal values begins."""
+    """Return where a run of equal values begins."""
     starts_N = torch.ones_like(values_N, dtype=torch.bool)
     starts_N[1:] = values_N[1:] != values_N[:-1]
     return starts_N
 
 
 def _number_runs(*rows_N: torch.Tensor) -> torch.Tensor:
-    """Number runs of values from 0, equal in all rows."""
+    """Return number runs of values from 0, equal in all rows."""
     starts_N = torch.stack([_starts(row_N) for row_N in rows_N]).any(0)
     return starts_N.long().cumsum(0) - 1

@@ -21,7 +21,7 @@ class Value:
     name: MetricNameBase
     """What it says."""
     values_T: torch.Tensor
-    """``[T]``, or ``[T, ...]`` if a result is several numbers."""
+    """`[T]`, or `[T, ...]` if a result is several numbers."""
     description: str = ""
     """Is appended to the name."""
     prefix: MetricPrefix | None = None
@@ -44,13 +44,13 @@ class _Measured(torch.nn.Module):
         weights: TaskTensors | None,
         **kwargs: torch.Tensor,
     ) -> None:
-        """Add a batch of ``N`` samples.
+        """Add a batch of `N` samples.
 
         Args:
-            predictions: ``[N]`` by task name, or ``[T, N]``.
+            predictions: `[N]` by task name, or `[T, N]`.
             labels: like them.
-            weights: like them; ``None`` for ones.
-            **kwargs: ``[N]`` the required inputs, by key.
+            weights: like them; `None` for ones.
+            **kwargs: `[N]` the required inputs, by key.
 
         Raises:
             TypeError: something is no tensor.
@@ -62,12 +62,12 @@ class _Measured(torch.nn.Module):
     def update_from(
         self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Add a batch of ``N`` samples, as `update` does.
+        """Add a batch of `N` samples, as `update` does.
 
         Args:
-            model_out: ``[N]`` predictions, labels and weights under the names that the tasks give
+            model_out: `[N]` predictions, labels and weights under the names that the tasks give
                 them.
-            inputs: ``[N]`` the required inputs, by key.
+            inputs: `[N]` the required inputs, by key.
 
         Raises:
             KeyError: a prediction, label or weight is missing.
@@ -86,7 +86,7 @@ class _Measured(torch.nn.Module):
         """Compute the results over this rank's samples.
 
         Returns:
-            Scalars; the names begin with ``local_``.
+            Scalars; the names begin with `local_`.
         """
         return self._accumulators.compute(self._members(), "local_")
 
@@ -115,11 +115,11 @@ class RecMetric(_Measured, abc.ABC):
         batch_size: samples per rank and step.
         tasks: what is measured.
         compute_mode: has no effect.
-        window_size: samples of all ranks together that the ``window_`` results are over.
+        window_size: samples of all ranks together that the `window_` results are over.
         fused_update_limit: has no effect.
         compute_on_all_ranks: whether all ranks get results, not rank 0 alone.
         should_validate_update: whether a batch whose weights are all zero is left out.
-        process_group: the ranks; ``None`` for all.
+        process_group: the ranks; `None` for all.
         **kwargs: the metric's own arguments, which its class names.
 
     Raises:
@@ -193,7 +193,7 @@ class RecMetric(_Measured, abc.ABC):
 
     @property
     def num_classes(self) -> int:
-        """Predictions per sample."""
+        """Prediction per sample."""
         return 1
 
     def quantities(self) -> Sequence[Quantity]:
@@ -208,7 +208,7 @@ class RecMetric(_Measured, abc.ABC):
         """Compute results from sums.
 
         Args:
-            sums: ``[T]`` or ``[T, width]`` of each quantity, by name.
+            sums: `[T]` or `[T, width]` of each quantity, by name.
 
         Returns:
             The results.
@@ -287,7 +287,7 @@ class RecMetricList(_Measured):
         """Name the model outputs that metrics need besides the tasks' own.
 
         Returns:
-            Their keys, sorted; ``None`` for none.
+            Their keys, sorted; `None` for none.
         """
         names = {name for metric in self.rec_metrics for name in metric.get_required_inputs()}
         return sorted(names) or None

@@ -65,15 +65,15 @@ class SessionMetric(SumMetric):
 class NDCGMetric(SessionMetric):
     """Normalized discounted cumulative gain, or one less it.
 
-    A session's is the sum of gains, each divided by ``log2(place + 2)`` where the predictions put
+    A session's is the sum of gains, each divided by `log2(place + 2)` where the predictions put
     it, over the same sum where the labels put it; 0 without gains. Equal predictions keep their
     order. A result is the mean over sessions, each times its largest weight. Source: Järvelin and
     Kekäläinen, "Cumulated gain-based evaluation of IR techniques" (ACM TOIS, 2002).
 
-    Arguments: ``session_key`` names the model output with the sessions; ``exponential_gain`` makes
-    a gain ``2 ** label - 1`` in place of the label; ``k`` is how many places count (-1: all);
-    ``report_ndcg_as_decreasing_curve`` gives one less the value (times the weight);
-    ``remove_single_length_sessions`` leaves out sessions of one sample; ``scale_by_weights_tensor``
+    Arguments: `session_key` names the model output with the sessions; `exponential_gain` makes
+    a gain `2 ** label - 1` in place of the label; `k` is how many places count (-1: all);
+    `report_ndcg_as_decreasing_curve` gives one less the value (times the weight);
+    `remove_single_length_sessions` leaves out sessions of one sample; `scale_by_weights_tensor`
     multiplies predictions and gains by the weights, in place of sessions.
     """
 
@@ -136,7 +136,7 @@ class TopOfSessionMetric(SessionMetric):
 
     `RecTaskInfo.session_metric_def` says which samples are one session and how many of it are
     predicted positive: those with less than so many better ones. Positive are labels of 1, or as
-    many highest labels if ``run_ranking_of_labels``.
+    many highest labels if `run_ranking_of_labels`.
     """
 
     def _prepare(self) -> None:
@@ -161,7 +161,7 @@ class TopOfSessionMetric(SessionMetric):
             place: the task's.
 
         Returns:
-            ``[N]`` weights of true positives, of what is predicted positive, and of positives.
+            `[N]` weights of true positives, of what is predicted positive, and of positives.
         """
         session = _session_of(batch.tasks[place])
         groups = group_samples(batch.input(session.session_var_name).long())
@@ -203,8 +203,8 @@ class PrecisionSessionMetric(TopOfSessionMetric):
 class GAUCMetric(SessionMetric):
     """Mean over sessions of the area under the ROC curve; equal predictions count one half.
 
-    The model output ``num_candidates`` has the sizes of the sessions, whose samples follow one
-    another. Sessions of one class are left out. Results: ``gauc``, and ``gauc_num_samples``, how
+    The model output `num_candidates` has the sizes of the sessions, whose samples follow one
+    another. Sessions of one class are left out. Results: `gauc`, and `gauc_num_samples`, how
     many sessions there were. On a GPU each update waits for the device.
     """
 

@@ -27,7 +27,7 @@ from recsys.metrics.metrics_namespace import (
 from recsys.metrics.rec_metric import RecMetric, Value
 
 Sums = Mapping[str, torch.Tensor]
-"""``[T]`` by name, or ``[T, width]`` for a quantity of some width."""
+"""`[T]` by name, or `[T, width]` for a quantity of some width."""
 
 WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
 LABEL = Quantity("label", lambda batch: batch.labels)
@@ -77,7 +77,7 @@ class SumMetric(RecMetric):
 class NEMetric(SumMetric):
     """Normalized entropy: log loss divided by the entropy of the labels' base rate.
 
-    Results: ``ne``, and with the argument ``include_logloss=True`` ``logloss``, which is in bits
+    Results: `ne`, and with the argument `include_logloss=True` `logloss`, which is in bits
     (`LogLossMetric` gives nats). The source is that of `recsys.metrics.normalized_entropy`.
     """
 
@@ -95,7 +95,7 @@ class NEMetric(SumMetric):
 
 @final
 class ServingNEMetric(NEMetric):
-    """Normalized entropy, and the number of samples with a weight: ``total_examples``."""
+    """Normalized entropy, and the number of samples with a weight: `total_examples`."""
 
     namespace = MetricNamespace.SERVING_NE
     arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
@@ -111,8 +111,8 @@ class ServingNEMetric(NEMetric):
 class RecalibratedNEMetric(NEMetric):
     """Normalized entropy of predictions whose sampling of negatives is undone.
 
-    A prediction p counts as ``c p / (c p + 1 - p)``, where c is the argument
-    ``recalibration_coefficient``; He et al. (2014), section 6.3.
+    A prediction p counts as `c p / (c p + 1 - p)`, where c is the argument
+    `recalibration_coefficient`; He et al. (2014), section 6.3.
     """
 
     namespace = MetricNamespace.RECALIBRATED_NE
@@ -181,10 +181,10 @@ class CaliFreeNEMetric(SumMetric):
 
 @final
 class SegmentedNEMetric(SumMetric):
-    """Normalized entropy of each segment of the samples: ``segmented_ne_0``, ...
+    """Normalized entropy of each segment of the samples: `segmented_ne_0`, ...
 
-    Arguments: ``num_groups`` segments, numbered from 0 by the model output ``grouping_keys`` (the
-    argument names it), and ``include_logloss`` for ``logloss_0``, ... in bits. A number that is
+    Arguments: `num_groups` segments, numbered from 0 by the model output `grouping_keys` (the
+    argument names it), and `include_logloss` for `logloss_0`, ... in bits. A number that is
     none of a segment leaves its sample out.
     """
 
@@ -250,7 +250,7 @@ class CalibrationMetric(SumMetric):
 
 @final
 class ServingCalibrationMetric(CalibrationMetric):
-    """Calibration, and the number of samples with a weight: ``total_examples``."""
+    """Calibration, and the number of samples with a weight: `total_examples`."""
 
     namespace = MetricNamespace.SERVING_CALIBRATION
     sums = (PREDICTION, LABEL, WEIGHTED_SAMPLES)
@@ -320,7 +320,7 @@ class ScalarMetric(SumMetric):
 class TensorWeightedAvgMetric(SumMetric):
     """Mean of the model output that `RecTaskInfo.tensor_name` names.
 
-    `RecTaskInfo.weighted` says whether with weights. The argument ``description`` is appended to
+    `RecTaskInfo.weighted` says whether with weights. The argument `description` is appended to
     the result's name.
     """
 
@@ -364,7 +364,7 @@ class TensorWeightedAvgMetric(SumMetric):
 class MSEMetric(SumMetric):
     """Mean squared error and its root.
 
-    The argument ``include_r_squared=True`` adds ``r_squared``: one less the squared error divided
+    The argument `include_r_squared=True` adds `r_squared`: one less the squared error divided
     by that of the labels' mean.
     """
 
@@ -413,7 +413,7 @@ class MAEMetric(SumMetric):
 class ThresholdMetric(SumMetric):
     """What metrics of a decision have in common.
 
-    A prediction of at least the argument ``threshold`` counts as positive.
+    A prediction of at least the argument `threshold` counts as positive.
     """
 
     arguments: ClassVar[Mapping[str, Any]] = {"threshold": 0.5}
@@ -485,7 +485,7 @@ class RecallMetric(ThresholdMetric):
 class MulticlassRecallMetric(SumMetric):
     """The share of samples whose class is among the k best, for each k.
 
-    The argument ``number_of_classes`` (required) says how many predictions a sample has; labels are
+    The argument `number_of_classes` (required) says how many predictions a sample has; labels are
     numbers of classes. A result has as many values: k is 1 in the first.
     """
 
@@ -501,7 +501,7 @@ class MulticlassRecallMetric(SumMetric):
 
     @property
     def num_classes(self) -> int:
-        """Predictions per sample."""
+        """Prediction per sample."""
         number: int = self.options["number_of_classes"]
         return number
 
@@ -528,8 +528,8 @@ class MultiLabelPrecisionMetric(SumMetric):
 
     Predictions and labels are whole numbers, whose bits say which labels a sample was given and
     which it has: bit 0 is the first. Floats hold them up to 24 labels, whole numbers up to 52.
-    Arguments: ``num_labels``, and ``label_names``, which are appended to the result's name in place
-    of ``label_0``, ``label_1``, ...
+    Arguments: `num_labels`, and `label_names`, which are appended to the result's name in place
+    of `label_0`, `label_1`, ...
     """
 
     namespace = MetricNamespace.MULTI_LABEL_PRECISION
@@ -609,7 +609,7 @@ def total_examples(count_T: torch.Tensor) -> Value:
     """Report a number of samples, over the lifetime alone.
 
     Args:
-        count_T: ``[T]``.
+        count_T: `[T]`.
 
     Returns:
         The result.

@@ -46,7 +46,7 @@ class Sums:
         """Add what all ranks have seen; every rank must call it, and then holds the same state.
 
         Args:
-            group: the ranks; ``None`` for all.
+            group: the ranks; `None` for all.
         """
         import torch.distributed as dist
 

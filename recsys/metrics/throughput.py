@@ -28,7 +28,7 @@ class ThroughputMetric(torch.nn.Module):
     The first steps are left out: they build caches and compile kernels. Time is the host's; on a
     GPU it is right once the queue of launched work is full, not for single steps. A state dict has
     the counts, so that a run that goes on from a checkpoint counts on; the results that begin with
-    ``attempt_`` are of this process alone.
+    `attempt_` are of this process alone.
 
     Args:
         batch_size: samples per rank and step.
@@ -39,7 +39,7 @@ class ThroughputMetric(torch.nn.Module):
         clock: gives seconds.
 
     Raises:
-        ValueError: an argument is not positive (``warmup_steps`` may be 0), or the stages end.
+        ValueError: an argument is not positive (`warmup_steps` may be 0), or the stages end.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 2.0])
@@ -133,10 +133,10 @@ class ThroughputMetric(torch.nn.Module):
         """Compute the rates.
 
         Returns:
-            Scalars by key, as of the namespace and task ``throughput``: ``total_examples`` and
-            ``attempt_examples`` since the start, warm-up included; once something has been timed,
-            ``lifetime_throughput`` since the warm-up, ``window_throughput`` and
-            ``attempt_throughput`` in samples per second; ``batch_size`` if it has stages.
+            Scalars by key, as of the namespace and task `throughput`: `total_examples` and
+            `attempt_examples` since the start, warm-up included; once something has been timed,
+            `lifetime_throughput` since the warm-up, `window_throughput` and
+            `attempt_throughput` in samples per second; `batch_size` if it has stages.
         """
         found: dict[tuple[MetricName, MetricPrefix], torch.Tensor] = {
             (MetricName.TOTAL_EXAMPLES, MetricPrefix.DEFAULT): torch.tensor(self._total),
@@ -194,9 +194,9 @@ class TowerQPSMetric(SumMetric):
     """Samples of all ranks per second, of each task: those that came divided by the time between.
 
     `ThroughputMetric` counts what the batch size says instead, whatever came. The argument
-    ``warmup_steps`` says how many updates are not timed, one at least; ``batch_size_stages`` has no
-    effect, since samples are counted. Results: ``qps``, NaN until something is timed, and
-    ``total_examples``, warm-up included. Seconds are the mean of the ranks'; a ``local_`` result
+    `warmup_steps` says how many updates are not timed, one at least; `batch_size_stages` has no
+    effect, since samples are counted. Results: `qps`, NaN until something is timed, and
+    `total_examples`, warm-up included. Seconds are the mean of the ranks'; a `local_` result
     is what all ranks do if they are as fast as this one.
     """
 

@@ -1,6 +1,6 @@
 """What the last samples were: sums of them, or the samples themselves.
 
-Shapes: ``T`` tasks, ``K`` sums, ``N`` samples, ``E`` extra columns, ``R`` ranks.
+Shapes: `T` tasks, `K` sums, `N` samples, `E` extra columns, `R` ranks.
 """
 
 import math
@@ -43,7 +43,7 @@ class SumWindow:
         """Add a batch.
 
         Args:
-            sums_TK: ``[T, K]`` its sums; are kept and never changed.
+            sums_TK: `[T, K]` its sums; are kept and never changed.
             num_samples: of the batch.
         """
         if self.counts and self.counts[-1] + num_samples <= self._part_size:
@@ -87,8 +87,8 @@ class RowWindow:
         """Add a batch.
 
         Args:
-            rows_TN: ``[..., N]`` values; are kept and never changed.
-            extra_EN: ``[E, N]`` what belongs to them, int64; always or never ``None``.
+            rows_TN: `[..., N]` values; are kept and never changed.
+            extra_EN: `[E, N]` what belongs to them, int64; always or never `None`.
         """
         self._parts.append((rows_TN, extra_EN))
         self._num_kept += rows_TN.size(-1)
@@ -104,7 +104,7 @@ class RowWindow:
         """Give all, the oldest first.
 
         Returns:
-            ``[..., N]``, and ``[E, N]`` if there are such; ``None`` if nothing was added yet.
+            `[..., N]`, and `[E, N]` if there are such; `None` if nothing was added yet.
         """
         if not self._parts:
             return None
@@ -138,13 +138,13 @@ def gather_rows(
     """Bring the rows of all ranks together; every rank must call it.
 
     Args:
-        mine_N: ``[..., N]`` of this rank.
-        sizes: ``N`` of each rank.
-        group: the ranks; ``None`` for all.
+        mine_N: `[..., N]` of this rank.
+        sizes: `N` of each rank.
+        group: the ranks; `None` for all.
         to_all: or to the first rank alone; the others then keep what is theirs.
 
     Returns:
-        ``[..., sum(sizes)]`` in the order of ranks.
+        `[..., sum(sizes)]` in the order of ranks.
     """
     import torch.distributed as dist
 

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class SwishLayerNorm(nn.Module):
-    """Gate the input by the sigmoid of its own layer norm: ``x * sigmoid(layer_norm(x))``.
+    """Gate the input by the sigmoid of its own layer norm: `x * sigmoid(layer_norm(x))`.
 
     Args:
         input_dims: sizes of the last dimensions, over which is normalized.
@@ -26,7 +26,7 @@ class SwishLayerNorm(nn.Module):
         """Apply the gate.
 
         Args:
-            input: ``[..., *input_dims]``.
+            input: `[..., *input_dims]`.
 
         Returns:
             The same shape.

@@ -4,7 +4,7 @@ From Wang et al., "DCN V2: Improved Deep & Cross Network" (WWW 2021, arXiv:2008.
 adds to its input the first input times a learned function of the layer's input. `VectorCrossNet` is
 the first form of it, from Wang et al., "Deep & Cross Network" (2017, arXiv:1708.05123).
 
-Shapes: ``B`` samples, ``N`` features, ``E`` experts, ``R`` rank.
+Shapes: `B` samples, `N` features, `E` experts, `R` rank.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,8 @@ def _check_sizes(
 ) -> None:
     if min(in_features, num_layers, low_rank, num_experts) < 1:
         raise ValueError(
-            "cross network sizes must be at least 1; received "
-            f"in_features {in_features}, num_layers {num_layers}, low_rank {low_rank}, num_experts "
-            f"{num_experts}."
+            f"cross network sizes must be at least 1; received in_features {in_features}, "
+            f"num_layers {num_layers}, low_rank {low_rank}, num_experts {num_experts}."
         )
 
 
@@ -35,11 +34,11 @@ def _zeros(num: int, *shape: int) -> nn.ParameterList:
 
 
 class CrossNet(nn.Module):
-    """``x_next = x_0 * (W x + b) + x`` with full matrices ``W``.
+    """`x_next = x_0 * (W x + b) + x` with full matrices `W`.
 
     Args:
-        in_features: ``N``.
-        num_layers: layers; the output holds products of up to ``num_layers + 1`` features.
+        in_features: `N`.
+        num_layers: layers; the output holds products of up to `num_layers + 1` features.
 
     Raises:
         ValueError: a size is below 1.
@@ -61,10 +60,10 @@ class CrossNet(nn.Module):
         """Cross the features.
 
         Args:
-            input: ``[B, N]``.
+            input: `[B, N]`.
 
         Returns:
-            ``[B, N]``.
+            `[B, N]`.
         """
         output_BN = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
@@ -73,12 +72,12 @@ class CrossNet(nn.Module):
 
 
 class LowRankCrossNet(nn.Module):
-    """``x_next = x_0 * (W V x + b) + x``: each matrix is a product of two narrow ones.
+    """`x_next = x_0 * (W V x + b) + x`: each matrix is a product of two narrow ones.
 
     Args:
-        in_features: ``N``.
-        num_layers: layers; the output holds products of up to ``num_layers + 1`` features.
-        low_rank: columns of ``W`` and rows of ``V``; saves work below ``N / 2``.
+        in_features: `N`.
+        num_layers: layers; the output holds products of up to `num_layers + 1` features.
+        low_rank: columns of `W` and rows of `V`; saves work below `N / 2`.
 
     Raises:
         ValueError: a size is below 1.
@@ -101,10 +100,10 @@ class LowRankCrossNet(nn.Module):
         """Cross the features.
 
         Args:
-            input: ``[B, N]``.
+            input: `[B, N]`.
 
         Returns:
-            ``[B, N]``.
+            `[B, N]`.
         """
         output_BN = input
         for wide, narrow, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
@@ -113,11 +112,11 @@ class LowRankCrossNet(nn.Module):
 
 
 class VectorCrossNet(nn.Module):
-    """``x_next = x_0 * (w^T x) + b + x``: each layer weighs all features by one number.
+    """`x_next = x_0 * (w^T x) + b + x`: each layer weighs all features by one number.
 
     Args:
-        in_features: ``N``.
-        num_layers: layers; the output holds products of up to ``num_layers + 1`` features.
+        in_features: `N`.
+        num_layers: layers; the output holds products of up to `num_layers + 1` features.
 
     Raises:
         ValueError: a size is below 1.
@@ -138,10 +137,10 @@ class VectorCrossNet(nn.Module):
         """Cross the features.
 
         Args:
-            input: ``[B, N]``.
+            input: `[B, N]`.
 
         Returns:
-            ``[B, N]``.
+            `[B, N]`.
         """
         output_BN = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
@@ -152,15 +151,15 @@ class VectorCrossNet(nn.Module):
 class LowRankMixtureCrossNet(nn.Module):
     """Low-rank layers of several experts each, weighed by gates that see the layer's input.
 
-    ``x_next = sum_e G_e(x) * x_0 * (U_e g(C_e g(V_e x)) + b) + x``. The gates ``G`` are a softmax
+    `x_next = sum_e G_e(x) * x_0 * (U_e g(C_e g(V_e x)) + b) + x`. The gates `G` are a softmax
     over one linear layer per expert, which all cross layers share; one expert needs no gate.
 
     Args:
-        in_features: ``N``.
-        num_layers: layers; the output holds products of up to ``num_layers + 1`` features.
-        num_experts: ``E``.
-        low_rank: ``R``, columns of each ``U``.
-        activation: ``g``, a function or a module.
+        in_features: `N`.
+        num_layers: layers; the output holds products of up to `num_layers + 1` features.
+        num_experts: `E`.
+        low_rank: `R`, columns of each `U`.
+        activation: `g`, a function or a module.
 
     Raises:
         ValueError: a size is below 1.
@@ -197,10 +196,10 @@ class LowRankMixtureCrossNet(nn.Module):
         """Cross the features.
 
         Args:
-            input: ``[B, N]``.
+            input: `[B, N]`.
 
         Returns:
-            ``[B, N]``.
+            `[B, N]`.
         """
         output_BN = input
         for wide, core, narrow, bias in zip(

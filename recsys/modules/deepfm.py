@@ -3,7 +3,7 @@
 From Rendle, "Factorization Machines" (ICDM 2010); the deep network beside one, on the same
 embeddings, from Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247).
 
-Shapes: ``B`` samples, ``N`` columns of all embeddings of a sample together.
+Shapes: `B` samples, `N` columns of all embeddings of a sample together.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
-    """Flatten each embedding to ``[B, columns]`` and lay them side by side: ``[B, N]``."""
+    """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
     if len(embeddings) == 0 or min([embedding.dim() for embedding in embeddings]) < 2:
         raise ValueError(
             "embeddings must be a list of at least one tensor [B, ...]; received shapes "
@@ -24,7 +24,7 @@ class DeepFM(nn.Module):
     """Hand all embeddings of a sample, laid side by side, to a dense module.
 
     Args:
-        dense_module: maps ``[B, N]`` to the output, such as an MLP.
+        dense_module: maps `[B, N]` to the output, such as an MLP.
 
     Example:
         >>> deep = DeepFM(nn.Linear(10, 2))
@@ -40,7 +40,7 @@ class DeepFM(nn.Module):
         """Apply the dense module.
 
         Args:
-            embeddings: ``[B, ...]`` each, ``N`` columns together when flattened.
+            embeddings: `[B, ...]` each, `N` columns together when flattened.
 
         Returns:
             What the dense module gives.
@@ -55,7 +55,7 @@ class DeepFM(nn.Module):
 class FactorizationMachine(nn.Module):
     """The sum of the products of every two columns, in time linear in their number.
 
-    ``sum_{i<j} v_i v_j = ((sum_i v_i)^2 - sum_i v_i^2) / 2``, which is Rendle's equation for the
+    `sum_{i<j} v_i v_j = ((sum_i v_i)^2 - sum_i v_i^2) / 2`, which is Rendle's equation for the
     pairs of features with one factor per column. Columns of all embeddings count, also two of one
     embedding.
 
@@ -68,10 +68,10 @@ class FactorizationMachine(nn.Module):
         """Add up the products.
 
         Args:
-            embeddings: ``[B, ...]`` each.
+            embeddings: `[B, ...]` each.
 
         Returns:
-            ``[B, 1]``.
+            `[B, 1]`.
 
         Raises:
             ValueError: there is no embedding, or one of fewer than two dims.

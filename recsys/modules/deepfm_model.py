@@ -3,7 +3,7 @@
 Dense features become one more embedding; all embeddings go through a deep network and through a
 factorization machine, and one layer over both gives a probability.
 
-Shapes: ``B`` samples, ``F`` sparse features, ``D`` embedding dim.
+Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 """
 
 import torch
@@ -39,10 +39,10 @@ class SparseArch(nn.Module):
         """Look up ids.
 
         Args:
-            features: the ids of all ``F`` features, stride ``B``.
+            features: the ids of all `F` features, stride `B`.
 
         Returns:
-            ``[B, F * D]``, pooled; of a sharded collection pending.
+            `[B, F * D]`, pooled; of a sharded collection pending.
         """
         pooled: KeyedTensor = self.embedding_bag_collection(features)
         return pooled
@@ -54,7 +54,7 @@ class DenseArch(nn.Module):
     Args:
         in_features: columns of the dense features.
         hidden_layer_size: columns of the first layer.
-        embedding_dim: ``D``.
+        embedding_dim: `D`.
 
     Example:
         >>> DenseArch(13, hidden_layer_size=8, embedding_dim=4)(torch.ones(2, 13)).shape
@@ -74,10 +74,10 @@ class DenseArch(nn.Module):
         """Apply the layers.
 
         Args:
-            features: ``[B, in_features]``.
+            features: `[B, in_features]`.
 
         Returns:
-            ``[B, D]``.
+            `[B, D]`.
         """
         output: torch.Tensor = self.model(features)
         return output
@@ -87,7 +87,7 @@ class FMInteractionArch(nn.Module):
     """Put a deep network and a factorization machine of all embeddings beside the dense one.
 
     Args:
-        fm_in_features: columns of all embeddings together, ``(F + 1) * D``.
+        fm_in_features: columns of all embeddings together, `(F + 1) * D`.
         sparse_feature_names: the sparse features, as the collection names them.
         deep_fm_dimension: columns of the deep network's output.
 
@@ -111,11 +111,11 @@ class FMInteractionArch(nn.Module):
         """Let the features interact.
 
         Args:
-            dense_features: ``[B, D]``.
-            sparse_features: ``[B, F * D]``; features that were not named are left out.
+            dense_features: `[B, D]`.
+            sparse_features: `[B, F * D]`; features that were not named are left out.
 
         Returns:
-            ``[B, D + deep_fm_dimension + 1]``: the dense features, the deep network, the machine.
+            `[B, D + deep_fm_dimension + 1]`: the dense features, the deep network, the machine.
 
         Raises:
             KeyError: a named feature is missing.
@@ -144,10 +144,10 @@ class OverArch(nn.Module):
         """Apply the layer.
 
         Args:
-            features: ``[B, in_features]``.
+            features: `[B, in_features]`.
 
         Returns:
-            ``[B, 1]``, between 0 and 1.
+            `[B, 1]`, between 0 and 1.
         """
         output: torch.Tensor = self.model(features)
         return output
@@ -158,7 +158,7 @@ class SimpleDeepFMNN(nn.Module):
 
     Args:
         num_dense_features: columns of the dense features.
-        embedding_bag_collection: tables of one embedding dim ``D``.
+        embedding_bag_collection: tables of one embedding dim `D`.
         hidden_layer_size: columns of the dense features' hidden layer.
         deep_fm_dimension: columns of the deep network's output.
 
@@ -207,11 +207,11 @@ class SimpleDeepFMNN(nn.Module):
         """Predict.
 
         Args:
-            dense_features: ``[B, num_dense_features]``.
-            sparse_features: the ids of all features, stride ``B``.
+            dense_features: `[B, num_dense_features]`.
+            sparse_features: the ids of all features, stride `B`.
 
         Returns:
-            ``[B, 1]``, between 0 and 1; train it by ``binary_cross_entropy``.
+            `[B, 1]`, between 0 and 1; train it by `binary_cross_entropy`.
         """
         # The lookup first: sharded, it is a message on its way while the dense layers compute.
         pooled = self.sparse_arch(sparse_features)

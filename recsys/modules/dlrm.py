@@ -3,7 +3,7 @@
 Dense features go through an MLP, sparse ones through embedding tables of the same width; the dot
 products of every two of them, beside the dense one, go through a second MLP to one logit.
 
-Shapes: ``B`` samples, ``F`` sparse features, ``D`` embedding dim, ``P = (F + 1) * F / 2`` pairs.
+Shapes: `B` samples, `F` sparse features, `D` embedding dim, `P = (F + 1) * F / 2` pairs.
 """
 
 from collections.abc import Callable
@@ -70,10 +70,10 @@ class SparseArch(nn.Module):
         """Look up ids.
 
         Args:
-            features: the ids of all ``F`` features, stride ``B``.
+            features: the ids of all `F` features, stride `B`.
 
         Returns:
-            ``[B, F, D]``, pooled.
+            `[B, F, D]`, pooled.
         """
         return self.stack(self.embedding_bag_collection(features))
 
@@ -84,7 +84,7 @@ class SparseArch(nn.Module):
             pooled: what the collection returns; a sharded one answers later, when it is used here.
 
         Returns:
-            ``[B, F, D]``.
+            `[B, F, D]`.
         """
         values: torch.Tensor = pooled.values()
         # Named sizes: an empty batch leaves -1 undefined.
@@ -96,7 +96,7 @@ class DenseArch(nn.Module):
 
     Args:
         in_features: columns of the dense features.
-        layer_sizes: of the MLP; the last is ``D``.
+        layer_sizes: of the MLP; the last is `D`.
         device: where the parameters lie.
         batch_norm: as in `MLP`.
         dropout: as in `MLP`.
@@ -124,10 +124,10 @@ class DenseArch(nn.Module):
         """Apply the MLP.
 
         Args:
-            features: ``[B, in_features]``.
+            features: `[B, in_features]`.
 
         Returns:
-            ``[B, D]``.
+            `[B, D]`.
         """
         output: torch.Tensor = self.model(features)
         return output
@@ -137,7 +137,7 @@ class InteractionArch(nn.Module):
     """Put the dot products of every two features beside the dense feature.
 
     Args:
-        num_sparse_features: ``F``; with 0 the dense feature is given back.
+        num_sparse_features: `F`; with 0 the dense feature is given back.
         device: where the pairs' positions lie; they move with the module.
 
     Raises:
@@ -166,7 +166,7 @@ class InteractionArch(nn.Module):
 
     @torch.jit.unused
     def reset_parameters(self) -> None:
-        """Write the positions anew: ``to_empty`` after building on ``meta`` leaves them unset."""
+        """Write the positions anew: `to_empty` after building on `meta` leaves them unset."""
         for name, table in self._tables(self.positions_P.device).items():
             getattr(self, name).copy_(table)
 
@@ -174,11 +174,11 @@ class InteractionArch(nn.Module):
         """Multiply.
 
         Args:
-            dense_features: ``[B, D]``.
-            sparse_features: ``[B, F, D]``.
+            dense_features: `[B, D]`.
+            sparse_features: `[B, F, D]`.
 
         Returns:
-            ``[B, D + P]``.
+            `[B, D + P]`.
         """
         if self.F == 0:
             return dense_features
@@ -191,7 +191,7 @@ def check_num_sparse(num_sparse_features: int) -> None:
     """Refuse a negative number of sparse features.
 
     Args:
-        num_sparse_features: ``F``.
+        num_sparse_features: `F`.
 
     Raises:
         ValueError: it is negative.
@@ -245,10 +245,10 @@ class OverArch(nn.Module):
         """Apply the MLP.
 
         Args:
-            features: ``[B, in_features]``.
+            features: `[B, in_features]`.
 
         Returns:
-            ``[B, layer_sizes[-1]]`` logits.
+            `[B, layer_sizes[-1]]` logits.
         """
         output: torch.Tensor = self.model(features)
         return output
@@ -258,11 +258,11 @@ class DLRM(nn.Module):
     """Predict a logit from dense and sparse features.
 
     Args:
-        embedding_bag_collection: tables of one embedding dim ``D``; None for a model without sparse
+        embedding_bag_collection: tables of one embedding dim `D`; None for a model without sparse
             features.
         dense_in_features: columns of the dense features; without any, 0, a learned vector takes
             their place.
-        dense_arch_layer_sizes: of the first MLP; the last must be ``D``.
+        dense_arch_layer_sizes: of the first MLP; the last must be `D`.
         over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
         dense_device: where the MLPs' parameters lie.
         batch_norm: whether the MLPs' layers, but for the logit's, have batch norm; see `MLP`.
@@ -348,7 +348,7 @@ class DLRM(nn.Module):
         """Compile all but the lookup, in place; names in the state dict stay.
 
         Args:
-            compile_mode: of ``torch.compile``.
+            compile_mode: of `torch.compile`.
         """
         for arch in (self.dense_arch, self.inter_arch, self.over_arch):
             arch.compile(mode=compile_mode)
@@ -359,12 +359,12 @@ class DLRM(nn.Module):
         """Predict.
 
         Args:
-            dense_features: ``[B, dense_in_features]``.
-            sparse_features: the ids of all features, stride ``B``; read only by a model with
+            dense_features: `[B, dense_in_features]`.
+            sparse_features: the ids of all features, stride `B`; read only by a model with
                 tables.
 
         Returns:
-            ``[B, over_arch_layer_sizes[-1]]`` logits.
+            `[B, over_arch_layer_sizes[-1]]` logits.
         """
         if self.sparse_arch is None:
             dense = self.dense_arch(dense_features)
@@ -406,11 +406,11 @@ class DLRMTrain(nn.Module):
         """Compute the loss.
 
         Args:
-            batch: ``B`` samples.
+            batch: `B` samples.
 
         Returns:
-            The mean binary cross entropy, to call ``backward`` on; and detached: loss, logits
-            ``[B]`` and labels ``[B]``. An empty batch has loss 0, so that its rank can still take
+            The mean binary cross entropy, to call `backward` on; and detached: loss, logits
+            `[B]` and labels `[B]`. An empty batch has loss 0, so that its rank can still take
             part in the backward pass.
 
         Raises:
@@ -426,8 +426,8 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Compute the mean binary cross entropy, 0 for no samples.
 
     Args:
-        logits: ``[B]``.
-        labels: ``[B]``, 0 or 1, any dtype.
+        logits: `[B]`.
+        labels: `[B]`, 0 or 1, any dtype.
 
     Returns:
         Scalar.

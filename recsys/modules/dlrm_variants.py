@@ -1,6 +1,6 @@
 """DLRM with other interactions between its features than dot products of every two.
 
-Shapes: ``B`` samples, ``F`` sparse features, ``D`` embedding dim.
+Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 """
 
 import torch
@@ -12,7 +12,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 
 
 def _flatten(dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-    """Put a sample's vectors beside each other: ``[B, (F + 1) * D]``."""
+    """Put a sample's vectors beside each other: `[B, (F + 1) * D]`."""
     return torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1).flatten(1)
 
 
@@ -22,8 +22,8 @@ class InteractionDCNArch(nn.Module):
     From Wang et al., "DCN V2: Improved Deep & Cross Network" (WWW 2021, arXiv:2008.13535).
 
     Args:
-        num_sparse_features: ``F``; with 0 the dense feature is given back.
-        crossnet: maps ``[B, (F + 1) * D]`` to the interactions.
+        num_sparse_features: `F`; with 0 the dense feature is given back.
+        crossnet: maps `[B, (F + 1) * D]` to the interactions.
 
     Raises:
         ValueError: the number is negative.
@@ -44,11 +44,11 @@ class InteractionDCNArch(nn.Module):
         """Cross.
 
         Args:
-            dense_features: ``[B, D]``.
-            sparse_features: ``[B, F, D]``.
+            dense_features: `[B, D]`.
+            sparse_features: `[B, F, D]`.
 
         Returns:
-            What the cross network gives, ``[B, (F + 1) * D]`` for those of this package.
+            What the cross network gives, `[B, (F + 1) * D]` for those of this package.
         """
         if self.F == 0:
             return dense_features
@@ -59,14 +59,14 @@ class InteractionDCNArch(nn.Module):
 class InteractionProjectionArch(nn.Module):
     """Dot products between two sets of vectors, each a learned projection of all features.
 
-    With ``F_1`` and ``F_2`` vectors the products are ``F_1 * F_2`` columns, however many features
-    there are: a product of two projections in place of the ``F^2 / 2`` pairs of Naumov et al.
+    With `F_1` and `F_2` vectors the products are `F_1 * F_2` columns, however many features
+    there are: a product of two projections in place of the `F^2 / 2` pairs of Naumov et al.
     (2019, arXiv:1906.00091).
 
     Args:
-        num_sparse_features: ``F``; with 0 the dense feature is given back.
-        interaction_branch1: maps ``[B, (F + 1) * D]`` to ``[B, F_1 * D]``.
-        interaction_branch2: maps ``[B, (F + 1) * D]`` to ``[B, D * F_2]``.
+        num_sparse_features: `F`; with 0 the dense feature is given back.
+        interaction_branch1: maps `[B, (F + 1) * D]` to `[B, F_1 * D]`.
+        interaction_branch2: maps `[B, (F + 1) * D]` to `[B, D * F_2]`.
 
     Raises:
         ValueError: the number is negative.
@@ -93,11 +93,11 @@ class InteractionProjectionArch(nn.Module):
         """Project and multiply.
 
         Args:
-            dense_features: ``[B, D]``.
-            sparse_features: ``[B, F, D]``.
+            dense_features: `[B, D]`.
+            sparse_features: `[B, F, D]`.
 
         Returns:
-            ``[B, D + F_1 * F_2]``, the dense feature first.
+            `[B, D + F_1 * F_2]`, the dense feature first.
         """
         if self.F == 0:
             return dense_features
@@ -114,10 +114,10 @@ class DLRM_DCN(DLRM):
     """DLRM whose features are crossed by a low-rank cross network.
 
     Args:
-        embedding_bag_collection: tables of one embedding dim ``D``; None for a model without sparse
+        embedding_bag_collection: tables of one embedding dim `D`; None for a model without sparse
             features.
         dense_in_features: columns of the dense features; see `DLRM`.
-        dense_arch_layer_sizes: of the first MLP; the last must be ``D``.
+        dense_arch_layer_sizes: of the first MLP; the last must be `D`.
         over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
         dcn_num_layers: layers of the cross network.
         dcn_low_rank_dim: rank of its matrices.
@@ -172,19 +172,19 @@ class DLRM_Projection(DLRM):
     """DLRM whose features meet as products of two learned projections.
 
     Args:
-        embedding_bag_collection: tables of one embedding dim ``D``; None for a model without sparse
+        embedding_bag_collection: tables of one embedding dim `D`; None for a model without sparse
             features.
         dense_in_features: columns of the dense features; see `DLRM`.
-        dense_arch_layer_sizes: of the first MLP; the last must be ``D``.
+        dense_arch_layer_sizes: of the first MLP; the last must be `D`.
         over_arch_layer_sizes: of the last MLP; the last is 1 for a logit.
-        interaction_branch1_layer_sizes: of one projection; the last is a multiple of ``D``.
-        interaction_branch2_layer_sizes: of the other; the last is a multiple of ``D``.
+        interaction_branch1_layer_sizes: of one projection; the last is a multiple of `D`.
+        interaction_branch2_layer_sizes: of the other; the last is a multiple of `D`.
         dense_device: where the MLPs' parameters lie.
         batch_norm: as in `DLRM`, for the projections too.
         dropout: as in `DLRM`, for the projections too.
 
     Raises:
-        ValueError: as in `DLRM`, or the last layer of a projection is no multiple of ``D``.
+        ValueError: as in `DLRM`, or the last layer of a projection is no multiple of `D`.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig

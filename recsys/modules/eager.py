@@ -14,6 +14,11 @@ REASON = (
 
 
 def _run(collection: nn.Module, features: Any) -> Any:
+    """Run a collection's forward pass as one named graph break under `torch.compile`.
+
+    The dense parts before and after it are compiled. A pending output is awaited, as what follows
+    needs tensors to trace.
+    """
     output = collection.forward(features)
     output = output.wait() if hasattr(type(output), "wait") else output
     if isinstance(output, dict):  # of jagged tensors, which are cut when they are first read
@@ -23,8 +28,3 @@ def _run(collection: nn.Module, features: Any) -> Any:
 
 
 run_eagerly: Any = torch.compiler.disable(_run, reason=REASON)
-"""Runs a collection's forward pass as one named graph break under ``torch.compile``.
-
-The dense parts before and after it are compiled. A pending output is awaited, as what follows needs
-tensors to trace.
-"""

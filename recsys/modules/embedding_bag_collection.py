@@ -127,11 +127,11 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         return KeyedTensor.from_parts(self._names, self._dims, values_BD)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables, in order."""
+        """Return the tables, in order."""
         return list(self._configs)  # type: ignore[arg-type]
 
     def is_weighted(self) -> bool:
-        """Whether ids come with weights."""
+        """Return whether ids come with weights."""
         return self._is_weighted
 
     @property

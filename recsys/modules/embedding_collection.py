@@ -140,11 +140,11 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables, in order."""
+        """Return the tables, in order."""
         return list(self._configs)  # type: ignore[arg-type]
 
     def need_indices(self) -> bool:
-        """Whether the ids are returned too."""
+        """Return whether the ids are returned too."""
         return self._need_indices
 
     def embedding_dim(self) -> int:

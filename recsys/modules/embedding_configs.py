@@ -93,7 +93,7 @@ _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """The torch dtype of a DataType.
+    """Return the torch dtype of a DataType.
 
     Example:
         >>> data_type_to_dtype(DataType.BF16)
@@ -103,7 +103,7 @@ def data_type_to_dtype(data_type: DataType) -> torch.dtype:
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
-    """The DataType of a torch dtype.
+    """Return the DataType of a torch dtype.
 
     Raises:
         ValueError: No table has such elements.
@@ -123,7 +123,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
 def pooling_type_to_pooling_mode(
     pooling_type: PoolingType, sharding_type: object = None
 ) -> PoolingMode:
-    """The kernels' word for a pooling.
+    """Return the kernels' word for a pooling.
 
     Args:
         pooling_type: The pooling.
@@ -133,7 +133,7 @@ def pooling_type_to_pooling_mode(
 
 
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
-    """The `mode` of `torch.nn.EmbeddingBag` for a pooling.
+    """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
 
     Raises:
         ValueError: It does not pool.
@@ -233,19 +233,19 @@ class BaseEmbeddingConfig:
                 )
 
     def get_weight_init_max(self) -> float:
-        """The upper end of the initial values."""
+        """Return the upper end of the initial values."""
         if self.weight_init_max is None:
             return 1 / math.sqrt(self.num_embeddings)
         return self.weight_init_max
 
     def get_weight_init_min(self) -> float:
-        """The lower end of the initial values."""
+        """Return the lower end of the initial values."""
         if self.weight_init_min is None:
             return -1 / math.sqrt(self.num_embeddings)
         return self.weight_init_min
 
     def num_features(self) -> int:
-        """How many features read the table."""
+        """Return how many features read the table."""
         return len(self.feature_names)
 
 

@@ -22,7 +22,7 @@ BLOCK_ROWS = 4096
 
 
 def draw_seed() -> int:
-    """A seed for all tables of a collection, from the global generator of the CPU.
+    """Draw a seed for all tables of a collection, from the global generator of the CPU.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -44,7 +44,7 @@ def init_rows(
     config: BaseEmbeddingConfig,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The initial values of some rows of a table.
+    """Return the initial values of some rows of a table.
 
     Args:
         seed: Of the collection, the same on all ranks.

@@ -123,7 +123,7 @@ class FeatureSelector:
 def positions_of(
     features: Sequence[str], keys: Sequence[str], owner: str, tables: Sequence[str] = ()
 ) -> list[int]:
-    """Where the features that a lookup reads are among the keys of a batch.
+    """Return where the features that a lookup reads are among the keys of a batch.
 
     Args:
         features: [F].
@@ -198,7 +198,7 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
 
 
 def is_on_meta(features: object) -> bool:
-    """Whether a batch has shapes and no values."""
+    """Return whether a batch has shapes and no values."""
     return isinstance(features, KeyedJaggedTensor) and features.values().is_meta
 
 
@@ -229,7 +229,7 @@ def expand_bags(
 def _feature_of_chunk(
     dims: tuple[int, ...], names: tuple[str, ...], keys: tuple[str, ...], device: torch.device
 ) -> tuple[int, Tensor]:
-    """The width of a chunk, and per chunk of an output row the place of its inverse indices."""
+    """Return the width of a chunk, and for each of a row the place of its inverse indices."""
     chunk = gcd(*dims)
     place = {key: i for i, key in enumerate(keys)}
     features = [

@@ -30,11 +30,11 @@ class EmbeddingBagCollectionInterface(abc.ABC, nn.Module):
 
     @abc.abstractmethod
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables."""
+        """Return the tables."""
 
     @abc.abstractmethod
     def is_weighted(self) -> bool:
-        """Whether ids come with weights."""
+        """Return whether ids come with weights."""
 
 
 class EmbeddingCollectionInterface(abc.ABC, nn.Module):
@@ -46,11 +46,11 @@ class EmbeddingCollectionInterface(abc.ABC, nn.Module):
 
     @abc.abstractmethod
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables."""
+        """Return the tables."""
 
     @abc.abstractmethod
     def need_indices(self) -> bool:
-        """Whether the ids are returned too."""
+        """Return whether the ids are returned too."""
 
     @abc.abstractmethod
     def embedding_dim(self) -> int:

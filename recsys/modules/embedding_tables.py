@@ -50,10 +50,10 @@ __all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
 
 @final
 class TableDict(nn.ModuleDict):
-    """Tables by name, also by a name that a dict has for itself, such as ``items``."""
+    """Tables by name, also by a name that a dict has for itself, such as `items`."""
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Adds a table, whatever attributes a ModuleDict has."""
+        """Add a table, whatever attributes a ModuleDict has."""
         self._modules[name] = module  # type: ignore[assignment]
 
     def _get_name(self) -> str:
@@ -124,7 +124,7 @@ class LookupGroup:
         return self.tbe.forward(self.guard(indices, offsets), offsets, weights, self.parameters)
 
     def _follow_owners(self) -> None:
-        """Takes over learning rates that were changed."""
+        """Take over learning rates that were changed."""
         rates = [owner.param_groups[0].get("lr") for owner in self._owners]
         if rates != self._rates:
             for owner, tables in self._owners.items():
@@ -191,7 +191,7 @@ class TableCollection(nn.Module):
         self.init_seed = draw_seed()
 
     def _new_tables(self) -> TableDict:
-        """The table modules, in the collection's order, with initial values."""
+        """Return the table modules, in the collection's order, with initial values."""
         weights: dict[int, Tensor] = {}
         dtypes = [data_type_to_dtype(config.data_type) for config in self._configs]
         keys = list(zip(dtypes, self._poolings, self._lookup_dims(), strict=True))
@@ -209,11 +209,11 @@ class TableCollection(nn.Module):
         raise NotImplementedError
 
     def configs(self) -> list[BaseEmbeddingConfig]:
-        """The tables, in order."""
+        """Return the tables, in order."""
         return list(self._configs)
 
     def poolings(self) -> tuple[PoolingMode, ...]:
-        """How each table's bags are reduced; NONE in a collection that does not pool."""
+        """Return how each table's bags are reduced; NONE in a collection that does not pool."""
         return self._poolings
 
     def table_weights(self) -> dict[str, nn.Parameter]:
@@ -239,7 +239,7 @@ class TableCollection(nn.Module):
         self._fill()
 
     def initial_rows(self, table_index: int, row_start: int, row_end: int) -> Tensor:
-        """The initial values of some rows of a table, also of one that was never allocated.
+        """Return the initial values of some rows of a table, also of one that was never allocated.
 
         Args:
             table_index: Number of the table in the collection.
@@ -392,7 +392,7 @@ class TableCollection(nn.Module):
         return LookupGroup(members, selector, tbe, parameters, guard, owners)
 
     def _owner_key(self, table: str, attached: AttachedOptimizer | None) -> Hashable:
-        """What tables that share a lookup must have in common in what updates them."""
+        """Return what tables that share a lookup must have in common in what updates them."""
         if attached is None:
             return None
         try:
@@ -416,7 +416,7 @@ class TableCollection(nn.Module):
         )
 
     def _lookup_dims(self) -> list[int]:
-        """What besides pooling keeps tables apart: without pooling, their dim."""
+        """Return what besides pooling keeps tables apart: without pooling, their dim."""
         return [
             config.embedding_dim if pooling is PoolingMode.NONE else 0
             for config, pooling in zip(self._configs, self._poolings, strict=True)
@@ -435,7 +435,7 @@ class TableCollection(nn.Module):
         super()._load_from_state_dict(*args)
 
     def _portable_state(self) -> dict[str, Any]:
-        """`__dict__` without the lookups, which are built again, and with their optimizer state."""
+        """Return `__dict__` with the optimizer state of the lookups in place of these."""
         self._remember()
         state = self.__dict__.copy()
         state["_link"] = None
@@ -467,7 +467,7 @@ class TableCollection(nn.Module):
 
 
 def _common_storage(parameters: Sequence[Tensor], layout: StorageLayout) -> Tensor | None:
-    """The flat storage that all parameters are already views of in that layout, if there is one."""
+    """Return the flat storage that all parameters are views of in that layout, if any."""
     first = parameters[layout.storage_order[0]]
     if first.is_meta:
         return None

@@ -1,7 +1,7 @@
 """Towers: an embedding module, and what makes one vector per sample of its embeddings.
 
 Sharding replaces the collections inside; the interactions stay dense and are replicated. Shape:
-``B`` samples.
+`B` samples.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ class EmbeddingTower(nn.Module):
 
     Args:
         embedding_module: a collection, or a module that looks features up in several.
-        interaction_module: maps what that gives to ``[B, columns]``.
+        interaction_module: maps what that gives to `[B, columns]`.
         device: where both are moved; None: they stay.
 
     Example:
@@ -76,7 +76,7 @@ class EmbeddingTower(nn.Module):
             kwargs: of the embedding module.
 
         Returns:
-            ``[B, columns]``.
+            `[B, columns]`.
         """
         output: torch.Tensor = self.interaction(self.embedding(*args, **kwargs))
         return output
@@ -131,7 +131,7 @@ class EmbeddingTowerCollection(nn.Module):
             weighted_features: of the towers that read weighted ones.
 
         Returns:
-            ``[B, columns of all towers]``, in the order of the towers.
+            `[B, columns of all towers]`, in the order of the towers.
 
         Raises:
             ValueError: a tower's features are missing.

@@ -169,9 +169,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return pooled
 
     def split(self) -> tuple[FeatureProcessorsCollection, EmbeddingBagCollection]:
-        """The processors and the tables."""
+        """Return the processors and the tables."""
         return self._feature_processors, self._embedding_bag_collection
 
     def is_weighted(self) -> bool:
-        """Whether ids come with weights: they do, from the processors."""
+        """Return whether ids come with weights: they do, from the processors."""
         return True

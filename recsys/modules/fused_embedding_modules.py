@@ -52,10 +52,10 @@ class _TablesOptimizer(FusedOptimizer):
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: no gradient is kept."""
+        """Do nothing: no gradient is kept."""
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Does nothing: the tables have their state from the start."""
+        """Do nothing: the tables have their state from the start."""
 
 
 class _OwnsOptimizer(TableCollection):
@@ -82,7 +82,7 @@ class _OwnsOptimizer(TableCollection):
         self._optimizer_kwargs = dict(optimizer_kwargs)
 
     def optimizer_type(self) -> type[Optimizer]:
-        """The class of the tables' optimizer."""
+        """Return the class of the tables' optimizer."""
         return self._optimizer_type
 
     def optimizer_kwargs(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class _OwnsOptimizer(TableCollection):
         return self._optimizer_kwargs
 
     def fused_optimizer(self) -> FusedOptimizer:
-        """The tables' optimizer as it is now: its state to save and load, its `lr` to set.
+        """Return the tables' optimizer as it is now: its state to save and load, its `lr` to set.
 
         `step()` has nothing left to do. Ask again after the collection was moved.
         """

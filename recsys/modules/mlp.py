@@ -1,4 +1,4 @@
-"""Stacks of linear layers. Shape: ``B`` samples."""
+"""Stacks of linear layers. Shape: `B` samples."""
 
 import inspect
 import warnings
@@ -24,11 +24,11 @@ class Perceptron(nn.Module):
         activation: applied to the layer's output.
         device: where the parameters lie.
         dtype: of the parameters.
-        batch_norm: whether a ``BatchNorm1d`` stands between layer and activation.
+        batch_norm: whether a `BatchNorm1d` stands between layer and activation.
         dropout: share of the outputs that are set to 0 in training, in [0, 1).
 
     Raises:
-        ValueError: ``dropout`` is out of its range.
+        ValueError: `dropout` is out of its range.
 
     Example:
         >>> Perceptron(3, 2)(torch.ones(5, 3)).shape
@@ -70,10 +70,10 @@ class Perceptron(nn.Module):
         """Apply the layer.
 
         Args:
-            input: ``[B, in_size]``.
+            input: `[B, in_size]`.
 
         Returns:
-            ``[B, out_size]``.
+            `[B, out_size]`.
         """
         output: torch.Tensor = self._linear(input)
         if self._norm is not None:
@@ -92,18 +92,18 @@ class MLP(nn.Module):
         layer_sizes: columns of each layer's output; without layers the input is given back.
         bias: whether layers add a learned constant.
         activation: a function; a module, shared by all layers; a module class or a function without
-            arguments, of which each layer gets its own; or one of the names ``"relu"``,
-            ``"sigmoid"``, ``"swish_layernorm"``.
+            arguments, of which each layer gets its own; or one of the names `"relu"`,
+            `"sigmoid"`, `"swish_layernorm"`.
         device: where the parameters lie.
         dtype: of the parameters.
         activation_on_last: whether the last layer has the activation too; without it the last layer
             has no batch norm and no dropout either.
-        batch_norm: whether layers have a ``BatchNorm1d`` before the activation.
+        batch_norm: whether layers have a `BatchNorm1d` before the activation.
         dropout: share of each layer's outputs that are set to 0 in training, in [0, 1).
 
     Raises:
         ValueError: an unknown activation name, a layer size below 1, an input size below 0, or
-            ``dropout`` out of its range.
+            `dropout` out of its range.
 
     Example:
         >>> MLP(3, [8, 2], activation="sigmoid")(torch.ones(5, 3)).shape
@@ -147,10 +147,10 @@ class MLP(nn.Module):
         """Apply all layers.
 
         Args:
-            input: ``[B, in_size]``.
+            input: `[B, in_size]`.
 
         Returns:
-            ``[B, layer_sizes[-1]]``.
+            `[B, layer_sizes[-1]]`.
         """
         output: torch.Tensor = self._mlp(input)
         return output

@@ -26,7 +26,7 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 class PositionWeights(nn.ParameterDict):
     """One parameter per feature: a weight per position in its bags, 1 at first.
 
-    In the order given, and under any name, also one that a dict has for itself, such as ``items``.
+    In the order given, and under any name, also one that a dict has for itself, such as `items`.
 
     Args:
         max_feature_lengths: feature to the number of ids that its longest bag may have.
@@ -68,7 +68,7 @@ class PositionWeights(nn.ParameterDict):
             nn.init.ones_(weight)
 
     def tensors(self) -> list[Tensor]:
-        """The parameters, in order; `values()` takes 2 us for each."""
+        """Return the parameters, in order; `values()` takes 2 us for each."""
         return list(self._parameters.values())  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ class PositionGather:
         self._late = LateChecks()
 
     def __reduce__(self) -> tuple[type[PositionGather], tuple[dict[str, int], str]]:
-        """Copies and pickles afresh: what was found out about earlier batches stays here."""
+        """Copy and pickle afresh: what was found out about earlier batches stays here."""
         return PositionGather, (self._lengths, self._owner)
 
     def __call__(self, weights: Sequence[Tensor], features: KeyedJaggedTensor) -> Tensor:

@@ -75,5 +75,5 @@ class KTRegroupAsDict(nn.Module):
         return {key: tensor.to(self._dtype) for key, tensor in grouped.items()}
 
     def extra_repr(self) -> str:
-        """Shows the groups."""
+        """Show the groups."""
         return ", ".join(f"{k}={g}" for k, g in zip(self._keys, self._groups, strict=True))

@@ -57,7 +57,7 @@ class AttachedOptimizer:
         self.param_groups = [dict(self.given)]
 
     def spec(self) -> OptimizerSpec:
-        """The optimizer of an embedding table that carries this.
+        """Return the optimizer of an embedding table that carries this.
 
         Raises:
             ValueError: Tables do not know the optimizer, or one of its settings.
@@ -193,7 +193,7 @@ def drop_hook(parameter: Tensor) -> None:
 
 
 def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
-    """The optimizer that `apply_optimizer_in_backward` gave to a parameter, if any.
+    """Return the optimizer that `apply_optimizer_in_backward` gave to a parameter, if any.
 
     What torch's own `torch.distributed.optim._apply_optimizer_in_backward` gave counts too; from
     then on it is a kernel's to apply, and torch's hook is gone.
@@ -209,7 +209,7 @@ def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
 
 
 def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
-    """What torch's own function gave to a parameter, as ours would have given it."""
+    """Return what torch's own function gave to a parameter, as ours would have given it."""
     names = [type(optimizer).__name__ for optimizer in given]
     if len(given) > 1:
         raise ValueError(
@@ -244,5 +244,5 @@ def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> N
 
 
 def attachment_count() -> int:
-    """How often optimizers were attached in this process: tells a collection to look again."""
+    """Return how often optimizers were attached here: a collection then looks again."""
     return _attachments

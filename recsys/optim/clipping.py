@@ -39,11 +39,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the optimizer to wrap, such as a
-            :class:`~recsys.optim.keyed.CombinedOptimizer` of a model's ``fused_optimizer`` and
+            `CombinedOptimizer` of a model's `fused_optimizer` and
             that of its dense parameters.
         clipping: what to limit.
         max_gradient: the limit; 0 stops training.
-        norm_type: of :attr:`GradientClipping.NORM`: 2.0, another exponent, or ``inf`` for the
+        norm_type: of `NORM`: 2.0, another exponent, or `inf` for the
             largest value.
         enable_global_grad_clip: add up the norm over the ranks, in one all-reduce of one number.
             Every rank must then step alike. Needed where tables are sharded; parameters that every
@@ -56,8 +56,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         last_total_grad_norm: the norm before the last clipping, None before it.
 
     Raises:
-        ValueError: if ``max_gradient`` is negative or NaN; at a step, if tables are fused, or their
-            norm is wanted without ``enable_global_grad_clip``.
+        ValueError: if `max_gradient` is negative or NaN; at a step, if tables are fused, or their
+            norm is wanted without `enable_global_grad_clip`.
         LostContactError: at a step, if contact with another rank is lost.
 
     Example:
@@ -98,7 +98,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self.last_total_grad_norm: Tensor | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clips, then steps.
+        """Clip, then step.
 
         Args:
             closure: computes the gradients; called before they are clipped.
@@ -121,7 +121,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:
-        """Scales all gradients so that their norm is at most ``max_gradient``.
+        """Scale all gradients so that their norm is at most `max_gradient`.
 
         Returns:
             The norm before, a scalar; it is not read by the host.
@@ -137,7 +137,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """Computes the norm of all gradients together.
+        """Compute the norm of all gradients together.
 
         Returns:
             The norm, a scalar, and the values of the gradients of dense parameters.
@@ -185,7 +185,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             dist.all_reduce(share, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter that has a gradient, and the gradient's values; live."""
+        """Yield each parameter that has a gradient, and the gradient's values; live."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -198,7 +198,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 def _device_of(optimizer: KeyedOptimizer, tables: Sequence[TableGradients]) -> torch.device:
-    """Returns where norms are added up: on the GPU, if there is any."""
+    """Return where norms are added up: on the GPU, if there is any."""
     devices = [table.device for table in tables]
     devices.extend(parameter.device for parameter in optimizer.params.values())
     on_gpu = [device for device in devices if device.type != "cpu"]
@@ -206,7 +206,7 @@ def _device_of(optimizer: KeyedOptimizer, tables: Sequence[TableGradients]) -> t
 
 
 def power_sum(values: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Adds up ``|v| ** norm_type`` over tensors; for ``inf`` takes their largest ``|v|``.
+    """Add up `|v| ** norm_type` over tensors; for `inf` takes their largest `|v|`.
 
     Args:
         values: any tensors; empty ones count as zero.
@@ -228,5 +228,5 @@ def power_sum(values: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def mark_part(parameter: nn.Parameter) -> None:
-    """Records that a parameter is a part of a table: its norm is added up over the ranks."""
+    """Record that a parameter is a part of a table: its norm is added up over the ranks."""
     setattr(parameter, _PART, True)

@@ -17,16 +17,16 @@ class FusedOptimizer(KeyedOptimizer, abc.ABC):
 
     @abc.abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Does what backward left to do, if anything."""
+        """Do what backward left to do, if anything."""
 
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Drops the gradients that backward left, if any."""
+        """Drop the gradients that backward left, if any."""
 
 
 @final
 class TablesGroup(dict[str, Any]):
-    """A parameter group of tables that update themselves: its ``lr`` is what they read next.
+    """A parameter group of tables that update themselves: its `lr` is what they read next.
 
     Setting a rate that is negative, infinite or
     NaN raises ValueError, one that is no number TypeError. The other settings are a part of the
@@ -64,7 +64,7 @@ class TablesGroup(dict[str, Any]):
         return dict, (dict(self),)  # tables and kernels are not pickled
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets several; arguments as of ``dict.update``."""
+        """Set several; argument as of `dict.update`."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
@@ -92,11 +92,11 @@ class EmptyFusedOptimizer(FusedOptimizer):
         super().__init__({}, {}, [])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Returns what the closure does, if there is one."""
+        """Return what the closure does, if there is one."""
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class FusedOptimizerModule(abc.ABC):

@@ -15,20 +15,20 @@ from recsys.optim.keyed import KeyedOptimizer, TableGradients
 
 @final
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for models with sharded embedding tables.
+    """`torch.amp.GradScaler` for models with sharded embedding tables.
 
     It also divides the gradients that deferred tables keep, and an inf or NaN that any rank finds
     makes all ranks skip the step and lower the scale: a table of which each rank holds a part
     stays whole. Every rank must step alike. The largest of one number per rank is found for each
     optimizer and step.
 
-    Tables that are updated in backward cannot be scaled: :meth:`scale` refuses them. Train them in
+    Tables that are updated in backward cannot be scaled: `scale` refuses them. Train them in
     bf16, which needs no scaling.
 
     Args:
-        device: where the loss is, as for ``torch.amp.GradScaler``; so are the other arguments.
+        device: where the loss is, as for `torch.amp.GradScaler`; so are the other arguments.
         init_scale: the first factor.
-        growth_factor: multiplies the scale after ``growth_interval`` steps without inf or NaN.
+        growth_factor: multiplies the scale after `growth_interval` steps without inf or NaN.
         backoff_factor: multiplies it after a step that was skipped.
         growth_interval: in steps.
         enabled: False: do nothing.
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     handles_tables = True
-    """Says so to :mod:`recsys.kernels.scaled_loss`."""
+    """Says so to `scaled_loss`."""
 
     def __init__(
         self,

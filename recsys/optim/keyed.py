@@ -14,7 +14,7 @@ from recsys.optim.specs import optimizer_kind
 
 
 class TableGradients(Protocol):
-    """Gradients of embedding tables, which no ``.grad`` holds: see ``UpdateMode.DEFERRED``."""
+    """Gradients of embedding tables, which no `.grad` holds: see `UpdateMode.DEFERRED`."""
 
     @property
     def device(self) -> torch.device:
@@ -25,31 +25,31 @@ class TableGradients(Protocol):
         """The ranks that hold the other parts; None for one rank."""
 
     def power_sum(self, norm_type: float) -> Tensor:
-        """This rank's share of the sum of ``|g| ** norm_type``, or of the maximum for inf."""
+        """Return this rank's share of the sum of `|g| ** norm_type`, or of the maximum for inf."""
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies them by a scalar, in place."""
+        """Multiply them by a scalar, in place."""
 
     def clamp_(self, limit: float) -> None:
-        """Limits each value to ``[-limit, limit]``, in place."""
+        """Limit each value to `[-limit, limit]`, in place."""
 
     def zero_grad(self) -> None:
-        """Drops them."""
+        """Drop them."""
 
 
 class KeyedOptimizer(Optimizer):
     """An optimizer that knows its parameters by name.
 
-    ``state_dict()`` is keyed by parameter name instead of by position, so that it means the same
+    `state_dict()` is keyed by parameter name instead of by position, so that it means the same
     however many ranks there are and in whatever order they list their parameters.
 
     Args:
         params: name to parameter. A parameter may be any tensor, sharded or not.
-        state: parameter to its state (name to tensor), as in ``torch.optim``.
-        param_groups: the groups, as in ``torch.optim``.
+        state: parameter to its state (name to tensor), as in `torch.optim`.
+        param_groups: the groups, as in `torch.optim`.
 
     Raises:
-        ValueError: if the groups hold a parameter that ``params`` does not name.
+        ValueError: if the groups hold a parameter that `params` does not name.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -80,11 +80,11 @@ class KeyedOptimizer(Optimizer):
                 )
 
     def save_param_groups(self, save: bool) -> None:
-        """Sets whether ``state_dict()`` holds the parameter groups (learning rates, ...) too."""
+        """Set whether `state_dict()` holds the parameter groups (learning rates, ...) too."""
         self._saves_param_groups = save
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Creates the state that the first step would create, without changing a parameter.
+        """Create the state that the first step would create, without changing a parameter.
 
         A checkpoint is loaded in place, so the state must exist before.
 
@@ -131,7 +131,7 @@ class KeyedOptimizer(Optimizer):
                 param_state["step"] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns ``{"state": {name: {state name: value}}}``, and ``"param_groups"`` if asked for.
+        """Return `{"state": {name: {state name: value}}}`, and `"param_groups"` if asked for.
 
         The tensors are the live ones.
         """
@@ -154,10 +154,10 @@ class KeyedOptimizer(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies a state into this optimizer's, in place.
+        """Copy a state into this optimizer's, in place.
 
         Args:
-            state_dict: as :meth:`state_dict` returns it.
+            state_dict: as `state_dict` returns it.
 
         Raises:
             KeyError: if it lacks a parameter or a state that this optimizer has, or has more.
@@ -192,8 +192,7 @@ class KeyedOptimizer(Optimizer):
             if key not in own:
                 raise ValueError(
                     f"The loaded state has a parameter group of {list(key)}; this optimizer's "
-                    f"groups are "
-                    f"{[list(k) for k in own]}."
+                    f"groups are {[list(k) for k in own]}."
                 )
         for key, group in zip(keys, groups, strict=True):
             for option, value in group.items():
@@ -201,17 +200,17 @@ class KeyedOptimizer(Optimizer):
                     own[key][option] = value
 
     def post_load_state_dict(self) -> None:
-        """Called after a state was loaded; for subclasses."""
+        """Follow up on a state that was loaded; for subclasses."""
 
     def optimizer_kinds(self) -> dict[str, str]:
-        """Returns for each parameter what its state is that of, such as ``adam``; for subclasses.
+        """Return for each parameter what its state is that of, such as `adam`; for subclasses.
 
         State of one kind means something else to another, though it has the same names.
         """
         return dict.fromkeys(self.params, type(self).__qualname__)
 
     def table_gradients(self) -> list[TableGradients]:
-        """Returns the gradients that no ``.grad`` holds, for clipping.
+        """Return the gradients that no `.grad` holds, for clipping.
 
         Raises:
             ValueError: if there are tables that keep no gradient, since backward applies it.
@@ -226,8 +225,7 @@ class KeyedOptimizer(Optimizer):
         """
         raise NotImplementedError(
             "A KeyedOptimizer's parameters are fixed when it is made. Make another one and join "
-            "them "
-            "with CombinedOptimizer."
+            "them with CombinedOptimizer."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -248,11 +246,11 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of everything that an optimizer updates.
+    """Set the learning rate of everything that an optimizer updates.
 
-    Given a :class:`CombinedOptimizer` of a model's ``fused_optimizer`` and the dense parts' one, it
+    Given a `CombinedOptimizer` of a model's `fused_optimizer` and the dense parts' one, it
     reaches both; tables that are updated in backward have it from the next backward on. A scheduler
-    of ``torch.optim.lr_scheduler`` on that optimizer does so, too, and keeps the ratios of rates.
+    of `torch.optim.lr_scheduler` on that optimizer does so, too, and keeps the ratios of rates.
 
     Args:
         optimizer: any.
@@ -284,7 +282,7 @@ def _check_same_keys(what: str, own: Mapping[str, Any], loaded: Mapping[str, Any
 
 
 def _check_loaded(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Raises unless both have the same parameters, with the same states of the same shapes."""
+    """Raise unless both have the same parameters, with the same states of the same shapes."""
     _check_same_keys("parameters", own, loaded)
     for name, values in own.items():
         _check_same_keys(f"states of parameter {name!r}", values, loaded[name])
@@ -307,8 +305,8 @@ class CombinedOptimizer(KeyedOptimizer):
     """Several keyed optimizers that step, save and load as one.
 
     Args:
-        optims: the optimizers; one given as ``(prefix, optimizer)`` has its names led by
-            ``prefix.``.
+        optims: the optimizers; one given as `(prefix, optimizer)` has its names led by
+            `prefix.`.
 
     Raises:
         ValueError: if two of them name the same parameter, or save something under the same name.
@@ -347,7 +345,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """Returns ``opt_key.name``, or ``name`` if the key is empty."""
+        """Return `opt_key.name`, or `name` if the key is empty."""
         return f"{opt_key}.{name}" if opt_key else name
 
     @property
@@ -361,30 +359,30 @@ class CombinedOptimizer(KeyedOptimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all."""
+        """Clear the gradients of all."""
         for _, optim in self._optims:
             optim.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all."""
+        """Step all."""
         loss = closure() if closure is not None else None
         for _, optim in self._optims:
             optim.step()
         return loss
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Creates the state of each optimizer."""
+        """Create the state of each optimizer."""
         sparse = sparse_grad_parameter_names or set()
         for prefix, optim in self._optims:
             own = {name for name in optim.params if self.prepend_opt_key(name, prefix) in sparse}
             optim.init_state(own)
 
     def table_gradients(self) -> list[TableGradients]:
-        """Returns the gradients that no ``.grad`` holds, of all."""
+        """Return the gradients that no `.grad` holds, of all."""
         return [held for _, optim in self._optims for held in optim.table_gradients()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what each optimizer's own ``state_dict`` says, under its prefix."""
+        """Return what each optimizer's own `state_dict` says, under its prefix."""
         return self._with_param_groups(
             {
                 self.prepend_opt_key(name, prefix): values
@@ -399,12 +397,12 @@ class CombinedOptimizer(KeyedOptimizer):
             optim.load_state_dict({"state": {own: loaded[key] for own, key in names.items()}})
 
     def post_load_state_dict(self) -> None:
-        """Tells each optimizer that its state was loaded, as its ``load_state_dict`` does."""
+        """Tell each optimizer that its state was loaded, as its `load_state_dict` does."""
         for _, optim in self._optims:
             optim.post_load_state_dict()
 
     def optimizer_kinds(self) -> dict[str, str]:
-        """Returns the kinds that all say, under their prefixes."""
+        """Return the kinds that all say, under their prefixes."""
         return {
             self.prepend_opt_key(name, prefix): kind
             for prefix, optim in self._optims
@@ -412,7 +410,7 @@ class CombinedOptimizer(KeyedOptimizer):
         }
 
     def save_param_groups(self, save: bool) -> None:
-        """Sets whether state dicts hold the parameter groups too."""
+        """Set whether state dicts hold the parameter groups too."""
         super().save_param_groups(save)
         for _, optim in self._optims:
             optim.save_param_groups(save)
@@ -443,7 +441,7 @@ class _ChainedState(Mapping[Any, Any]):
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """Gives any ``torch.optim`` optimizer a state dict keyed by parameter name.
+    """Gives any `torch.optim` optimizer a state dict keyed by parameter name.
 
     Args:
         params: name to parameter.
@@ -467,15 +465,15 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super().__init__(params, self._optimizer.state, self._optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
+        """Clear the gradients."""
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the wrapped optimizer."""
+        """Step the wrapped optimizer."""
         return self._optimizer.step(closure)
 
     def optimizer_kinds(self) -> dict[str, str]:
-        """Returns the kind of the wrapped optimizer for each parameter."""
+        """Return the kind of the wrapped optimizer for each parameter."""
         return dict.fromkeys(self.params, optimizer_kind(type(self._optimizer)))
 
 
@@ -491,11 +489,11 @@ class OptimizerWrapper(CombinedOptimizer):
         super().__init__([optimizer])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the wrapped optimizer."""
+        """Step the wrapped optimizer."""
         return self._optimizer.step(closure)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state of the wrapped optimizer; subclasses may save more."""
+        """Load the state of the wrapped optimizer; subclasses may save more."""
         self._optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

@@ -135,14 +135,14 @@ class RowWiseAdagrad(_RowOptimizer):
     Args:
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
-        lr_decay: Step ``t`` (from 0) has the rate ``lr / (1 + t * lr_decay)``.
+        lr_decay: Step `t` (from 0) has the rate `lr / (1 + t * lr_decay)`.
         weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
         initial_accumulator_value: What the accumulators start from.
         eps: Added to the square root.
         maximize: Go up the gradient.
 
-    A table that owns the optimizer takes no ``lr_decay``, ``initial_accumulator_value`` and
-    ``maximize``: schedule its rate, and negate the loss.
+    A table that owns the optimizer takes no `lr_decay`, `initial_accumulator_value` and
+    `maximize`: schedule its rate, and negate the loss.
 
     Raises:
         ValueError: A setting is negative or not finite.

@@ -58,14 +58,14 @@ class TableOptimizer:
         return not self.spec.stochastic_rounding
 
     def rounding(self, stochastic: bool | None) -> TableOptimizer:
-        """The same with or without stochastic rounding; None: as it is."""
+        """Return the same with or without stochastic rounding; None: as it is."""
         if stochastic is None:
             return self
         return replace(self, spec=replace(self.spec, stochastic_rounding=stochastic))
 
 
 def to_update_mode(given: UpdateMode | str) -> UpdateMode:
-    """The mode that a user names.
+    """Return the mode that a user names.
 
     Raises:
         TypeError: It is neither a mode nor text.
@@ -79,7 +79,7 @@ def to_update_mode(given: UpdateMode | str) -> UpdateMode:
 
 
 def to_row_state(given: RowState | str) -> RowState:
-    """The kind of row state that a user names.
+    """Return the kind of row state that a user names.
 
     Raises:
         TypeError: It is neither a kind nor text.
@@ -110,12 +110,12 @@ def _parameters_of(optimizer_class: type[Optimizer]) -> Mapping[str, inspect.Par
 
 
 def supported_optimizer_classes() -> tuple[type[Optimizer], ...]:
-    """The optimizer classes a table can own."""
+    """Return the optimizer classes a table can own."""
     return tuple(_CLASSES)
 
 
 def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
-    """What the state of an optimizer is called in a checkpoint.
+    """Return what the state of an optimizer is called in a checkpoint.
 
     It is the same for a table that owns the optimizer and for parameters that torch steps.
 
@@ -130,7 +130,7 @@ def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
 
 
 def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptimType:
-    """What kernels call an optimizer class.
+    """Return what kernels call an optimizer class.
 
     Args:
         optimizer_class: A class of torch.optim or recsys.optim.
@@ -160,7 +160,7 @@ def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
 def optimizer_spec(
     optimizer_class: type[Optimizer], optimizer_kwargs: Mapping[str, Any]
 ) -> OptimizerSpec:
-    """What a table does when it owns `optimizer_class(params, **optimizer_kwargs)`.
+    """Return what a table does when it owns `optimizer_class(params, **optimizer_kwargs)`.
 
     A table's optimizer moves only the rows of the batch: Adam's moments of other rows do not decay,
     and weight decay leaves them alone.

@@ -17,27 +17,27 @@ from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 @final
 class WarmupPolicy(enum.Enum):
-    """How the learning rate's factor follows the step ``i`` (counted from 0) in a stage.
+    """How the learning rate's factor follows the step `i` (counted from 0) in a stage.
 
-    ``value``, ``max_iters``, ``decay_iters`` and so on are those of the :class:`WarmupStage`.
+    `value`, `max_iters`, `decay_iters` and so on are those of the `WarmupStage`.
     """
 
     NONE = "none"
     """1."""
     LINEAR = "linear"
-    """From ``value`` at step 0 to 1 at ``max_iters``."""
+    """From `value` at step 0 to 1 at `max_iters`."""
     CONSTANT = "constant"
-    """``value``."""
+    """`value`."""
     POLY = "poly"
-    """``(1 - i / decay_iters) ** value``; ``decay_iters`` is ``max_iters`` if not given."""
+    """`(1 - i / decay_iters) ** value`; `decay_iters` is `max_iters` if not given."""
     STEP = "step"
-    """``value ** (i // decay_iters)``; ``decay_iters`` is 1 if not given."""
+    """`value ** (i // decay_iters)`; `decay_iters` is 1 if not given."""
     INVSQRT = "inv_sqrt"
-    """``1 / sqrt(i)``."""
+    """`1 / sqrt(i)`."""
     COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
-    """From 1 down to ``value`` along a cosine, anew every ``sgdr_period`` steps."""
+    """From 1 down to `value` along a cosine, anew every `sgdr_period` steps."""
     INTERPOLATE = "interpolate"
-    """From ``value`` at ``start_interpolating_iters`` to ``end_value`` at ``max_iters``."""
+    """From `value` at `start_interpolating_iters` to `end_value` at `max_iters`."""
 
 
 _LEAST_NUMBERS = {
@@ -107,7 +107,7 @@ class WarmupStage:
             raise ValueError("WarmupStage.decay_iters must be positive, or -1; received 0.")
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by.
+        """Return what the learning rate is multiplied by.
 
         Args:
             step: how many steps were made before.
@@ -145,19 +145,19 @@ class WarmupStage:
 class WarmupOptimizer(OptimizerWrapper):
     """Sets the learning rate of another optimizer, stage by stage, before each of its steps.
 
-    After the last stage the rate is ``lr``. The number of steps made is in the state dict, under
-    the parameter name ``param_name``, so that training resumes where it was.
+    After the last stage the rate is `lr`. The number of steps made is in the state dict, under
+    the parameter name `param_name`, so that training resumes where it was.
 
     Args:
         optimizer: the optimizer to wrap; all of its groups get the same rate. Tables that update
             themselves in backward take it at their next backward pass.
-        stages: by ascending ``max_iters``.
+        stages: by ascending `max_iters`.
         lr: what the stages' factors multiply.
         lr_param: which setting of the groups to set.
         param_name: under which the state dict holds the progress.
 
     Raises:
-        ValueError: if ``max_iters`` does not ascend from 1 on.
+        ValueError: if `max_iters` does not ascend from 1 on.
 
     Example:
         >>> from recsys.optim.keyed import KeyedOptimizerWrapper
@@ -202,7 +202,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the wrapped optimizer at the rate that was set, and sets the next."""
+        """Step the wrapped optimizer at the rate that was set, and set the next."""
         result = super().step(closure)
         self._progress[0] += 1
         self._set_rate()
@@ -219,13 +219,13 @@ class WarmupOptimizer(OptimizerWrapper):
             group[self._lr_param] = self._lr * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the wrapped optimizer, and the progress."""
+        """Return the state of the wrapped optimizer, and the progress."""
         result = self._optimizer.state_dict()
         result["state"] = {**result["state"], self._param_name: {"warmup": self._progress}}
         return result
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads the state of the wrapped optimizer, and the progress.
+        """Load the state of the wrapped optimizer, and the progress.
 
         Raises:
             KeyError: if the state has no progress.
@@ -244,6 +244,6 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
 
     def post_load_state_dict(self) -> None:
-        """Sets the rate of the step that was reached."""
+        """Set the rate of the step that was reached."""
         super().post_load_state_dict()
         self._set_rate()

@@ -87,7 +87,7 @@ def from_columns(
 
 
 def _bags(name: str, column: Any, padding: int | None) -> tuple[Tensor, Tensor]:
-    """The values of a column end to end, and how many each sample has."""
+    """Return the values of a column end to end, and how many each sample has."""
     if isinstance(column, Tensor):
         return _rows(name, column, padding)
     if hasattr(column, "combine_chunks"):  # Arrow's ChunkedArray

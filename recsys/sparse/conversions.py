@@ -62,11 +62,11 @@ def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> li
         groups: the keys of each result, in order; a key may serve several groups.
 
     Returns:
-        One ``[B, sum of widths]`` per group; differentiable.
+        One `[B, sum of widths]` per group; differentiable.
 
     Raises:
         KeyError: no source has a key.
-        ValueError: two sources have it, sources differ in ``key_dim``, or a group is empty.
+        ValueError: two sources have it, sources differ in `key_dim`, or a group is empty.
 
     Example:
         >>> import torch
@@ -87,11 +87,11 @@ def permute_multi_embedding(
         groups: the keys of each result, in order; a key may serve several groups.
 
     Returns:
-        One ``[B, sum of widths]`` per group; differentiable.
+        One `[B, sum of widths]` per group; differentiable.
 
     Raises:
         KeyError: no source has a key.
-        ValueError: two sources have it, sources differ in ``key_dim``, or a group is empty.
+        ValueError: two sources have it, sources differ in `key_dim`, or a group is empty.
     """
     return KeyedTensor.regroup(keyed_tensors, groups)
 
@@ -103,8 +103,8 @@ def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         features: features whose batch sizes may differ.
 
     Returns:
-        The same ids and weights under one batch size, without inverse indices: bag ``b`` of a
-        feature stays bag ``b``. Features that have one batch size already are returned as they are.
+        The same ids and weights under one batch size, without inverse indices: bag `b` of a
+        feature stays bag `b`. Features that have one batch size already are returned as they are.
 
     Example:
         >>> import torch

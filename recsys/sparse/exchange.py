@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """What an exchange sends: lengths, values, strides if they vary, and weights if any."""
+    """Return what an exchange sends: lengths, values, strides if they vary, and weights if any."""
     tensors = {"lengths": kjt.lengths(), "values": kjt.values()}
     if kjt.variable_stride_per_key():
         tensors["strides"] = torch.tensor(kjt.stride_per_key(), device=kjt.device())
@@ -30,7 +30,7 @@ def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
 
 
 def splits(kjt: KeyedJaggedTensor, key_splits: list[int]) -> list[list[int]]:
-    """How many entries of each of `named_tensors` go to each rank, given its number of features."""
+    """Return how many entries of each of `named_tensors` go to each rank."""
     values = _sum_runs(kjt.length_per_key(), key_splits)
     strides = _sum_runs(kjt.stride_per_key(), key_splits)
     sizes = {"lengths": strides, "values": values, "strides": list(key_splits), "weights": values}

@@ -17,7 +17,7 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
 
     An id becomes the same row in every feature whose table has as many rows, on every rank, device
     and run. Two ids may share a row: with n ids in r rows an id is alone with probability
-    ``(1 - 1/r) ** (n - 1)``. Plain ``ids % rows`` would do for ids that are already random; for
+    `(1 - 1/r) ** (n - 1)`. Plain `ids % rows` would do for ids that are already random; for
     counters, time stamps or multiples of a number this spreads them evenly.
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable
@@ -25,16 +25,16 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
     from a device.
 
     Args:
-        features: ids, ``int32`` or ``int64``, of any size, also negative ones.
+        features: ids, `int32` or `int64`, of any size, also negative ones.
         num_embeddings: rows of the table of each feature; features that are not in it stay as
             they are.
 
     Returns:
-        The features with ``int64`` ids in ``[0, num_embeddings[key])``; lengths and weights are
-        those of ``features``.
+        The features with `int64` ids in `[0, num_embeddings[key])`; lengths and weights are
+        those of `features`.
 
     Raises:
-        KeyError: ``num_embeddings`` names something that is no feature.
+        KeyError: `num_embeddings` names something that is no feature.
         ValueError: a number of rows is not positive.
         TypeError: ids or numbers of rows are no whole numbers.
 

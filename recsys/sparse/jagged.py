@@ -104,7 +104,7 @@ class Bags:
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same bags with each tensor replaced."""
+        """Return the same bags with each tensor replaced."""
 
     def _tensors(self) -> list[Tensor]:
         parts = self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets

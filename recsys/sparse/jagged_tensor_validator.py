@@ -23,7 +23,7 @@ class _Table(Protocol):
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Iterable[_Table] | None = None
 ) -> bool:
-    """Checks a batch in full, which waits for its device.
+    """Check a batch in full, which waits for its device.
 
     Its parts must fit each other: keys that are unique, lengths that are not negative and add up,
     offsets that run from 0 to the number of values. On a CPU all this was checked when the batch

@@ -564,13 +564,13 @@ class KeyedJaggedTensor(Bags):
         """Return the same bags with other values, one for each of these.
 
         Args:
-            values: ``[N, ...]``, on the same device.
+            values: `[N, ...]`, on the same device.
 
         Returns:
             A keyed jagged tensor that shares all else with this one.
 
         Raises:
-            ValueError: ``values`` are more, fewer, or on another device.
+            ValueError: `values` are more, fewer, or on another device.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a"], torch.tensor([5, 6]), lengths=torch.tensor([2, 0]))

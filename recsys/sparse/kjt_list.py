@@ -46,7 +46,7 @@ class KJTList(Pipelineable):
         return iter(self.features)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KJTList:
-        """Returns the batches on another device.
+        """Return the batches on another device.
 
         Args:
             device: where to.
@@ -55,7 +55,7 @@ class KJTList(Pipelineable):
         return KJTList([batch.to(device, non_blocking) for batch in self.features])
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the batches' memory from being used anew until work in a stream is done.
+        """Keep the batches' memory from being used anew until work in a stream is done.
 
         Args:
             stream: where they are used.

@@ -48,7 +48,7 @@ def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) ->
 
 
 def merged(jt_dict: Mapping[str, JaggedTensor]) -> dict[str, Any]:
-    """Arguments of KeyedJaggedTensor for `KeyedJaggedTensor.from_jt_dict`."""
+    """Argument of KeyedJaggedTensor for `KeyedJaggedTensor.from_jt_dict`."""
     parts = list(jt_dict.values())
     _check_mergeable("KeyedJaggedTensor.from_jt_dict", parts)
     lengths = [jt.lengths() for jt in parts]
@@ -120,7 +120,7 @@ def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
 
 
 def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
-    """The same bags with each tensor replaced; what is known on the host stays known."""
+    """Return the same bags with each tensor replaced; what is known on the host stays known."""
     inverse = kjt._inverse_indices
     return kjt.from_parts(
         kjt._keys,

@@ -53,14 +53,14 @@ def format_keyed(kt: KeyedTensor) -> str:
 
 
 def show_jagged(jt: JaggedTensor) -> str:
-    """What `print` shows of a JaggedTensor."""
+    """Return what `print` shows of a JaggedTensor."""
     if jt.values().is_meta:
         return format_jagged(jt)
     return _braces("JaggedTensor", _bags_by_part(jt, is_top=True))
 
 
 def show_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
-    """What `print` shows of a KeyedJaggedTensor."""
+    """Return what `print` shows of a KeyedJaggedTensor."""
     try:
         return _show(kjt, lambda key: _bags_by_part(kjt[key]))
     except ValueError:
@@ -68,7 +68,7 @@ def show_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
 
 
 def show_keyed(kt: KeyedTensor) -> str:
-    """What `print` shows of a KeyedTensor."""
+    """Return what `print` shows of a KeyedTensor."""
     return _show(kt, lambda key: _format_values(kt[key].detach()))
 
 

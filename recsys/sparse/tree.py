@@ -20,7 +20,7 @@ Leaves = dict[str, Tensor | None]
 
 
 def leaves_of_jagged(jt: Bags) -> tuple[Leaves, bool]:
-    """Returns values, lengths and weights, and whether there are weights."""
+    """Return values, lengths and weight, and whether there are weights."""
     weights = jt.weights_or_none()
     return {"values": jt.values(), "lengths": jt.lengths(), "weights": weights}, weights is not None
 
@@ -31,7 +31,7 @@ def _jagged_of(leaves: Iterable[Tensor], is_weighted: bool) -> JaggedTensor:
 
 
 def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
-    """Returns the tensors, and what else makes the structure of a batch."""
+    """Return the tensors, and what else makes the structure of a batch."""
     leaves, is_weighted = leaves_of_jagged(kjt)
     inverse_keys, leaves["inverse_indices"] = kjt.inverse_indices_or_none() or (None, None)
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None

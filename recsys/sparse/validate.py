@@ -60,7 +60,7 @@ def is_debug() -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether reading the contents costs no device sync and is possible at all (not traced)."""
+    """Return whether the contents can be read without a device sync (and are not traced)."""
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
@@ -70,7 +70,7 @@ def is_checked_in_full(
     offsets: Tensor | None,
     length_per_key: list[int] | None = None,
 ) -> bool:
-    """Whether a constructor checks all: it is told to, or some things twice and reads for free."""
+    """Return whether a constructor checks all: if told to, or if reading is free."""
     is_told_twice = length_per_key is not None or (lengths is not None and offsets is not None)
     return _debug or (is_told_twice and is_readable(values))
 

@@ -1,11 +1,11 @@
 """Checkpoints that do not depend on the plan: save on any ranks, load on any others.
 
-State is named by table and global row. ``torch.distributed.checkpoint`` lays the values out on
-ranks and files; the files here read as follows: ``errors`` (raised on every rank), ``plain`` (what
-may be saved besides tensors), ``state`` (of model and optimizer, by the names of whole tables),
-``settings`` (learning rates and the like), ``versions`` (the ``step-N`` folders and their
-manifests), ``metadata`` (read without running what a pickle says), ``blocks`` (written and read
-with a CRC each), ``save`` and ``load``.
+State is named by table and global row. `torch.distributed.checkpoint` lays the values out on
+ranks and files; the files here read as follows: `errors` (raised on every rank), `plain` (what
+may be saved besides tensors), `state` (of model and optimizer, by the names of whole tables),
+`settings` (learning rates and the like), `versions` (the `step-N` folders and their
+manifests), `metadata` (read without running what a pickle says), `blocks` (written and read
+with a CRC each), `save` and `load`.
 """
 
 from recsys.distributed.checkpoint.errors import CheckpointError

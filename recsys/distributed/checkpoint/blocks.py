@@ -1,7 +1,7 @@
 """Writes and reads the blocks of a checkpoint, each with its CRC.
 
 A block is one value, or one rank's part of one. The files are those of
-``torch.distributed.checkpoint`` (which can read them, too): blocks in a row, each as ``torch.save``
+`torch.distributed.checkpoint` (which can read them, too): blocks in a row, each as `torch.save`
 writes it. How long they are and what their CRCs are is in the manifest.
 """
 
@@ -44,7 +44,7 @@ METADATA = ".metadata"
 _PIECE_BYTES = 1 << 20  # what is read at a time: small enough to be in cache when its CRC is taken
 
 Files = Mapping[str, Sequence[Sequence[int]]]
-"""For each file of a version ``[bytes, CRC]`` of its blocks, in their order."""
+"""For each file of a version `[bytes, CRC]` of its blocks, in their order."""
 
 
 class BlockWriter(FileSystemWriter):
@@ -61,7 +61,7 @@ class BlockWriter(FileSystemWriter):
         self._about = about
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns it as it is."""
+        """Return it as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -73,7 +73,7 @@ class BlockWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's blocks; returns, once they are on the disk, where and their CRCs."""
+        """Write this rank's blocks; return, once they are on the disk, where and their CRCs."""
         results: list[WriteResult] = []
         if plan.items:
             # torch.load looks at no CRC of its own
@@ -90,7 +90,7 @@ class BlockWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes metadata and manifest, by which the version is complete."""
+        """Write metadata and manifest, by which the version is complete."""
         files: dict[str, list[tuple[int, int]]] = {}
         written = []
         for result in (result for of_rank in results for result in of_rank):
@@ -122,7 +122,7 @@ def _write_block(
 
 
 def _without_surroundings(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose storage ends where it ends: ``torch.save`` writes whole storages."""
+    """Return a tensor whose storage ends where it ends: `torch.save` writes whole storages."""
     start = tensor.storage_offset() * tensor.element_size()
     own = tensor.untyped_storage()[start : start + tensor.nbytes]  # shares the memory
     return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
@@ -146,7 +146,7 @@ class _CrcStream(io.RawIOBase):
 
 
 class BlockReader(FileSystemReader):
-    """Reads a version, or a folder that ``torch.distributed.checkpoint`` wrote.
+    """Reads a version, or a folder that `torch.distributed.checkpoint` wrote.
 
     Args:
         folder: of the version.
@@ -161,7 +161,7 @@ class BlockReader(FileSystemReader):
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what the version holds.
+        """Return what the version holds.
 
         Raises:
             CheckpointError: if it is damaged, or no metadata.
@@ -177,7 +177,7 @@ class BlockReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the blocks that a plan needs, each once, and fills in their values."""
+        """Read the blocks that a plan needs, each once, and fill in their values."""
         if self._blocks is None:
             return super().read_data(plan, planner)
         needs: dict[str, dict[int, list[ReadItem]]] = {}
@@ -202,7 +202,7 @@ class BlockReader(FileSystemReader):
         items: Sequence[ReadItem],
         planner: LoadPlanner,
     ) -> None:
-        """Fills in what is needed of a block."""
+        """Fill in what is needed of a block."""
         assert self._blocks is not None
         length, _ = self._blocks[name, start]
         if items[0].type == LoadItemType.BYTE_IO:
@@ -242,7 +242,7 @@ class BlockReader(FileSystemReader):
         return metadata.properties.dtype, sizes
 
     def _read(self, file: io.FileIO, name: str, start: int, parts: Sequence[memoryview]) -> None:
-        """Reads a block into memory, part by part, and checks its CRC."""
+        """Read a block into memory, part by part, and check its CRC."""
         assert self._blocks is not None
         file.seek(start)
         crc = length = 0
@@ -268,7 +268,7 @@ class BlockReader(FileSystemReader):
 
 
 def _blocks_of(files: Files) -> dict[tuple[str, int], tuple[int, int]]:
-    """Returns ``(bytes, CRC)`` of each block by file and first byte."""
+    """Return `(bytes, CRC)` of each block by file and first byte."""
     return {
         (name, start): (length, crc)
         for name, blocks in files.items()
@@ -279,7 +279,7 @@ def _blocks_of(files: Files) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def _lies_alike(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch.Size) -> bool:
-    """Returns whether a block's values can be read right into the memory that they are for."""
+    """Return whether a block's values can be read right into the memory that they are for."""
     return (
         target.device.type == "cpu"
         and target.is_contiguous()
@@ -290,9 +290,9 @@ def _lies_alike(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch
 
 
 def _first_byte_of_values(file: io.FileIO, start: int, length: int, num_bytes: int) -> int | None:
-    """Returns where in a block the values begin; None, or anywhere, if the block is damaged.
+    """Return where in a block the values begin; None, or anywhere, if the block is damaged.
 
-    A block is the archive that ``torch.save`` writes; the bytes of the values are one record of it.
+    A block is the archive that `torch.save` writes; the bytes of the values are one record of it.
     """
     try:
         view = cast(IO[bytes], _create_file_view(file, start, length))

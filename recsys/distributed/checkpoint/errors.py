@@ -20,7 +20,7 @@ class CheckpointError(RuntimeError):
 
 
 def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]:
-    """Calls a function on every rank; an error on one of them is raised on all.
+    """Call a function on every rank; an error on one of them is raised on all.
 
     Every rank must call it. The results are exchanged in one collective: keep them small.
 
@@ -63,10 +63,10 @@ def _text_of(what: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def failures_named(message: str, env: ShardingEnv, what: str) -> Iterator[None]:
-    """Raises what fails inside ``torch.distributed.checkpoint`` as a CheckpointError.
+    """Raise what fails inside `torch.distributed.checkpoint` as a CheckpointError.
 
-    Its own exception, raised alike on every rank, is no ``Exception``: it would pass the
-    ``except Exception`` of a training loop.
+    Its own exception, raised alike on every rank, is no `Exception`: it would pass the
+    `except Exception` of a training loop.
 
     Args:
         message: leads the reasons; names the path.

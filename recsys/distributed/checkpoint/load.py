@@ -32,14 +32,14 @@ def load_checkpoint(
     allow_partial: bool = False,
     keep_settings: bool = False,
 ) -> dict[str, Any]:
-    """Loads what :func:`save_checkpoint` saved, in place, under any plan and on any ranks.
+    """Load what `save_checkpoint` saved, in place, under any plan and on any ranks.
 
-    Every rank that the model is sharded over must call it, as for :func:`save_checkpoint`. Nothing
+    Every rank that the model is sharded over must call it, as for `save_checkpoint`. Nothing
     that the files name is run; what is read is checked against the CRCs taken as it was saved.
 
     Args:
-        path: the folder given to :func:`save_checkpoint`, of which the newest complete version is
-            loaded; or one of its versions, ``path/step-N``.
+        path: the folder given to `save_checkpoint`, of which the newest complete version is
+            loaded; or one of its versions, `path/step-N`.
         model: receives the weights.
         optimizer: receives its state, learning rates and other settings.
         allow_partial: leave what the checkpoint lacks as it is, instead of raising.
@@ -47,7 +47,7 @@ def load_checkpoint(
             with others than were saved.
 
     Returns:
-        The ``extra`` that was saved; its tensors are on the CPU.
+        The `extra` that was saved; its tensors are on the CPU.
 
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if the
@@ -121,7 +121,7 @@ def _state_to_fill(
     allow_partial: bool,
     settings: Settings | None,
 ) -> dict[str, Any]:
-    """Returns the live state to fill, names checked."""
+    """Return the live state to fill, names checked."""
     try:
         saved = reader.read_metadata().state_dict_metadata
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads the metadata of ``torch.distributed.checkpoint``, a pickle, without running what it names.
+"""Reads the metadata of `torch.distributed.checkpoint`, a pickle, without running what it names.
 
 It knows the classes that metadata consists of, and refuses all else.
 """
@@ -41,7 +41,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def decode_metadata(name: str, data: bytes) -> Metadata:
-    """Returns the metadata that a file holds.
+    """Return the metadata that a file holds.
 
     Args:
         name: of the file, for errors.

@@ -21,10 +21,10 @@ _LEAVES = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
 
 
 def check_plain(name: str, value: object) -> None:
-    """Raises unless a value can be saved and read back without running code.
+    """Raise unless a value can be saved and read back without running code.
 
     Args:
-        name: how errors call the value, such as ``extra``.
+        name: how errors call the value, such as `extra`.
         value: None, numbers, text, bytes, dense tensors, and lists, tuples and dicts of those; keys
             are text or whole numbers.
 
@@ -71,14 +71,14 @@ def _check(name: str, value: object, around: set[int]) -> None:
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
-    """Returns plain data as bytes."""
+    """Return plain data as bytes."""
     buffer = io.BytesIO()
     torch.save(dict(values), buffer)
     return buffer.getvalue()
 
 
 def decode(name: str, data: bytes | io.BytesIO) -> Any:
-    """Returns the plain data that bytes hold; tensors come to the CPU.
+    """Return the plain data that bytes hold; tensors come to the CPU.
 
     Raises:
         CheckpointError: if they hold something else.
@@ -94,7 +94,7 @@ def decode(name: str, data: bytes | io.BytesIO) -> Any:
 
 
 def decode_pickle(name: str, data: bytes) -> Any:
-    """Returns the ``extra`` of a checkpoint without versions, which was pickled.
+    """Return the `extra` of a checkpoint without versions, which was pickled.
 
     Raises:
         CheckpointError: if it is more than plain data.
@@ -122,7 +122,7 @@ class KnownUnpickler(pickle.Unpickler):
         self._refusal = refusal
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what a pickle names, if it is known."""
+        """Return what a pickle names, if it is known."""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in self._known:

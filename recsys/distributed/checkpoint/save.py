@@ -29,18 +29,18 @@ def save_checkpoint(
     step: int | None = None,
     keep: int | None = 2,
 ) -> None:
-    """Saves a model, sharded or not, with its optimizer, as a new version in ``path/step-N``.
+    """Save a model, sharded or not, with its optimizer, as a new version in `path/step-N`.
 
     Whatever ends the job on the way, or a full disk, leaves the versions before as they are; a load
-    of ``path`` takes the newest complete one. Every rank that the model is sharded over must call
+    of `path` takes the newest complete one. Every rank that the model is sharded over must call
     it, and no other: a model on a part of the ranks is saved by that part. A model that is not
     sharded is taken for one of all ranks. All ranks must see the same files.
 
     Args:
         path: a folder, which is created.
-        model: such as a :class:`~recsys.distributed.model_parallel.DistributedModelParallel`.
+        model: such as a `DistributedModelParallel`.
         optimizer: all optimizers of the model; join the fused one and the dense one by
-            :class:`~recsys.optim.keyed.CombinedOptimizer`. Learning rates and other settings of
+            `CombinedOptimizer`. Learning rates and other settings of
             its parameter groups are saved with its state. What a torch optimizer keeps for the
             parts of a table is saved as that of the whole table, too.
         extra: further values to keep, such as the epoch: None, numbers, text, tensors, and lists,
@@ -51,11 +51,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if
-            ``extra``, a module's extra state or an optimizer's setting is not of that kind, an
+            `extra`, a module's extra state or an optimizer's setting is not of that kind, an
             optimizer keeps something for a part of a table that is neither one value per element,
             nor per row of whole width, nor a single one, or the files cannot be written.
-        TypeError: if ``extra`` is no mapping.
-        ValueError: if ``step`` is negative or ``keep`` not positive.
+        TypeError: if `extra` is no mapping.
+        ValueError: if `step` is negative or `keep` not positive.
 
     Example:
         >>> import tempfile
@@ -119,7 +119,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def without_expected_warnings() -> Any:
-    """Hides the warning that one process is taken for one."""
+    """Hide the warning that one process is taken for one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.distributed is disabled, unavailable or unini")
         yield

@@ -20,11 +20,11 @@ from recsys.optim.keyed import KeyedOptimizer
 _OWN = {"foreach", "fused", "capturable", "differentiable", "update_mode", "row_state"}
 
 Settings = list[dict[str, Any]]
-"""``{"params": [...], "optimizer": kind, "settings": {...}}``, for parameters that are alike."""
+"""`{"params": [...], "optimizer": kind, "settings": {...}}`, for parameters that are alike."""
 
 
 def settings_of(optimizer: KeyedOptimizer, wholes: Mapping[str, str]) -> Settings:
-    """Returns the settings of this rank's parameters.
+    """Return the settings of this rank's parameters.
 
     Args:
         optimizer: all optimizers of the model.
@@ -67,7 +67,7 @@ def _plain(names: Sequence[str], key: str, value: object) -> Any:
 
 
 def merge(of_ranks: Iterable[Settings]) -> Settings:
-    """Returns the settings of all ranks.
+    """Return the settings of all ranks.
 
     Raises:
         CheckpointError: if ranks have different ones for a parameter.
@@ -97,7 +97,7 @@ def check_settings(
     allow_partial: bool,
     keep: bool,
 ) -> None:
-    """Raises unless :func:`load_settings` can set what was saved.
+    """Raise unless `load_settings` can set what was saved.
 
     Args:
         source: the checkpoint, for errors.
@@ -148,7 +148,7 @@ def _saved_for(
     wholes: Mapping[str, str],
     entries: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the settings that were saved for all parameters of a group; none if none were."""
+    """Return the settings that were saved for all parameters of a group; none if none were."""
     found: dict[str, Any] | None = None
     first = ""
     for name in names:
@@ -169,7 +169,7 @@ def _saved_for(
 def load_settings(
     source: str, optimizer: KeyedOptimizer, wholes: Mapping[str, str], saved: Settings
 ) -> None:
-    """Sets what was saved in the groups of an optimizer, as far as they have it."""
+    """Set what was saved in the groups of an optimizer, as far as they have it."""
     entries = {name: entry for entry in saved for name in entry["params"]}
     for group, names in _groups(optimizer):
         found = _saved_for(source, names, wholes, entries)
@@ -180,7 +180,7 @@ def load_settings(
 
 
 def _like(own: object, value: Any) -> Any:
-    """Returns a value as the kind of the one it takes the place of."""
+    """Return a value as the kind of the one it takes the place of."""
     if isinstance(own, Tensor):
         return torch.full_like(own, value)
     return tuple(value) if isinstance(own, tuple) else value

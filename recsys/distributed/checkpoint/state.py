@@ -18,7 +18,7 @@ from recsys.optim.keyed import KeyedOptimizer
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
-    """Returns the ranks that share the model: those it is sharded over, else all there are."""
+    """Return the ranks that share the model: those it is sharded over, else all there are."""
     for module in model.modules():
         if isinstance(env := getattr(module, "env", None), ShardingEnv):
             return env
@@ -27,7 +27,7 @@ def env_of(model: nn.Module) -> ShardingEnv:
 
 
 def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, Any]:
-    """Returns the live values to save, or to load into.
+    """Return the live values to save, or to load into.
 
     Raises:
         CheckpointError: if a torch optimizer keeps for a part of a table what cannot be placed in
@@ -40,13 +40,13 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested state by the names that a checkpoint has for them."""
+    """Return the values of nested state by the names that a checkpoint has for them."""
     values: dict[str, Any] = flatten_state_dict(dict(state))[0]
     return values
 
 
 def whole_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
-    """Returns the optimizer's parameter names; for parts of a table that of the whole."""
+    """Return the optimizer's parameter names; for parts of a table that of the whole."""
     parts = _parts_of(model, optimizer)
     return {name: parts[name].whole if name in parts else name for name in optimizer.params}
 
@@ -65,7 +65,7 @@ class _Part(NamedTuple):
 
 
 def _parts_of(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, _Part]:
-    """Returns which of the optimizer's parameters are parts of tables, by their names."""
+    """Return which of the optimizer's parameters are parts of tables, by their names."""
     places = {
         id(shard.parameter): (f"_{i}" if i else "", table, shard)
         for table in model.modules()
@@ -80,7 +80,7 @@ def _parts_of(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, _Part]:
 
 
 def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
-    """Returns the optimizer's state, that of the parts of a table as the whole table's; live."""
+    """Return the optimizer's state, that of the parts of a table as the whole table's; live."""
     state = optimizer.state_dict()["state"]
     parts = _parts_of(model, optimizer)
     joined = {name: values for name, values in state.items() if name not in parts}
@@ -111,7 +111,7 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
 
 
 def load_optimizer(model: nn.Module, optimizer: KeyedOptimizer, loaded: dict[str, Any]) -> None:
-    """Takes over what was loaded; tensors that were joined have been filled in place."""
+    """Take over what was loaded; tensors that were joined have been filled in place."""
     state = optimizer.state_dict()["state"]
     parts = _parts_of(model, optimizer)
     wholes = {part.whole for part in parts.values()}

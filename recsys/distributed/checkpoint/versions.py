@@ -1,4 +1,4 @@
-"""The versions of a checkpoint: folders ``step-N``, complete once their manifest is in place.
+"""The versions of a checkpoint: folders `step-N`, complete once their manifest is in place.
 
 While a version is written its folder has a lock file, held by the process that writes. A version
 is complete when its manifest has been moved into place, by one atomic rename, after everything else
@@ -28,11 +28,11 @@ _TRIES = 100
 
 
 def find_version(path: Path) -> Path:
-    """Returns the folder to load: the newest complete version, or the path itself.
+    """Return the folder to load: the newest complete version, or the path itself.
 
     Args:
-        path: what was given to ``save_checkpoint``, or one of the versions in it, or a folder that
-            ``torch.distributed.checkpoint`` wrote.
+        path: what was given to `save_checkpoint`, or one of the versions in it, or a folder that
+            `torch.distributed.checkpoint` wrote.
 
     Raises:
         CheckpointError: if there is none.
@@ -60,14 +60,14 @@ def find_version(path: Path) -> Path:
 
 @contextlib.contextmanager
 def new_version(path: Path, step: int | None) -> Iterator[Path]:
-    """Makes the folder of a new version, which is removed again unless it becomes complete.
+    """Make the folder of a new version, which is removed again unless it becomes complete.
 
     Args:
         path: the checkpoint's folder, which is created.
         step: the version's number; None for the next one.
 
     Yields:
-        The folder. Call :func:`write_manifest` on it last.
+        The folder. Call `write_manifest` on it last.
 
     Raises:
         CheckpointError: if the step is not after the newest complete one, or someone else is saving
@@ -89,7 +89,7 @@ def new_version(path: Path, step: int | None) -> Iterator[Path]:
 
 
 def _claim(path: Path, step: int | None) -> tuple[Path, int]:
-    """Makes a folder that this process alone has the lock of; returns both."""
+    """Make a folder that this process alone has the lock of; return both."""
     newest = max(_complete(path), default=-1)
     if step is not None and step <= newest:
         raise CheckpointError(
@@ -115,7 +115,7 @@ def _claim(path: Path, step: int | None) -> tuple[Path, int]:
 
 
 def _take(lock: int) -> None:
-    """Takes a lock file, until it is closed or the process ends.
+    """Take a lock file, until it is closed or the process ends.
 
     Raises:
         BlockingIOError: if someone else has it.
@@ -129,7 +129,7 @@ def _take(lock: int) -> None:
 
 
 def _remove_unless_in_use(folder: Path) -> None:
-    """Removes what a save that died has left; nothing that is not a version of ours."""
+    """Remove what a save that died has left; nothing that is not a version of ours."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR)
     except OSError:
@@ -147,7 +147,7 @@ def _remove_unless_in_use(folder: Path) -> None:
 
 
 def keep_newest(path: Path, keep: int | None, current: Path) -> None:
-    """Removes all complete versions but the newest; all but ``current`` may go.
+    """Remove all complete versions but the newest; all but `current` may go.
 
     Args:
         path: the checkpoint's folder.
@@ -181,7 +181,7 @@ def _folder(path: Path, number: int) -> Path:
 
 
 def _steps(path: Path) -> list[int]:
-    """Returns the numbers of all versions, complete or not, in ascending order."""
+    """Return the numbers of all versions, complete or not, in ascending order."""
     if not path.is_dir():
         return []
     found = (re.fullmatch(r"step-(0|[1-9]\d{0,17})", entry.name) for entry in path.iterdir())
@@ -196,7 +196,7 @@ def _complete(path: Path) -> list[int]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Makes a version complete. Everything else in it must be on the disk.
+    """Make a version complete. Everything else in it must be on the disk.
 
     Args:
         folder: of the version.
@@ -214,7 +214,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns what a version's manifest says.
+    """Return what a version's manifest says.
 
     Raises:
         CheckpointError: if it is damaged, or of a later format.
@@ -243,7 +243,7 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the disk know a folder's entries."""
+    """Have the disk know a folder's entries."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,7 +19,7 @@ MOST_ROWS = (1 << 63) - 1
 
 
 def read_source(source: str | Path, what: str) -> tuple[str, str]:
-    """Returns a text, and how errors call it.
+    """Return a text, and how errors call it.
 
     Args:
         source: a path, or JSON itself, which starts with a brace.
@@ -34,7 +34,7 @@ def read_source(source: str | Path, what: str) -> tuple[str, str]:
 
 
 def parse_json(text: str, subject: str) -> object:
-    """Returns what JSON says.
+    """Return what JSON says.
 
     Raises:
         ValueError: if the text is no JSON, an object has a key twice, or it is nested deeper or
@@ -77,7 +77,7 @@ def members_of(
     optional: Sequence[str] = (),
     hint: str = "",
 ) -> Mapping[str, Any]:  # Any: what is built from the values checks them
-    """Returns an object's members, all of which are known.
+    """Return an object's members, all of which are known.
 
     Args:
         subject: how errors call the object.
@@ -114,7 +114,7 @@ def read_members(
     optional: Readers = MappingProxyType({}),
     hint: str = "",
 ) -> dict[str, Any]:
-    """Returns what an object says, each member as its reader has it; absent ones are left out.
+    """Return what an object says, each member as its reader has it; absent ones are left out.
 
     Args:
         subject: how errors call the object.
@@ -142,7 +142,7 @@ def read_members(
 
 
 def check_format(subject: str, value: object, known: int) -> int:
-    """Returns the format of a file.
+    """Return the format of a file.
 
     Raises:
         ValueError: if it is not the one that is known.
@@ -156,7 +156,7 @@ def check_format(subject: str, value: object, known: int) -> int:
 
 
 def object_of(subject: str, value: object) -> Mapping[str, Any]:
-    """Returns an object's members.
+    """Return an object's members.
 
     Raises:
         TypeError: if it is no object.
@@ -167,12 +167,12 @@ def object_of(subject: str, value: object) -> Mapping[str, Any]:
 
 
 def list_of(subject: str, value: object, each: Reader | None = None) -> list[Any]:
-    """Returns a list.
+    """Return a list.
 
     Args:
         subject: how errors call it.
         value: what should be one.
-        each: reads a member, as in :func:`read_members`; they are returned as they are if None.
+        each: reads a member, as in `read_members`; they are returned as they are if None.
 
     Raises:
         TypeError: if it is none, or a reader says so.
@@ -183,7 +183,7 @@ def list_of(subject: str, value: object, each: Reader | None = None) -> list[Any
 
 
 def flag_of(subject: str, value: object) -> bool:
-    """Returns whether something holds.
+    """Return whether something holds.
 
     Raises:
         TypeError: if it is neither true nor false.
@@ -194,7 +194,7 @@ def flag_of(subject: str, value: object) -> bool:
 
 
 def text_of(subject: str, value: object) -> str:
-    """Returns a text.
+    """Return a text.
 
     Raises:
         TypeError: if it is none.
@@ -205,7 +205,7 @@ def text_of(subject: str, value: object) -> str:
 
 
 def whole_of(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Returns a whole number that is large enough, and not too large.
+    """Return a whole number that is large enough, and not too large.
 
     Raises:
         ValueError: if it is too small or too large.
@@ -217,7 +217,7 @@ def whole_of(subject: str, value: object, least: int = 1, most: int | None = Non
 
 
 def choice_of(subject: str, value: object, choices: Sequence[str]) -> str:
-    """Returns one of some texts.
+    """Return one of some texts.
 
     Raises:
         ValueError: if it is another text.
@@ -233,7 +233,7 @@ def choice_of(subject: str, value: object, choices: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns a sentence about the known word that is most like another.
+    """Return a sentence about the known word that is most like another.
 
     Example:
         >>> nearest("row_wize", ["table_wise", "row_wise"])
@@ -244,18 +244,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value is a number."""
+    """Return whether a value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
-    """Raises TypeError: a value is not what it must be."""
+    """Raise TypeError: a value is not what it must be."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else f"{text[:60]}..."
     raise TypeError(f"{subject} must be {rule}; received {shown}.")
 
 
 def bracket(lines: Sequence[str], pair: str, indent: str = "") -> str:
-    """Returns the JSON of an object ("{}") or a list ("[]") with a line for each member."""
+    """Return the JSON of an object ("{}") or a list ("[]") with a line for each member."""
     body = ",\n".join(f"{indent}  {line}" for line in lines)
     return f"{pair[0]}\n{body}\n{indent}{pair[1]}" if lines else pair

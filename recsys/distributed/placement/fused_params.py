@@ -1,4 +1,4 @@
-"""What a sharder's ``fused_params`` may say: the optimizer, and settings of tables.
+"""What a sharder's `fused_params` may say: the optimizer, and settings of tables.
 
 The settings are those of a plan's entries under the names that FBGEMM's users know; where both say
 something, the plan's entry holds.
@@ -50,7 +50,7 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the settings of a sharder with those of one table, which hold where both say one.
+    """Return the settings of a sharder with those of one table, which hold where both say one.
 
     Args:
         fused_params: of the sharder; left as they are.
@@ -66,7 +66,7 @@ def merge_fused_params(
 def add_params_from_parameter_sharding(
     fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
 ) -> dict[str, Any]:
-    """Returns ``fused_params``, with what a plan's entry says added to them.
+    """Return `fused_params`, with what a plan's entry says added to them.
 
     Args:
         fused_params: changed in place; a new dict if None.
@@ -89,10 +89,10 @@ def add_params_from_parameter_sharding(
 
 
 def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``fused_params`` as FBGEMM's own modules take them: element types are ``SparseType``.
+    """Return `fused_params` as FBGEMM's own modules take them: element types are `SparseType`.
 
     Args:
-        fused_params: changed in place: ``cache_precision`` and ``output_dtype``, if they are there.
+        fused_params: changed in place: `cache_precision` and `output_dtype`, if they are there.
 
     Raises:
         ImportError: if FBGEMM is not installed.
@@ -111,7 +111,7 @@ def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is left for the optimizer.
+    """Return what is left for the optimizer.
 
     Args:
         fused_params: of a sharder.
@@ -126,7 +126,7 @@ def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
 def with_table_settings(
     plan: EmbeddingModuleShardingPlan, fused_params: Mapping[str, Any]
 ) -> EmbeddingModuleShardingPlan:
-    """Returns a plan whose entries also say what a sharder's ``fused_params`` say of tables.
+    """Return a plan whose entries also say what a sharder's `fused_params` say of tables.
 
     Args:
         plan: left as it is.
@@ -154,19 +154,19 @@ def with_table_settings(
 
 
 def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:
-    """Returns the optimizer that a sharder's ``fused_params`` describe.
+    """Return the optimizer that a sharder's `fused_params` describe.
 
-    Its ``weight_decay`` acts on the rows of the batch, never on the rest of the table: on MovieLens
-    100K a DLRM comes to an AUC of 0.7821 so, and to 0.7877 with ``torch.optim.Adam``, which decays
+    Its `weight_decay` acts on the rows of the batch, never on the rest of the table: on MovieLens
+    100K a DLRM comes to an AUC of 0.7821 so, and to 0.7877 with `torch.optim.Adam`, which decays
     all rows (1e-4; docs/optimizers.md). To decay all rows, give the table no optimizer of its own
-    and step ``torch.optim.Adam`` on it.
+    and step `torch.optim.Adam` on it.
 
     Args:
-        fused_params: ``optimizer`` (an :class:`~recsys.kernels.types.EmbOptimType`, FBGEMM's enum
+        fused_params: `optimizer` (an `EmbOptimType`, FBGEMM's enum
             of the same name, or its name) and its hyperparameters: the fields of
-            :class:`~recsys.kernels.types.OptimizerSpec`; ``update_mode`` and ``row_state`` as for
-            :func:`~recsys.optim.apply_optimizer_in_backward`. Settings of tables, such as
-            ``cache_load_factor``, are passed over.
+            `OptimizerSpec`; `update_mode` and `row_state` as for
+            `apply_optimizer_in_backward`. Settings of tables, such as
+            `cache_load_factor`, are passed over.
 
     Raises:
         ValueError: if no optimizer is named, or one that does not exist, or a hyperparameter that
@@ -212,7 +212,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
 def optimizer_of_table(
     weight: nn.Parameter, fused_params: Mapping[str, Any]
 ) -> TableOptimizer | None:
-    """Returns the optimizer that a table owns: the one attached to it, else the sharder's.
+    """Return the optimizer that a table owns: the one attached to it, else the sharder's.
 
     Args:
         weight: of the table.

@@ -1,7 +1,7 @@
 """Compiles a placement of tables into the routes that the three stages of a batch follow.
 
 Every sharding strategy is a set of rectangles (row range x column range) with an owner. This file
-turns the rectangles of one module into a frozen :class:`Layout`: what each rank is sent and in
+turns the rectangles of one module into a frozen `Layout`: what each rank is sent and in
 which order, which lookups it makes, and where each column of their output goes. It knows nothing
 of tensors' contents; the stages know nothing of strategies.
 
@@ -52,7 +52,7 @@ class Rect:
 @final
 @dataclass(frozen=True, slots=True)
 class IdRange:
-    """The ids ``0..end``, each the row of its number: the one id space so far.
+    """The ids `0..end`, each the row of its number: the one id space so far.
 
     An id is no row. What is asked about ids (which ones there are, which row block holds one) is
     asked of the id space of their table, never of its rows, so that another space can stand here.
@@ -61,7 +61,7 @@ class IdRange:
     end: int
 
     def edges(self, row_starts: Sequence[int]) -> tuple[int, ...]:
-        """Returns the first id of each row block, and the end of the last."""
+        """Return the first id of each row block, and the end of the last."""
         return (*row_starts, self.end)
 
 
@@ -70,8 +70,8 @@ class IdRange:
 class RowParts:
     """How the rows of a bag that lie in several row blocks are combined.
 
-    Each block's rows are pooled as ``pooling`` says, the results added up, and the sum divided by
-    the number of ids in the bag if it ``is_averaged``.
+    Each block's rows are pooled as `pooling` says, the results added up, and the sum divided by
+    the number of ids in the bag if it `is_averaged`.
     """
 
     pooling: PoolingMode
@@ -92,10 +92,10 @@ also needs its own reduction in the output stage."""
 class PlacedTable:
     """A table with its place.
 
-    ``features`` are indices into the module's features. ``group`` is equal for tables that one
-    lookup can serve together. ``rects`` is empty for a replicated (data-parallel) table.
-    ``combine`` says what becomes of the rows of a bag. A lookup of tables with ``one_width``
-    serves rectangles of one width only. ``id_space`` None: the range of the rows.
+    `features` are indices into the module's features. `group` is equal for tables that one
+    lookup can serve together. `rects` is empty for a replicated (data-parallel) table.
+    `combine` says what becomes of the rows of a bag. A lookup of tables with `one_width`
+    serves rectangles of one width only. `id_space` None: the range of the rows.
     """
 
     name: str
@@ -129,7 +129,7 @@ class PlacedTable:
 
 
 def check_tiling(table: PlacedTable) -> None:
-    """Checks that the rectangles of a table are a grid that covers it exactly once.
+    """Check that the rectangles of a table are a grid that covers it exactly once.
 
     Raises:
         ValueError: naming the table and the rows or columns at fault.
@@ -161,7 +161,7 @@ def check_tiling(table: PlacedTable) -> None:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One (table, feature) pair; ``col`` is its first column in the unsharded output."""
+    """One (table, feature) pair; `col` is its first column in the unsharded output."""
 
     table: int
     feature: int
@@ -185,8 +185,8 @@ class Stream:
 class LookupGroup:
     """One lookup of one rank: its rectangles and, per stream, which of them serves it.
 
-    ``streams`` is the stretch of the rank's streams that this lookup reads, ``width`` its output
-    columns, which are added up within the node before they travel where ``in_node``.
+    `streams` is the stretch of the rank's streams that this lookup reads, `width` its output
+    columns, which are added up within the node before they travel where `in_node`.
     """
 
     key: Hashable
@@ -206,18 +206,18 @@ class Layout:
     Attributes:
         world_size: number of ranks.
         tables: the placed tables, in the module's order.
-        slots: (table, feature) pairs in the order of the output; ``width`` is the sum of their
+        slots: (table, feature) pairs in the order of the output; `width` is the sum of their
             dims.
-        split_slots: slots of row-split tables; their ids are bucketized. ``num_buckets`` is the
+        split_slots: slots of row-split tables; their ids are bucketized. `num_buckets` is the
             largest number of row blocks of any of them (0 if there are none).
         send_segments: per destination rank, the segments it is sent, in its stream order. Segment
-            ``f`` is feature ``f`` of the module; segment ``num_features + bucket *
-            len(split_slots) + i`` is one row block of ``split_slots[i]``.
+            `f` is feature `f` of the module; segment `num_features + bucket *
+            len(split_slots) + i` is one row block of `split_slots[i]`.
         groups: per rank, its lookups.
         streams: per rank, what it is sent, in the order of its lookups' output columns.
         replica_groups: the lookups of replicated tables, which every rank makes on its own batch.
         replica_streams: their streams.
-        node_size: ranks per node where some tables' sums take two hops, else ``world_size``.
+        node_size: ranks per node where some tables' sums take two hops, else `world_size`.
         node_tables: tables whose row parts are added up within a node first.
     """
 
@@ -248,7 +248,7 @@ class Layout:
 
     @property
     def averaged_slots(self) -> tuple[int, ...]:
-        """Which of ``split_slots``, by place, divide their sums by the number of ids in a bag."""
+        """Which of `split_slots`, by place, divide their sums by the number of ids in a bag."""
         rules = [ROW_PARTS[self.slots[slot].combine] for slot in self.split_slots]
         return tuple(place for place, rule in enumerate(rules) if rule.is_averaged)
 
@@ -260,7 +260,7 @@ class Layout:
     def plot(
         self, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
     ) -> Figure:
-        """Draws the tables over the ranks, and the bytes that a forward pass exchanges.
+        """Draw the tables over the ranks, and the bytes that a forward pass exchanges.
 
         Args:
             samples_per_rank: batch size of each rank.
@@ -268,10 +268,10 @@ class Layout:
             pooled: whether one embedding per sample travels back, or one per id.
 
         Returns:
-            A matplotlib figure; ``figure.savefig("plan.svg")`` keeps it.
+            A matplotlib figure; `figure.savefig("plan.svg")` keeps it.
 
         Raises:
-            ImportError: if matplotlib is missing; the extra ``plot`` has it.
+            ImportError: if matplotlib is missing; the extra `plot` has it.
         """
         from recsys.distributed.placement.layout_plot import plot_layout
 
@@ -287,7 +287,7 @@ def build_layout(
     *,
     node_size: int | None = None,
 ) -> Layout:
-    """Compiles placed tables into a layout.
+    """Compile placed tables into a layout.
 
     Args:
         tables: the tables of one module in its order. Where any is looked up without pooling, a
@@ -352,7 +352,7 @@ def build_layout(
 
 
 def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
-    """Whether the row parts of every column block lie on one node."""
+    """Return whether the row parts of every column block lie on one node."""
     nodes: dict[int, set[int]] = {}
     for rect in table.rects:
         nodes.setdefault(rect.col_start, set()).add(rect.rank // node_size)
@@ -389,7 +389,7 @@ block, its first column."""
 def _plan_lookups(
     tables: Sequence[PlacedTable], sources: Sequence[Sequence[_Source]], owned: Iterable[_Part]
 ) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...], tuple[int, ...]]:
-    """Returns the lookups, streams and segments of a rank that owns these rectangles."""
+    """Return the lookups, streams and segments of a rank that owns these rectangles."""
     streams: list[Stream] = []
     segments: list[int] = []
     groups: list[LookupGroup] = []
@@ -423,7 +423,7 @@ def _plan_lookups(
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Joins ranges that touch, in the order given.
+    """Join ranges that touch, in the order given.
 
     Example:
         >>> merge_ranges([(0, 4), (4, 8), (12, 16)])

@@ -41,7 +41,7 @@ _Color = tuple[float, float, float]
 def plot_layout(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Figure:
-    """Draws a layout; see :meth:`~recsys.distributed.placement.layout.Layout.plot`."""
+    """Draw a layout; see `plot`."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def _draw(
 
 
 def rank_colors(world_size: int, node_size: int) -> list[_Color]:
-    """Returns a colour per rank: hues tell nodes apart, and ranks if there is one node.
+    """Return a colour per rank: hues tell nodes apart, and ranks if there is one node.
 
     Example:
         >>> len(set(rank_colors(64, 8)))
@@ -115,7 +115,7 @@ def rank_colors(world_size: int, node_size: int) -> list[_Color]:
 def _draw_tables(
     axes: Axes, layout: Layout, colors: list[_Color], columns: int, cell: float
 ) -> None:
-    """Draws each table in a cell of a grid, in inches: by its columns and rows."""
+    """Draw each table in a cell of a grid, in inches: by its columns and rows."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -156,7 +156,7 @@ def _draw_tables(
 
 
 def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
-    """Draws a bar per rank: the weights it holds, table by table."""
+    """Draw a bar per rank: the weights it holds, table by table."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -182,7 +182,7 @@ def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
 
 
 def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, font: float) -> None:
-    """Draws a matrix of bytes; darker is more."""
+    """Draw a matrix of bytes; darker is more."""
     world_size = layout.world_size
     darkest = max(float(bytes_RR.max()) * 1.6, 1.0)
     image = axes.imshow(bytes_RR.tolist(), cmap="Blues", vmin=0, vmax=darkest)
@@ -219,7 +219,7 @@ def _shorten(name: str, letters: int) -> str:
 
 
 def _short(number: float, unit: str = "") -> str:
-    """Returns a number in three digits.
+    """Return a number in three digits.
 
     Example:
         >>> _short(0.5), _short(999), _short(1536, "B"), _short(20_000_000)

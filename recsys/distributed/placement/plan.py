@@ -46,14 +46,14 @@ class EmbeddingComputeKernel(Enum):
     """Where a table lives."""
 
     DENSE = "dense"
-    """As ``FUSED``: whether a table updates itself depends on its optimizer alone."""
+    """As `FUSED`: whether a table updates itself depends on its optimizer alone."""
     FUSED = "fused"
     """Device memory, or host memory on a CPU. The optimizer attached to a table, if any, updates it
-    in the backward pass; one without is a plain parameter, and backward fills its ``.grad``."""
+    in the backward pass; one without is a plain parameter, and backward fills its `.grad`."""
     FUSED_UVM = "fused_uvm"
-    """As ``FUSED``, in host memory that the GPU reads directly."""
+    """As `FUSED`, in host memory that the GPU reads directly."""
     FUSED_UVM_CACHING = "fused_uvm_caching"
-    """As ``FUSED_UVM``, with a cache in device memory."""
+    """As `FUSED_UVM`, with a cache in device memory."""
     QUANT = "quant"
     """Quantized rows, for inference."""
 
@@ -61,13 +61,13 @@ class EmbeddingComputeKernel(Enum):
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
-    """Returns where the rows of a table with this compute kernel lie.
+    """Return where the rows of a table with this compute kernel lie.
 
     Args:
         compute_kernel: of the table.
 
     Raises:
-        ValueError: if it is no :class:`EmbeddingComputeKernel`, nor the value of one.
+        ValueError: if it is no `EmbeddingComputeKernel`, nor the value of one.
 
     Example:
         >>> compute_kernel_to_embedding_location(EmbeddingComputeKernel.FUSED_UVM)
@@ -89,10 +89,10 @@ class ShardMetadata:
     """One rectangle of a table and its owner.
 
     Args:
-        shard_offsets: ``[first row, first column]``.
-        shard_sizes: ``[rows, columns]``.
-        placement: ``"rank:<rank>/<device>"``, such as ``"rank:0/cuda:0"`` or ``"rank:1/cpu"``. An
-            object with a ``rank()`` method (torch's ``_remote_device``) is accepted as well.
+        shard_offsets: `[first row, first column]`.
+        shard_sizes: `[rows, columns]`.
+        placement: `"rank:<rank>/<device>"`, such as `"rank:0/cuda:0"` or `"rank:1/cpu"`. An
+            object with a `rank()` method (torch's `_remote_device`) is accepted as well.
 
     Raises:
         TypeError: if offsets or sizes are no lists of whole numbers.
@@ -127,7 +127,7 @@ class ShardMetadata:
 
 @final
 class Placement(str):
-    """Where a shard lies: the text ``"rank:<rank>/<device>"``, which knows its parts.
+    """Where a shard lies: the text `"rank:<rank>/<device>"`, which knows its parts.
 
     Example:
         >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
@@ -137,7 +137,7 @@ class Placement(str):
     __slots__ = ()
 
     def rank(self) -> int:
-        """Returns the owning rank.
+        """Return the owning rank.
 
         Raises:
             ValueError: if it names none.
@@ -145,12 +145,12 @@ class Placement(str):
         return _rank_in(self)
 
     def device(self) -> torch.device:
-        """Returns the device, of that rank."""
+        """Return the device, of that rank."""
         return torch.device(self.partition("/")[2])
 
 
 def placement_rank(placement: object) -> int:
-    """Returns the rank a placement names, such as 3 for ``"rank:3/cuda:3"``.
+    """Return the rank a placement names, such as 3 for `"rank:3/cuda:3"`.
 
     Raises:
         ValueError: if it names none.
@@ -185,10 +185,10 @@ _warned_of: set[str] = set()  # settings that mean nothing, in this process
 
 
 def warn_once(setting: str, value: object, advice: str) -> None:
-    """Warns, once per process, that a setting means nothing here.
+    """Warn, once per process, that a setting means nothing here.
 
     Args:
-        setting: such as ``"CacheParams.algorithm"``.
+        setting: such as `"CacheParams.algorithm"`.
         value: what was received.
         advice: what to do, or what holds instead.
     """
@@ -200,7 +200,7 @@ def warn_once(setting: str, value: object, advice: str) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class CacheParams:
-    """The device cache of a ``fused_uvm_caching`` table; arguments are TorchRec's.
+    """The device cache of a `fused_uvm_caching` table; arguments are TorchRec's.
 
     Args:
         algorithm: means nothing: the least recently used rows leave the cache.
@@ -209,13 +209,13 @@ class CacheParams:
         reserved_memory: means nothing.
         precision: means nothing: a cached row has the dtype of its table.
         prefetch_pipeline: means nothing.
-        stats: means nothing; the planner takes ``pooling_stats``.
+        stats: means nothing; the planner takes `pooling_stats`.
         multipass_prefetch_config: means nothing.
 
     A value for what means nothing warns, once per process.
 
     Raises:
-        ValueError: if ``load_factor`` is out of its range.
+        ValueError: if `load_factor` is out of its range.
 
     Example:
         >>> CacheParams(load_factor=0.1).load_factor
@@ -247,21 +247,21 @@ class ParameterSharding:
     """How one table is placed.
 
     Args:
-        sharding_type: a :class:`ShardingType` value, such as ``"table_wise"``.
-        compute_kernel: an :class:`EmbeddingComputeKernel` value, such as ``"fused"``.
+        sharding_type: a `ShardingType` value, such as `"table_wise"`.
+        compute_kernel: an `EmbeddingComputeKernel` value, such as `"fused"`.
         ranks: the owners of the shards in order; the sharding spec says the same in full.
-        sharding_spec: the rectangles. ``None`` for data-parallel tables, or to let them follow from
-            ``sharding_type`` and ``ranks``.
-        cache_params: of ``fused_uvm_caching``; FBGEMM's defaults if None.
+        sharding_spec: the rectangles. `None` for data-parallel tables, or to let them follow from
+            `sharding_type` and `ranks`.
+        cache_params: of `fused_uvm_caching`; FBGEMM's defaults if None.
         enforce_hbm: means nothing: a cached table's states lie where its kernel puts them.
         stochastic_rounding: whether the optimizer of a table of fp16 or bf16 rounds at random, as
-            in :class:`~recsys.kernels.types.OptimizerSpec`; None: as the optimizer says. For other
+            in `OptimizerSpec`; None: as the optimizer says. For other
             tables it means nothing.
         bounds_check_mode: what to do with an id outside the table.
         output_dtype: dtype of the looked-up embeddings, one for all tables of a module: float32
             (None), float16 or bfloat16, also as a
-            :class:`~recsys.modules.embedding_configs.DataType`. Sums are made in float32 and
-            converted at the end; what travels is chosen by ``qcomm_codecs_registry``.
+            `DataType`. Sums are made in float32 and
+            converted at the end; what travels is chosen by `qcomm_codecs_registry`.
         key_value_params: means nothing: no table lies in a key-value store.
 
     True or a value for what means nothing warns, once per process.
@@ -304,7 +304,7 @@ class ParameterSharding:
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """The placement of one module's tables: table name to :class:`ParameterSharding`.
+    """The placement of one module's tables: table name to `ParameterSharding`.
 
     Printing it shows the table that users of TorchRec know: one line per table, then one per shard.
     """
@@ -334,7 +334,7 @@ def format_table(
     numbers: Container[int] = (),
     gap: str = "  ",
 ) -> str:
-    """Returns text columns under a head, each as wide as its widest cell; numbers end right."""
+    """Return text columns under a head, each as wide as its widest cell; numbers end right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, tuple("-" * width for width in widths), *rows]
     return "\n".join(

@@ -71,11 +71,11 @@ class ShardingPlan:
     made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """Returns the plan of the module at this path, or None."""
+        """Return the plan of the module at this path, or None."""
         return self.plan.get(module_path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the plan as JSON, one line per table, and writes it to a file if one is given.
+        """Return the plan as JSON, one line per table, and write it to a file if one is given.
 
         Args:
             path: of the file.
@@ -87,12 +87,10 @@ class ShardingPlan:
 
     @staticmethod
     def from_json(source: str | Path) -> ShardingPlan:
-        """Returns the plan that a file describes.
+        """Return the plan that a file describes.
 
         Whether it is one for a model is checked when it is used: by
-        :meth:`EmbeddingShardingPlanner.rate
-        <recsys.distributed.planner.planners.EmbeddingShardingPlanner.rate>` and by
-        DistributedModelParallel.
+        `EmbeddingShardingPlanner.rate` and by `DistributedModelParallel`.
 
         Args:
             source: a path, or the JSON text itself, which starts with a brace.
@@ -115,7 +113,7 @@ class ShardingPlan:
 
 
 def write(plan: ShardingPlan) -> str:
-    """Returns the text of a plan file."""
+    """Return the text of a plan file."""
     made_for = plan.made_for or _guess_ranks(plan)
     modules = {
         path: _object({name: _entry(sharding, made_for) for name, sharding in tables.items()}, 4)
@@ -126,7 +124,7 @@ def write(plan: ShardingPlan) -> str:
 
 
 def _object(members: Mapping[str, str], indent: int = 0) -> str:
-    """Returns the JSON of an object with a line for each member, whose values are JSON already."""
+    """Return the JSON of an object with a line for each member, whose values are JSON already."""
     lines = [f"{json.dumps(name)}: {value}" for name, value in members.items()]
     return files.bracket(lines, "{}", " " * indent)
 
@@ -162,7 +160,7 @@ def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
 def _shards_of(
     kind: str, size: Sequence[int], ranks: Sequence[int], made_for: PlanRanks
 ) -> list[ShardMetadata]:
-    """Returns the shards that follow from a type, a size and ranks; none if they are no such."""
+    """Return the shards that follow from a type, a size and ranks; none if they are no such."""
     if not ranks or kind == ShardingType.DATA_PARALLEL.value:
         return []
     (rows, dim), device, local_size = size, made_for.compute_device, made_for.local_world_size
@@ -186,7 +184,7 @@ def _shard(shard: ShardMetadata, made_for: PlanRanks) -> str:
 
 
 def _runs(ranks: Sequence[int]) -> list[int | str]:
-    """Returns ranks with three and more consecutive ones as "first-last"."""
+    """Return ranks with three and more consecutive ones as "first-last"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -200,7 +198,7 @@ def _runs(ranks: Sequence[int]) -> list[int | str]:
 
 
 def _guess_ranks(plan: ShardingPlan) -> PlanRanks:
-    """Returns the fewest ranks that a plan can be for."""
+    """Return the fewest ranks that a plan can be for."""
     entries = [sharding for tables in plan.plan.values() for sharding in tables.values()]
     shards = [s for e in entries if e.sharding_spec is not None for s in e.sharding_spec.shards]
     ranks = {rank for e in entries for rank in e.ranks or ()} | {shard.rank for shard in shards}
@@ -219,7 +217,7 @@ def _guess_ranks(plan: ShardingPlan) -> PlanRanks:
 
 
 def read(text: str, subject: str) -> ShardingPlan:
-    """Returns the plan that a file describes.
+    """Return the plan that a file describes.
 
     Args:
         text: JSON.
@@ -399,7 +397,7 @@ def _rank(subject: str, value: object, world_size: int) -> int:
 def _check_ranks(
     subject: str, kind: ShardingType, ranks: Sequence[int], made_for: PlanRanks
 ) -> None:
-    """Raises unless the ranks are such as the sharding type can use."""
+    """Raise unless the ranks are such as the sharding type can use."""
     size = made_for.local_world_size
     nodes = [[rank // size for rank in ranks[i : i + size]] for i in range(0, len(ranks), size)]
     is_one_node = len({rank // size for rank in ranks}) == 1

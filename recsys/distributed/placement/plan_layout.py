@@ -19,19 +19,19 @@ def layout_of_plan(
     world_size: int,
     local_size: int | None = None,
 ) -> Layout:
-    """Compiles the plan of one collection, as sharding it on so many ranks would.
+    """Compile the plan of one collection, as sharding it on so many ranks would.
 
     Lookups are grouped by their pooling alone: other reasons to keep tables apart, such as
     different optimizers, are known once the collection is sharded.
 
     Args:
-        module: an EmbeddingBagCollection or EmbeddingCollection; may be on the ``meta`` device.
-        plan: by table name, such as ``construct_module_sharding_plan`` and planners make it.
+        module: an EmbeddingBagCollection or EmbeddingCollection; may be on the `meta` device.
+        plan: by table name, such as `construct_module_sharding_plan` and planners make it.
         world_size: number of ranks.
         local_size: ranks per node; as in this job if None.
 
     Returns:
-        The layout; ``layout.plot()`` draws it.
+        The layout; `layout.plot()` draws it.
 
     Raises:
         ValueError: if the plan does not fit the tables or the ranks.
@@ -72,7 +72,7 @@ def place_tables(
     group_of: Callable[[int, Sequence[Rect]], Hashable],
     needs_one_width: Callable[[int, Sequence[Rect]], bool] = lambda number, rects: False,
 ) -> tuple[list[str], Layout]:
-    """Places tables.
+    """Place tables.
 
     Args:
         configs: of the tables.

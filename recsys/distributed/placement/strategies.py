@@ -1,7 +1,7 @@
 """From a strategy's name to rectangles, and from a plan's shards to checked rectangles.
 
 This is all a sharding strategy is: a function that returns rectangles. Nothing past this file knows
-their names; ``sharding_plan`` is for people who write plans by hand.
+their names; `sharding_plan` is for people who write plans by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
 
 
 def even_block(size: int, parts: int, multiple: int = 1) -> int:
-    """Returns the size of the blocks that :func:`split_evenly` cuts, but for the last.
+    """Return the size of the blocks that `split_evenly` cuts, but for the last.
 
     Example:
         >>> even_block(10, 4)
@@ -42,7 +42,7 @@ def even_block(size: int, parts: int, multiple: int = 1) -> int:
 
 
 def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Cuts ``0..size`` into blocks of equal size, the last ones smaller; empty blocks are left out.
+    """Cut `0..size` into blocks of equal size, the last ones smaller; empty blocks are left out.
 
     Args:
         size: what to cut.
@@ -50,7 +50,7 @@ def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, in
         multiple: every block but the last is a multiple of this.
 
     Returns:
-        ``(start, end)`` per block, at most ``parts`` of them.
+        `(start, end)` per block, at most `parts` of them.
 
     Example:
         >>> split_evenly(10, 4)
@@ -63,7 +63,7 @@ def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, in
 
 
 def split_by_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns ``(start, end)`` of consecutive blocks of the given sizes.
+    """Return `(start, end)` of consecutive blocks of the given sizes.
 
     Example:
         >>> split_by_sizes([4, 0, 2])
@@ -76,7 +76,7 @@ def split_by_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def grid_of(
     rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]], ranks: Sequence[int]
 ) -> list[Rect]:
-    """Returns a rectangle per block of columns and block of rows in it, each on the next rank.
+    """Return a rectangle per block of columns and block of rows in it, each on the next rank.
 
     Example:
         >>> [(rect.row_start, rect.rank) for rect in grid_of([(0, 5), (5, 10)], [(0, 8)], [3, 1])]
@@ -132,15 +132,15 @@ def parameter_sharding(
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
     local_size: int | None = None,
 ) -> ParameterSharding:
-    """Places one table.
+    """Place one table.
 
     Args:
         sharding_type: the strategy.
         num_rows: rows of the table.
         dim: columns of the table.
         ranks: the owners, in order of their part; all ranks for a data-parallel table, the ranks of
-            one node for ``table_row_wise`` and ``table_column_wise``, of some nodes, node by node,
-            for ``grid_shard``.
+            one node for `table_row_wise` and `table_column_wise`, of some nodes, node by node,
+            for `grid_shard`.
         device_type: "cpu" or "cuda", for the placements.
         compute_kernel: where the table lives.
         local_size: ranks per node, which number their GPUs from 0; all on one node if None.
@@ -164,7 +164,7 @@ def sharding_of_rects(
     placements: Sequence[str],
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:
-    """Returns a plan's entry for rectangles, each with its :func:`placement`.
+    """Return a plan's entry for rectangles, each with its `placement`.
 
     Example:
         >>> rects = grid_of(split_by_sizes([7, 3]), [(0, 8)], [0, 1])
@@ -187,7 +187,7 @@ def sharding_of_rects(
 
 
 def placement(compute_device: str, rank: int, local_size: int) -> str:
-    """Returns where a rank keeps its shards, as a plan writes it.
+    """Return where a rank keeps its shards, as a plan writes it.
 
     Args:
         compute_device: "cpu" or "cuda".
@@ -202,7 +202,7 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
 
 
 def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
-    """Returns where a rank keeps its shards, as a plan writes it; see :func:`placement`.
+    """Return where a rank keeps its shards, as a plan writes it; see `placement`.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -225,7 +225,7 @@ def rects_of(
     world_size: int,
     node_size: int | None = None,
 ) -> tuple[Rect, ...]:
-    """Returns the rectangles a plan gives a table, neighbours merged; none if replicated.
+    """Return the rectangles a plan gives a table, neighbours merged; none if replicated.
 
     Args:
         name: of the table.
@@ -275,13 +275,13 @@ def _rect_of(table: str, shard: ShardMetadata) -> Rect:
 
 
 def pooling_of_parts(pooling: PoolingMode, rects: Sequence[Rect]) -> PoolingMode:
-    """Returns how a table's parts are pooled: those of a mean are sums, divided at the end."""
+    """Return how a table's parts are pooled: those of a mean are sums, divided at the end."""
     splits_rows = len({rect.row_start for rect in rects}) > 1
     return ROW_PARTS[pooling].pooling if splits_rows else pooling
 
 
 def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
-    """Merges column neighbours of the same rows on the same rank, where all rows are cut alike."""
+    """Merge column neighbours of the same rows on the same rank, where all rows are cut alike."""
     cuts: dict[tuple[int, int], list[Rect]] = {}
     for rect in rects:
         cuts.setdefault((rect.row_start, rect.row_end), []).append(rect)
@@ -298,7 +298,7 @@ def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
 
 
 def check_plan_paths(plan: ShardingPlan, module_paths: Collection[str]) -> None:
-    """Checks that a plan names exactly the modules of a model that can be sharded.
+    """Check that a plan names exactly the modules of a model that can be sharded.
 
     Raises:
         ValueError: listing the modules that are missing from the plan, or not in the model.
@@ -316,7 +316,7 @@ def check_plan_paths(plan: ShardingPlan, module_paths: Collection[str]) -> None:
 def check_plan_covers(
     module_path: str, plan: EmbeddingModuleShardingPlan, table_names: Collection[str]
 ) -> None:
-    """Checks that a plan names exactly the tables of a module.
+    """Check that a plan names exactly the tables of a module.
 
     Raises:
         ValueError: listing the tables that are missing from the plan, or not in the module.

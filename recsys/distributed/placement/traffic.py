@@ -24,7 +24,7 @@ _ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 4, 4, 4
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes between ranks, fp64 ``[R, R]`` on the CPU; what a rank keeps is on the diagonal.
+    """Bytes between ranks, fp64 `[R, R]` on the CPU; what a rank keeps is on the diagonal.
 
     Attributes:
         ids: ids and lengths on their way to the owners.
@@ -40,7 +40,7 @@ class Traffic:
 def traffic_of(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Traffic:
-    """Returns what one forward pass sends.
+    """Return what one forward pass sends.
 
     Args:
         layout: of one module.

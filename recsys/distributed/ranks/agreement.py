@@ -33,7 +33,7 @@ def agree(
     own: T,
     kind: type[Exception] = ValueError,
 ) -> list[T]:
-    """Exchanges what ranks are about to do, in one collective; raises on all if they do not agree.
+    """Exchange what ranks are about to do, in one collective; raise on all if they do not agree.
 
     Where facts differ, two more collectives find out which.
 
@@ -45,12 +45,12 @@ def agree(
         kind: of the error where ranks differ.
 
     Returns:
-        ``own`` of each rank.
+        `own` of each rank.
 
     Raises:
         Exception: this rank's error, if all ranks have the same; else, on every rank alike, the
             error of the lowest rank that has one, led by its number.
-        ValueError: if the ranks are at different stages; or, as ``kind``, if their facts differ.
+        ValueError: if the ranks are at different stages; or, as `kind`, if their facts differ.
             It names a rank that differs from rank 0, and in what.
     """
     error = facts if isinstance(facts, Exception) else None
@@ -80,7 +80,7 @@ def agree(
 
 
 def is_raised_on_all(error: BaseException) -> bool:
-    """Returns whether every rank has this error: of :func:`agree`, or that a rank is lost."""
+    """Return whether every rank has this error: of `agree`, or that a rank is lost."""
     return getattr(error, "_raised_on_all_ranks", False)
 
 
@@ -99,7 +99,7 @@ def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
 
 
 def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
-    """Returns what is wrong where a fact of a rank is not that of rank 0.
+    """Return what is wrong where a fact of a rank is not that of rank 0.
 
     Args:
         stage: what the ranks are to do.
@@ -119,12 +119,12 @@ def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
 
 
 def stable(value: object) -> str:
-    """Returns what prints the same in every process."""
+    """Return what prints the same in every process."""
     return _ADDRESS.sub("", repr(value))
 
 
 def in_words(settings: object) -> str:
-    """Returns the fields of a dataclass, and of those in it, set off by "; ".
+    """Return the fields of a dataclass, and of those in it, set off by "; ".
 
     Example:
         >>> from recsys.distributed.types import CacheParams

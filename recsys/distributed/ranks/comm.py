@@ -1,8 +1,8 @@
 """Collectives as the stages use them: plain tensors in, plain tensors out, finished later.
 
 With one rank every exchange is the identity and no process group is needed. A CUDA tensor is
-exchanged on the process group's own stream; ``Pending.wait`` makes the current stream wait for it
-and does not block the host. :class:`LazyAwaitable` is the result of a module that is under way.
+exchanged on the process group's own stream; `Pending.wait` makes the current stream wait for it
+and does not block the host. `LazyAwaitable` is the result of a module that is under way.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pending:
         self._decode = decode
 
     def wait(self) -> Tensor:
-        """Waits for the exchange and returns the tensor.
+        """Wait for the exchange and return the tensor.
 
         Raises:
             LostContactError: if contact with another rank is lost.
@@ -82,19 +82,19 @@ def all_to_all(
     out: Tensor | None = None,
     wire: WireFormat | None = None,
 ) -> Pending:
-    """Starts an all-to-all of stretches of a flat tensor.
+    """Start an all-to-all of stretches of a flat tensor.
 
     Args:
         env: the ranks that take part.
         what: the ranks do in it, for messages, such as "send ids to their owners".
-        send: ``[sum(send_sizes)]``, the stretch for rank 0 first. Do not change it before the wait.
+        send: `[sum(send_sizes)]`, the stretch for rank 0 first. Do not change it before the wait.
         send_sizes: elements for each rank.
         recv_sizes: elements from each rank.
-        out: ``[sum(recv_sizes)]``, to receive into; allocated if None.
+        out: `[sum(recv_sizes)]`, to receive into; allocated if None.
         wire: what fp32 values look like while they travel; None: as they are.
 
     Returns:
-        The pending ``[sum(recv_sizes)]``, the stretch from rank 0 first.
+        The pending `[sum(recv_sizes)]`, the stretch from rank 0 first.
     """
     rank = env.rank
     if env.world_size == 1:
@@ -135,7 +135,7 @@ def all_to_all(
 
 
 def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
-    """Starts an in-place sum over ranks; ``what`` as for :func:`all_to_all`."""
+    """Start an in-place sum over ranks; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return Pending(tensor)
     try:
@@ -146,7 +146,7 @@ def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
 
 
 def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T]:
-    """Returns what each rank has, by rank; every rank must call it.
+    """Return what each rank has, by rank; every rank must call it.
 
     Args:
         group: the ranks; None for this process alone.
@@ -167,7 +167,7 @@ def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T
 
 
 def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 0) -> T:
-    """Returns what rank ``source`` of the group has; else as :func:`gather_objects`."""
+    """Return what rank `source` of the group has; else as `gather_objects`."""
     box = [own]
     try:
         dist.broadcast_object_list(box, group=group, group_src=source)
@@ -177,7 +177,7 @@ def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 
 
 
 def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
-    """Fills ``tensor`` on every rank with what rank 0 has; ``what`` as for :func:`all_to_all`."""
+    """Fill `tensor` on every rank with what rank 0 has; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return
     try:
@@ -187,7 +187,7 @@ def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
 
 
 def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:
-    """Raises the same error on every rank if any rank has one.
+    """Raise the same error on every rank if any rank has one.
 
     Every rank must call it. The error of the lowest failing rank is raised, its message led by
     that rank's number.
@@ -209,7 +209,7 @@ _met_outside: ContextVar[bool] = ContextVar("met_outside", default=False)
 
 @contextmanager
 def met_outside() -> Iterator[None]:
-    """Leaves it to the caller to tell the other ranks of errors: :func:`together` only works."""
+    """Leave it to the caller to tell the other ranks of errors: `together` only works."""
     token = _met_outside.set(True)
     try:
         yield
@@ -218,7 +218,7 @@ def met_outside() -> Iterator[None]:
 
 
 def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
-    """Calls a function on every rank; an error on one of them is raised on all.
+    """Call a function on every rank; an error on one of them is raised on all.
 
     Args:
         env: the ranks that take part; each must call it.
@@ -241,7 +241,7 @@ Failure: TypeAlias = tuple[str, str]
 
 
 def failure_of(error: Exception | None) -> Failure | None:
-    """Returns what other ranks are told of an error."""
+    """Return what other ranks are told of an error."""
     if error is None:
         return None
     known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
@@ -249,7 +249,7 @@ def failure_of(error: Exception | None) -> Failure | None:
 
 
 def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
-    """Raises a rank's error, led by its number.
+    """Raise a rank's error, led by its number.
 
     Args:
         rank: which failed.
@@ -266,7 +266,7 @@ def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoRet
 
 
 def _kind_of(name: str) -> type[Exception]:
-    """Returns the error of this name, of Python or made from its ValueError."""
+    """Return the error of this name, of Python or made from its ValueError."""
     ours = {kind.__name__: kind for kind in ValueError.__subclasses__()}
     kind = getattr(builtins, name, ours.get(name))
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
@@ -281,7 +281,7 @@ def _text_of(error: Exception) -> str:
 class Awaitable(abc.ABC, Generic[T]):
     """A result that is under way.
 
-    A class of your own defines ``_wait_impl``, which returns the result.
+    A class of your own defines `_wait_impl`, which returns the result.
 
     Example:
         >>> class Ones(Awaitable[torch.Tensor]):
@@ -295,17 +295,17 @@ class Awaitable(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _wait_impl(self) -> T:
-        """Blocks until the result is there and returns it."""
+        """Block until the result is there and return it."""
 
     @property
     def callbacks(self) -> list[Callable[[T], T]]:
-        """Functions that :meth:`wait` applies to the result, one after the other; append to it."""
+        """Function that `wait` applies to the result, one after the other; append to it."""
         if self._callbacks is None:
             self._callbacks = []
         return self._callbacks
 
     def wait(self) -> T:
-        """Blocks until the result is there and returns it."""
+        """Block until the result is there and return it."""
         result = self._wait_impl()
         for callback in self._callbacks or ():
             result = callback(result)
@@ -330,11 +330,11 @@ _UNSET: Any = object()
 
 
 class LazyAwaitable(Awaitable[T]):
-    """A result that is under way, and arrives by :meth:`wait` or by being used.
+    """A result that is under way, and arrives by `wait` or by being used.
 
     Attributes, indexing, iteration, arithmetic and torch functions all wait first, so that code
-    written for the result itself works unchanged. A class of your own may define ``_wait_impl`` in
-    place of passing ``finish``.
+    written for the result itself works unchanged. A class of your own may define `_wait_impl` in
+    place of passing `finish`.
 
     Args:
         finish: computes the result; called once, at the first use.
@@ -361,7 +361,7 @@ class LazyAwaitable(Awaitable[T]):
         return self._finish()
 
     def wait(self) -> T:
-        """Blocks until the result is there and returns it; the same object at every call."""
+        """Block until the result is there and return it; the same object at every call."""
         if self._result is _UNSET:
             result = self._wait_impl() if self._finish is None else self._finish()
             for callback in self._callbacks or ():

@@ -49,11 +49,11 @@ class Construction:
         self._last: list[Callable[[], None]] = []
 
     def add(self, subject: str, facts: Mapping[str, str]) -> None:
-        """Adds what has to be the same on all ranks, in words, by its name.
+        """Add what has to be the same on all ranks, in words, by its name.
 
         Args:
             subject: what the facts are about.
-            facts: such as ``{"table 'users'": "100 x 4"}``.
+            facts: such as `{"table 'users'": "100 x 4"}`.
         """
         while subject in self._subjects:
             subject += " (another)"
@@ -61,11 +61,11 @@ class Construction:
         self._facts.update({f"{name} of {subject}": fact for name, fact in facts.items()})
 
     def works_on(self, device: torch.device) -> None:
-        """Says where this rank works: under NCCL no two ranks may work on one GPU."""
+        """Say where this rank works: under NCCL no two ranks may work on one GPU."""
         self._gpu = gpu_of(self.env, device)
 
     def load(self, seed: int, load: Load, *, may_fail_alone: bool = False) -> None:
-        """Adds what fills tables once all ranks agree; it may exchange weights.
+        """Add what fills tables once all ranks agree; it may exchange weights.
 
         Args:
             seed: of their initial values, on this rank.
@@ -76,7 +76,7 @@ class Construction:
         self._may_fail_alone |= may_fail_alone
 
     def at_the_end(self, change: Callable[[], None]) -> None:
-        """Adds a change of the given model, for when nothing can fail any more."""
+        """Add a change of the given model, for when nothing can fail any more."""
         self._last.append(change)
 
     def _agree(self, error: Exception | None) -> list[int]:
@@ -90,13 +90,13 @@ class Construction:
         return seen[0][1]
 
     def finish(self, error: Exception | None = None) -> None:
-        """Lets the ranks agree, and then fills the tables and changes the model.
+        """Let the ranks agree, and then fill the tables and change the model.
 
         Args:
             error: why this rank could not build its part.
 
         Raises:
-            Exception: ``error``; or that of the lowest rank that has one, or ValueError if the
+            Exception: `error`; or that of the lowest rank that has one, or ValueError if the
                 ranks differ in what they built: the same on every rank.
         """
         seeds = self._agree(error)
@@ -118,7 +118,7 @@ _current: ContextVar[Construction | None] = ContextVar("construction", default=N
 
 @contextlib.contextmanager
 def constructing(env: ShardingEnv) -> Iterator[Construction]:
-    """Builds something on all ranks of ``env``; a part of it joins what is being built already.
+    """Build something on all ranks of `env`; a part of it joins what is being built already.
 
     Every rank must enter it, and nothing in it may wait for other ranks. What it raises, every rank
     raises.
@@ -146,7 +146,7 @@ def constructing(env: ShardingEnv) -> Iterator[Construction]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pauses the garbage collector, which would look through all that is built again and again.
+    """Pause the garbage collector, which would look through all that is built again and again.
 
     That is many small objects that stay: a third of the time that it takes to list the options of
     tables.
@@ -161,7 +161,7 @@ def no_collection() -> Iterator[None]:
 
 
 def gpu_of(env: ShardingEnv, device: torch.device) -> str | None:
-    """Returns the GPU that only one rank may work on, by host and number; None if there is none."""
+    """Return the GPU that only one rank may work on, by host and number; None if there is none."""
     if device.type != "cuda" or env.world_size == 1:
         return None
     if "cuda:nccl" not in str(dist.get_backend_config(env.process_group)):

@@ -19,7 +19,7 @@ class ShardingEnv:
     Args:
         world_size: number of ranks.
         rank: this rank.
-        pg: the process group; ``None`` when there is only one rank.
+        pg: the process group; `None` when there is only one rank.
 
     Raises:
         ValueError: if the rank is none of these, or several have no process group.
@@ -51,16 +51,16 @@ class ShardingEnv:
 
     @cached_property
     def node_size(self) -> int:
-        """Ranks per node, as :func:`~recsys.distributed.ranks.node.get_local_size` says."""
+        """Ranks per node, as `get_local_size` says."""
         return node_size_of(self.world_size)
 
     def of_node(self, node_size: int) -> ShardingEnv:
-        """Returns the environment of the ranks on this rank's node.
+        """Return the environment of the ranks on this rank's node.
 
         Every rank must ask in the same order; the group is made once.
 
         Args:
-            node_size: ranks per node; divides ``world_size``. Ranks of one node are neighbours.
+            node_size: ranks per node; divides `world_size`. Ranks of one node are neighbours.
         """
         if node_size == 1:
             return ShardingEnv(1, 0)
@@ -71,7 +71,7 @@ class ShardingEnv:
     def group_of(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> torch.distributed.ProcessGroup:
-        """Returns the process group of some of these ranks, this one among them.
+        """Return the process group of some of these ranks, this one among them.
 
         Each of them must ask in the same order as the others; the group is made once.
 
@@ -91,20 +91,20 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
-        """Makes the environment of a process group."""
+        """Make the environment of a process group."""
         return cls(torch.distributed.get_world_size(pg), torch.distributed.get_rank(pg), pg)
 
     @classmethod
     def from_local(cls, world_size: int = 1, rank: int = 0) -> ShardingEnv:
-        """Makes the environment of a single process, without a process group."""
+        """Make the environment of a single process, without a process group."""
         return cls(world_size, rank)
 
     @classmethod
     def default(cls) -> ShardingEnv:
-        """Makes the environment of the default process group, or of one process without one.
+        """Make the environment of the default process group, or of one process without one.
 
         Raises:
-            ValueError: if this is one process of several, as ``WORLD_SIZE`` of torchrun tells, and
+            ValueError: if this is one process of several, as `WORLD_SIZE` of torchrun tells, and
                 there is no process group yet: each would train a model of its own.
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -128,7 +128,7 @@ _groups: WeakKeyDictionary[
 
 
 def node_size_of(world_size: int) -> int:
-    """Returns the ranks per node among so many, as ``LOCAL_WORLD_SIZE`` says."""
+    """Return the ranks per node among so many, as `LOCAL_WORLD_SIZE` says."""
     local_size = setting("LOCAL_WORLD_SIZE")
     if local_size is None:
         return world_size

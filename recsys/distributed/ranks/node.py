@@ -9,16 +9,16 @@ from recsys.kernels.arguments import setting
 
 
 def get_local_size(world_size: int | None = None) -> int:
-    """Returns the number of ranks on a node.
+    """Return the number of ranks on a node.
 
-    That is ``LOCAL_WORLD_SIZE``, which torchrun sets; all ranks where it is not set. For fewer or
+    That is `LOCAL_WORLD_SIZE`, which torchrun sets; all ranks where it is not set. For fewer or
     more ranks than the job has it is taken where it divides them, else all are on one node.
 
     Args:
         world_size: the number of ranks; those of the default process group if None.
 
     Raises:
-        ValueError: if ``LOCAL_WORLD_SIZE`` is no positive number, or does not divide the ranks of
+        ValueError: if `LOCAL_WORLD_SIZE` is no positive number, or does not divide the ranks of
             the job.
 
     Example:
@@ -30,9 +30,9 @@ def get_local_size(world_size: int | None = None) -> int:
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Returns this process's place among the ranks of its node, which is also its GPU.
+    """Return this process's place among the ranks of its node, which is also its GPU.
 
-    That is ``LOCAL_RANK``, which torchrun sets; where it is not set, nodes are taken to hold
+    That is `LOCAL_RANK`, which torchrun sets; where it is not set, nodes are taken to hold
     consecutive ranks.
 
     Args:
@@ -40,7 +40,7 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
         rank: of this process; its rank in the default process group if None.
 
     Raises:
-        ValueError: if ``LOCAL_RANK`` is no number from 0 on.
+        ValueError: if `LOCAL_RANK` is no number from 0 on.
 
     Example:
         >>> get_local_rank(world_size=4, rank=3)
@@ -56,17 +56,17 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
 def intra_and_cross_node_pg(
     device: torch.device | None = None, backend: str | None = None
 ) -> tuple[torch.distributed.ProcessGroup | None, torch.distributed.ProcessGroup | None]:
-    """Returns the process group of this rank's node, and that of its peers on all nodes.
+    """Return the process group of this rank's node, and that of its peers on all nodes.
 
     Peers have the same place on their node. Every rank must call it; groups are made once. Nodes
-    hold consecutive ranks, :func:`get_local_size` each.
+    hold consecutive ranks, `get_local_size` each.
 
     Args:
-        device: on ``meta`` there are no groups; else it makes no difference.
+        device: on `meta` there are no groups; else it makes no difference.
         backend: of the groups, such as "gloo"; that of the default group if None.
 
     Returns:
-        The two groups, or twice None on ``meta``.
+        The two groups, or twice None on `meta`.
 
     Raises:
         ValueError: if there is no default process group, or nodes are not equally large.

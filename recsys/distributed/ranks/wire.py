@@ -97,7 +97,7 @@ class WireFormat:
         return 1 + _SCALE_BYTES / (self.block or _MIN_BLOCK)
 
     def fitted(self, chunk: int) -> WireFormat | None:
-        """Returns the format whose blocks fit values that come in multiples of ``chunk``.
+        """Return the format whose blocks fit values that come in multiples of `chunk`.
 
         A block that was chosen is kept. None: values travel as they are.
         """
@@ -106,16 +106,16 @@ class WireFormat:
         return self if self.block else replace(self, block=chunk * -(-_MIN_BLOCK // chunk))
 
     def encoded_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Returns how many elements of the encoded tensor stand for stretches of values."""
+        """Return how many elements of the encoded tensor stand for stretches of values."""
         if self.precision in _CASTS:
             return list(sizes)
         return [-(-size // self.block) * (self.block + _SCALE_BYTES) for size in sizes]
 
     def encode(self, values_N: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Makes values ready to travel.
+        """Make values ready to travel.
 
         Args:
-            values_N: fp32 ``[sum(sizes)]``.
+            values_N: fp32 `[sum(sizes)]`.
             sizes: of the stretches that go to each rank.
 
         Returns:
@@ -139,15 +139,15 @@ class WireFormat:
         return encoded.view(-1), self.encoded_sizes(sizes)
 
     def decode(self, encoded: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """Turns what arrived into values.
+        """Turn what arrived into values.
 
         Args:
-            encoded: as :meth:`encode` made it on the senders.
+            encoded: as `encode` made it on the senders.
             sizes: values in the stretch from each rank.
             out: what to fill; allocated if None.
 
         Returns:
-            fp32 ``[sum(sizes)]``.
+            fp32 `[sum(sizes)]`.
         """
         values_N = encoded.new_empty(sum(sizes), dtype=torch.float32) if out is None else out
         if self.precision in _CASTS:
@@ -163,14 +163,14 @@ class WireFormat:
         return values_N if self.loss_scale is None else values_N.div_(self.loss_scale)
 
     def _pad(self, values_N: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Lets every rank's stretch end with a whole block."""
+        """Let every rank's stretch end with a whole block."""
         if all(size % self.block == 0 for size in sizes):
             return values_N
         pieces = values_N.split(list(sizes))
         return torch.cat([functional.pad(p, (0, -p.numel() % self.block)) for p in pieces])
 
     def _cut(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Drops what :meth:`_pad` added."""
+        """Drop what `_pad` added."""
         if all(size % self.block == 0 for size in sizes):
             return padded
         pieces = padded.split([-(-size // self.block) * self.block for size in sizes])
@@ -199,7 +199,7 @@ class QuantizedCommCodecs(NamedTuple):
     backward: WireFormat = EXACT
 
     def fitted(self, chunk: int) -> tuple[WireFormat | None, WireFormat | None]:
-        """Returns the formats whose blocks fit values that come in multiples of ``chunk``."""
+        """Return the formats whose blocks fit values that come in multiples of `chunk`."""
         return self.forward.fitted(chunk), self.backward.fitted(chunk)
 
 
@@ -221,7 +221,7 @@ class QCommsConfig:
             place of 2 (e5m2).
 
     Raises:
-        ValueError: if a precision is no :class:`CommType`, or a number is not positive.
+        ValueError: if a precision is no `CommType`, or a number is not positive.
         TypeError: if a number of values is no int.
 
     Example:
@@ -269,7 +269,7 @@ def get_qcomm_codecs_registry(
     comm_ops: Sequence[CommOp] | None = None,
     device: torch.device | None = None,
 ) -> dict[str, QuantizedCommCodecs]:
-    """Returns what a sharder takes as ``qcomm_codecs_registry``.
+    """Return what a sharder takes as `qcomm_codecs_registry`.
 
     Args:
         qcomms_config: the precisions.
@@ -298,10 +298,10 @@ def get_qcomm_codecs_registry(
 def codecs_for(
     registry: Mapping[str, QuantizedCommCodecs] | None, *names: CommOp
 ) -> QuantizedCommCodecs:
-    """Returns the formats of an exchange that goes by several names in a registry.
+    """Return the formats of an exchange that goes by several names in a registry.
 
     Args:
-        registry: of :func:`get_qcomm_codecs_registry`, or None.
+        registry: of `get_qcomm_codecs_registry`, or None.
         names: the exchange's names: here one exchange serves what others do by several.
 
     Raises:

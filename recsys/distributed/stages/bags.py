@@ -1,6 +1,6 @@
 """The bags of one rank's batch, as the input stage takes them apart.
 
-Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``N`` ids.
+Shape names: `B` samples of this rank, `K` features of the given batch, `N` ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recsys.sparse.keyed_jagged import Parts
 
 
 def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
-    """Pads the features of fewer samples with empty bags."""
+    """Pad the features of fewer samples with empty bags."""
     longest = max(strides, default=0)
     parts = bags.lengths.split_with_sizes(list(strides))
     padded = [torch.nn.functional.pad(part, (0, longest - part.numel())) for part in parts]
@@ -30,7 +30,7 @@ def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
 
 
 def one_bag_per_key(bags: Parts) -> Parts:
-    """Puts the ids of each feature into one bag, without weights."""
+    """Put the ids of each feature into one bag, without weights."""
     offsets = bags.offsets[:: bags.stride or 1].expand(len(bags.keys) + 1)
     return bags._replace(weights=None, lengths=offsets.diff(), offsets=offsets, stride=1)
 
@@ -40,7 +40,7 @@ _ID_MASK = (1 << _ID_BITS) - 1  # ids that nobody reads may be larger
 
 
 def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
-    """Leaves each id of a bag once; and where each given id is found among those ``[N]``.
+    """Leave each id of a bag once; and where each given id is found among those `[N]`.
 
     There are as many ids as before, as the host does not know how many are distinct: what is left
     over belongs to one more feature, which nobody reads.
@@ -68,12 +68,12 @@ def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Returns tensors one behind the other, without a copy if there is but one."""
+    """Return tensors one behind the other, without a copy if there is but one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> str:
-    """Returns the name of the smallest table that reads a feature, or nothing.
+    """Return the name of the smallest table that reads a feature, or nothing.
 
     Args:
         layout: the compiled placement.

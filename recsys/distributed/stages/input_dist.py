@@ -7,10 +7,10 @@ words: the lengths, the ids and, for weighted features, the bits of the weights.
 and take apart the payload with one segment permutation.
 
 What travels are segments: whole features, or the parts of features whose ids fall in one block of
-rows of a row-split table (see ``layout``).
+rows of a row-split table (see `layout`).
 
-Shape names: ``B`` samples of this rank, ``K`` features of the given batch, ``G`` segments, ``S``
-streams of this rank, ``R`` ranks, ``T`` samples of all ranks, ``N`` ids.
+Shape names: `B` samples of this rank, `K` features of the given batch, `G` segments, `S`
+streams of this rank, `R` ranks, `T` samples of all ranks, `N` ids.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST = 1, 2, 4, 8
 
 
 def _warnings_raise() -> bool:
-    """Whether Python is set to raise warnings, such as by ``python -W error``."""
+    """Return whether Python is set to raise warnings, such as by `python -W error`."""
     for action, message, category, module, line in warnings.filters:
         if message is None and module is None and line == 0 and issubclass(UserWarning, category):
             return action == "error"
@@ -69,7 +69,7 @@ class LastBatches:
 
     Attributes:
         is_last: whether this rank's batch is its last; goes into the header.
-        ranks: ``[R]`` bool, what the last header said; None before it.
+        ranks: `[R]` bool, what the last header said; None before it.
         error: what this rank's data raised in place of a batch; the next header takes it to all.
     """
 
@@ -79,7 +79,7 @@ class LastBatches:
         self.ranks: np.ndarray | None = None
 
     def heard(self) -> np.ndarray | None:
-        """Returns what the last header said, and forgets it."""
+        """Return what the last header said, and forget it."""
         said, self.ranks = self.ranks, None
         return said
 
@@ -89,11 +89,11 @@ class Bags(NamedTuple):
     """What one lookup reads."""
 
     indices: Tensor
-    """``[N]``."""
+    """`[N]`."""
     offsets: Tensor
-    """``[F*T+1]``."""
+    """`[F*T+1]`."""
     weights: Tensor | None
-    """``[N]``, or None."""
+    """`[N]`, or None."""
     ids_of_tables: list[int] | None = None
     """Ids that read each table, on a device, where the host knows them; else None."""
 
@@ -155,11 +155,11 @@ class InputDist:
         self._routes: Routes
 
     def start(self, features: KeyedJaggedTensor) -> Trip:
-        """Checks the batch, takes it apart into segments, and starts the header exchange."""
+        """Check the batch, take it apart into segments, and start the header exchange."""
         return start_together([(self, features)])[0]
 
     def prepare(self, features: KeyedJaggedTensor | Exception) -> Trip:
-        """Checks a batch and takes it apart.
+        """Check a batch and take it apart.
 
         An error is noted in the trip: every rank hears of it, and raises it from the header. So are
         bad ids and, on a device, bad lengths.
@@ -179,7 +179,7 @@ class InputDist:
         return trip
 
     def _checked(self, trip: Trip, features: KeyedJaggedTensor) -> Parts:
-        """Returns a batch's bags, with one batch size, id 0 in place of bad ones."""
+        """Return a batch's bags, with one batch size, id 0 in place of bad ones."""
         bags = check_features(
             features,
             self.owner,
@@ -213,7 +213,7 @@ class InputDist:
         return bags
 
     def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
-        """Returns ``[N]`` bool for ids outside their table; None: certainly none."""
+        """Return `[N]` bool for ids outside their table; None: certainly none."""
         if self.mode is BoundsCheckMode.NONE or not bags.values.numel():
             return None
         if bags.values.is_cpu:
@@ -223,7 +223,7 @@ class InputDist:
         return find_bad_ids(bags.values, bags.offsets, routes.check_rows)
 
     def _take_apart(self, trip: Trip, bags: Parts) -> None:
-        """Notes a batch's segments in its trip."""
+        """Note a batch's segments in its trip."""
         routes = trip.routes
         if not self.pooled:  # bags do not matter: each feature is one
             bags = one_bag_per_key(bags)
@@ -258,7 +258,7 @@ class InputDist:
         weights_N: Tensor | None,
         places_N: Tensor | None,
     ) -> Tensor:
-        """Adds the segments of one round to the trip; returns its blocks' bag lengths."""
+        """Add the segments of one round to the trip; return its blocks' bag lengths."""
         lengths_F, values_N = lengths_KB.flatten(), trip.bags.values
         if round_.select is not None:
             lengths_FB, values_N, weights_N = ops.permute_2d(
@@ -286,7 +286,7 @@ class InputDist:
         return lengths
 
     def header_of(self, trip: Trip) -> Tensor:
-        """Builds ``[flag, batch size, ids per stream]`` per destination; a failure is all ones."""
+        """Build `[flag, batch size, ids per stream]` per destination; a failure is all ones."""
         if trip.error is not None:
             total = sum(self.header_sizes)
             return torch.full((total,), _FAILED, dtype=torch.int64, device=self.device)
@@ -305,7 +305,7 @@ class InputDist:
         return torch.cat([head, trip.counts])[trip.routes.header]
 
     def payload_of(self, trip: Trip, total: int) -> Tensor:
-        """Builds the payload ``[total]``: per destination its lengths, ids and weights."""
+        """Build the payload `[total]`: per destination its lengths, ids and weight."""
         counts = trip.sent_segments(trip.counts)
         words = [*trip.lengths, *trip.values]
         for weights in trip.weights:
@@ -320,7 +320,7 @@ class InputDist:
         return payload
 
     def unpack(self, payload: Tensor, header_RH: Tensor, num_samples: int, num_ids: int) -> Bags:
-        """Takes a received payload apart into the bags of all streams of this rank."""
+        """Take a received payload apart into the bags of all streams of this rank."""
         if self.env.world_size > 1:
             sizes = header_RH.index_select(1, self._recv_lengths).flatten()
             _, payload, _ = ops.permute_1d(
@@ -334,7 +334,7 @@ class InputDist:
         return Bags(indices, ops.complete_cumsum(payload[:num_lengths]), weights)
 
     def split_bags(self, bags: Bags, stream_ids: np.ndarray, num_samples: int) -> list[Bags]:
-        """Splits the bags of all streams of this rank into those of its lookup groups.
+        """Split the bags of all streams of this rank into those of its lookup groups.
 
         Args:
             bags: of all streams.
@@ -365,14 +365,14 @@ class InputDist:
 
 
 def ids_per_key(bags: Parts, num_keys: int) -> Tensor:
-    """Returns ``[K]``, for features of one batch size."""
+    """Return `[K]`, for features of one batch size."""
     if bags.stride == 0:
         return bags.lengths.new_zeros(num_keys)
     return bags.lengths if bags.stride == 1 else bags.offsets[:: bags.stride].diff()
 
 
 def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> list[Trip]:
-    """Starts the trips of several modules of the same ranks with one header exchange.
+    """Start the trips of several modules of the same ranks with one header exchange.
 
     Args:
         requests: stages and their batches, in the same order on every rank.
@@ -397,7 +397,7 @@ def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> l
 
 
 def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
-    """Waits for the headers of trips that started together, and tells each what the ranks said."""
+    """Wait for the headers of trips that started together, and tell each what the ranks said."""
     arrived = pending.wait()
     read = [arrived]
     for trip in trips:
@@ -422,8 +422,8 @@ def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
 class Trip:
     """One batch of one module on its way through the stages: all that belongs to it.
 
-    :func:`start_together` has sent its header; :meth:`send` reads the headers and sends the ids;
-    :meth:`ids` waits for those that this rank looks up. The output stage reads the rest.
+    `start_together` has sent its header; `send` reads the headers and sends the ids;
+    `ids` waits for those that this rank looks up. The output stage reads the rest.
 
     Attributes:
         stage: the module's, whose batch it is.
@@ -432,29 +432,29 @@ class Trip:
         routes: the ways of its segments.
         checked: its bags with one batch size, before bad ids were replaced.
         bad_N: which ids are bad; None: none.
-        is_bad: ``[]`` bool, whether lengths or inverse indices were bad and others took their
+        is_bad: `[]` bool, whether lengths or inverse indices were bad and others took their
             place; None: certainly not.
         bags: what was taken apart into segments.
         batch_size: its samples.
         lengths: of the whole features' bags and of the row blocks' bags, where there are any.
         values: their ids.
         weights: their weights, if weighted.
-        places: where ``values`` lie in ``bags``, if something returns to the ids.
+        places: where `values` lie in `bags`, if something returns to the ids.
         weights_need_grad: whether a gradient must return to the weights.
-        counts: ``[G]`` ids of each segment, whole features first, then row blocks; ``counts_G``
+        counts: `[G]` ids of each segment, whole features first, then row blocks; `counts_G`
             on the host.
-        own_counts: ``[K]`` ids of each key as given, if they were made distinct, else ``[0]``;
-            ``given_counts`` on the host.
-        inverse: ``[N]`` place among the distinct ids of each id, if they were made distinct.
-        bag_counts: ``[len(split_slots), B]`` ids per bag of the row-split slots, or None if there
+        own_counts: `[K]` ids of each key as given, if they were made distinct, else `[0]`;
+            `given_counts` on the host.
+        inverse: `[N]` place among the distinct ids of each id, if they were made distinct.
+        bag_counts: `[len(split_slots), B]` ids per bag of the row-split slots, or None if there
             are none.
         headers: what is on its way, for it and those that started with it; None once it was read.
-        header_RH: what the ranks said, on the device; ``host_RH`` on the host.
-        batch_sizes: ``[R]`` samples of each rank.
-        received_counts: ``[R, S]`` ids that each rank sends to each stream.
+        header_RH: what the ranks said, on the device; `host_RH` on the host.
+        batch_sizes: `[R]` samples of each rank.
+        received_counts: `[R, S]` ids that each rank sends to each stream.
         lookups: the bags of each lookup group.
         replicas: the bags of each replica group.
-        anchor: ``[0]``, through which a backward pass reaches the weights' way back on every rank;
+        anchor: `[0]`, through which a backward pass reaches the weights' way back on every rank;
             None if no rank's weights need gradients.
     """
 
@@ -495,7 +495,7 @@ class Trip:
     def add_segments(
         self, lengths: Tensor, values: Tensor, weights: Tensor | None, places: Tensor | None
     ) -> None:
-        """Adds segments that may travel."""
+        """Add segments that may travel."""
         self.lengths.append(lengths)
         self.values.append(values)
         if weights is not None:
@@ -504,11 +504,11 @@ class Trip:
             self.places.append(places)
 
     def sent_segments(self, of_segments: Tensor) -> Tensor:
-        """Leaves out whole features where none of them travels."""
+        """Leave out whole features where none of them travels."""
         return of_segments if self.routes.use_raw else of_segments[self.routes.num_keys :]
 
     def send(self) -> Trip:
-        """Waits for the headers and starts sending ids.
+        """Wait for the headers and start sending ids.
 
         Raises:
             Exception: the error of the lowest rank that found one in its input, on every rank.
@@ -539,7 +539,7 @@ class Trip:
         return self
 
     def _raise_faults(self, flags: np.ndarray) -> str:
-        """Raises what any rank found wrong; returns what this rank warns of."""
+        """Raise what any rank found wrong; return what this rank warns of."""
         stage, error = self.stage, self.error
         own_flag = flags[stage.env.rank]
         message = ""
@@ -554,7 +554,7 @@ class Trip:
         return message if stage.mode is BoundsCheckMode.WARNING else ""
 
     def _fault_of_bags(self) -> ValueError | None:
-        """Returns what is wrong with the lengths or inverse indices; waits for the device."""
+        """Return what is wrong with the lengths or inverse indices; wait for the device."""
         if self.is_bad is not None and bool(self.is_bad):
             try:
                 self.given.validate()
@@ -564,7 +564,7 @@ class Trip:
         return None
 
     def _describe_bad_ids(self) -> str:
-        """Returns the text for the first of the ids that lie outside their tables."""
+        """Return the text for the first of the ids that lie outside their tables."""
         assert self.bad_N is not None
         stage, keys = self.stage, self.given.keys()
         tables = [smallest_table(stage.layout, stage.feature_names, key) for key in keys]
@@ -578,7 +578,7 @@ class Trip:
         )
 
     def ids(self) -> Trip:
-        """Waits for the ids, and orders them for the lookups."""
+        """Wait for the ids, and order them for the lookups."""
         stage = self.stage
         if self.routes.replicas:
             self._select_replicas()
@@ -597,7 +597,7 @@ class Trip:
         return self
 
     def _select_replicas(self) -> None:
-        """Selects the bags of the replicated tables from this rank's own batch."""
+        """Select the bags of the replicated tables from this rank's own batch."""
         stage, bags = self.stage, self.bags
         lengths_KB = bags.lengths.view(self.routes.num_keys, self.batch_size)
         carried = bags.weights if stage.is_weighted else None
@@ -617,7 +617,7 @@ class Trip:
                 self._replica_places.append(picked)
 
     def sent_places(self) -> Tensor:
-        """Returns the places in the batch of the ids sent, rank by rank and stream by stream.
+        """Return the places in the batch of the ids sent, rank by rank and stream by stream.
 
         Then come those of the replicas' ids, where embeddings return to their ids.
         """
@@ -630,7 +630,7 @@ class Trip:
         return joined(found) if found else self.counts.new_empty(0)
 
     def _with_weight_gradients(self, bags: Bags) -> Bags:
-        """Lets gradients flow from the received weights to the given ones.
+        """Let gradients flow from the received weights to the given ones.
 
         Weights travel with their ids, so their gradients return as embeddings without pooling do:
         one float per id that was sent, in one exchange of the backward pass. They are those of this
@@ -663,7 +663,7 @@ class Trip:
 
 
 class _CarryWeights(torch.autograd.Function):
-    """The given weights to those received, in the graph, and an anchor ``[0]``.
+    """The given weights to those received, in the graph, and an anchor `[0]`.
 
     A module's output must depend on the anchor, so that backward reaches every rank, also one that
     received nothing.

@@ -1,7 +1,7 @@
 """Second stage: one fused lookup per group of tables.
 
 A table that this rank owns alone updates itself in backward. The others leave row gradients there,
-which :mod:`recsys.distributed.state.row_updates` exchanges and applies.
+which `row_updates` exchanges and applies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupSettings:
             learning rate where tables of one lookup may differ in it.
         requires_grad: whether the tables train.
         location: where the weights live.
-        deferred: whether backward only adds up gradients, which ``step()`` applies.
+        deferred: whether backward only adds up gradients, which `step()` applies.
         exchanges_row_statistics: whether row statistics are added up over column owners.
         splits_row_state: whether column owners keep row states of their own instead.
         cache_load_factor: share of the rows that a device cache holds; None: FBGEMM's default.
@@ -81,7 +81,7 @@ class Lookup:
     parameters: list[nn.Parameter]
 
     def shards(self) -> Iterator[LocalShard]:
-        """Yields every rectangle that it serves."""
+        """Yield every rectangle that it serves."""
         for i, (table, rect) in enumerate(zip(self.group.tables, self.group.rects, strict=True)):
             yield LocalShard(
                 table=table,
@@ -101,10 +101,10 @@ def build_lookups(
     *,
     replicated: bool = False,
 ) -> list[Lookup]:
-    """Allocates the tables of one rank's lookups, or of the replicated tables'.
+    """Allocate the tables of one rank's lookups, or of the replicated tables'.
 
     Args:
-        groups: from the layout; each ``key`` is a :class:`GroupSettings`.
+        groups: from the layout; each `key` is a `GroupSettings`.
         tables: the layout's tables, for names.
         device: where the tables are allocated.
         num_sources: ranks whose batches are looked up.
@@ -138,7 +138,7 @@ def build_lookups(
 def needs_one_width(
     settings: GroupSettings, dims: Sequence[int], device: torch.device, *, replicated: bool
 ) -> bool:
-    """Returns whether a lookup on a GPU must serve rectangles of one width, lest it wait for it.
+    """Return whether a lookup on a GPU must serve rectangles of one width, lest it wait for it.
 
     PyTorch's kernels take a lookup of several widths apart, and the host must then know how many
     ids read each.

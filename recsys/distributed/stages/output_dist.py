@@ -1,16 +1,16 @@
 """Third stage, pooled: looked-up embeddings go back to their samples, into their final columns.
 
-One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank ``q``
-the rows of ``q``'s samples as they lie in its lookups' output. What arrives is one buffer; one
+One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank `q`
+the rows of `q`'s samples as they lie in its lookups' output. What arrives is one buffer; one
 gather lays it out as the unsharded module would have it, adding up the parts of row-split tables on
 the way. Backward is the transposed gather, which starts the reverse exchange, and later its end.
 What a model computes between the call and the first use of the output runs meanwhile, both ways.
 
 Where a table's rows lie on the ranks of one node among several, there is a hop before: the ranks
 of a node add up their parts for the samples of the ranks with one place in their nodes, and the
-rank with that place sends the sums on (see :class:`NodeHop`).
+rank with that place sends the sums on (see `NodeHop`).
 
-Shape names: ``B`` samples of this rank, ``T`` samples of all ranks, ``D`` output columns, ``C``
+Shape names: `B` samples of this rank, `T` samples of all ranks, `D` output columns, `C`
 columns of one rank's lookups.
 """
 
@@ -86,9 +86,9 @@ T = TypeVar("T")
 class Exchange(abc.ABC, Generic[S]):
     """One batch's way through an output stage, and back: an exchange that autograd can follow.
 
-    It has four steps. ``send`` starts it and returns the buffer that things will arrive in;
-    ``place`` waits and lays the buffer out; in backward ``spread`` (transposed ``place``) starts
-    the reverse exchange, and ``send_back`` (transposed ``send``) ends it. Between the two steps of
+    It has four steps. `send` starts it and returns the buffer that things will arrive in;
+    `place` waits and lays the buffer out; in backward `spread` (transposed `place`) starts
+    the reverse exchange, and `send_back` (transposed `send`) ends it. Between the two steps of
     a direction the model computes what does not need the result.
 
     Args:
@@ -109,19 +109,19 @@ class Exchange(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Starts the exchange; returns the buffer that is complete after :meth:`place`."""
+        """Start the exchange; return the buffer that is complete after `place`."""
 
     @abc.abstractmethod
     def place(self, buffer: Tensor) -> Tensor:
-        """Waits, and returns the output."""
+        """Wait, and return the output."""
 
     @abc.abstractmethod
     def spread(self, grad: Tensor) -> Tensor:
-        """Turns the output's gradient into the buffer's, and starts sending it back."""
+        """Turn the output's gradient into the buffer's, and start sending it back."""
 
     @abc.abstractmethod
     def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Waits, and returns the gradients of the lookups, then of the replicas."""
+        """Wait, and return the gradients of the lookups, then of the replicas."""
 
     def start(
         self,
@@ -130,14 +130,14 @@ class Exchange(abc.ABC, Generic[S]):
         trains: bool,
         anchor: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Starts the exchange.
+        """Start the exchange.
 
         Args:
             lookups: outputs of this rank's lookups.
             replicas: outputs of the replicated tables' lookups.
             trains: whether any table of the module, on any rank, takes gradients: a backward pass
                 must reach every rank, also one whose own tables are frozen or that owns none.
-            anchor: ``[0]``, what else every backward pass must reach.
+            anchor: `[0]`, what else every backward pass must reach.
 
         Returns:
             What waits for the output; call it once.
@@ -158,7 +158,7 @@ class Exchange(abc.ABC, Generic[S]):
         return finish
 
     def start_sending(self, sent: Tensor, replicas: Sequence[Tensor] = ()) -> Tensor:
-        """Sends into one buffer; the replicas' outputs lie behind what arrives."""
+        """Send into one buffer; the replicas' outputs lie behind what arrives."""
         stage, at = self.stage, self.num_received
         size = at
         for replica in replicas:
@@ -181,13 +181,13 @@ class Exchange(abc.ABC, Generic[S]):
         return buffer
 
     def wait(self) -> None:
-        """Ends the exchange that is under way, if any."""
+        """End the exchange that is under way, if any."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
 
     def start_sending_back(self, grad: Tensor) -> Tensor:
-        """Sends back the gradient of what had arrived in the buffer; returns the gradient."""
+        """Send back the gradient of what had arrived in the buffer; return the gradient."""
         stage = self.stage
         if stage.has_exchange:
             sent = grad[: self.num_received]
@@ -197,7 +197,7 @@ class Exchange(abc.ABC, Generic[S]):
         return grad
 
     def wait_for_grads(self) -> Tensor | None:
-        """Ends what :meth:`start_sending_back` started, if anything, and returns what arrived."""
+        """End what `start_sending_back` started, if anything, and return what arrived."""
         if self.pending is None:
             return None
         arrived, self.pending = self.pending.wait(), None
@@ -205,14 +205,14 @@ class Exchange(abc.ABC, Generic[S]):
         return arrived if scale == 1.0 else arrived.mul_(scale)
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
-        """Takes the gradients of the replicas' outputs out of the buffer's."""
+        """Take the gradients of the replicas' outputs out of the buffer's."""
         sizes = [shape.numel() for shape in self._replica_shapes]
         parts = grad[self.num_received :].split(sizes) if sizes else ()
         return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
 
 
 class _Send(torch.autograd.Function):
-    """Local embeddings to the buffer they arrive in; the buffer is complete after ``_Place``."""
+    """Local embeddings to the buffer they arrive in; the buffer is complete after `_Place`."""
 
     @staticmethod
     def forward(
@@ -249,8 +249,8 @@ class _Place(torch.autograd.Function):
 class _Placement:
     """The gathers for one batch size, computed on the device from descriptors of the columns.
 
-    ``collect`` lists, for each chunk of the output ``[B, D]``, the chunks of the buffer that add up
-    to it; ``offsets`` says where each list begins, None if every list has one entry.
+    `collect` lists, for each chunk of the output `[B, D]`, the chunks of the buffer that add up
+    to it; `offsets` says where each list begins, None if every list has one entry.
     """
 
     def __init__(self, gather: ColumnGather, batch_size: int) -> None:
@@ -278,12 +278,12 @@ class _Placement:
 
 @final
 class ColumnGather:
-    """Lays out a buffer of blocks ``[B, columns of the block]`` as ``[B, D]``.
+    """Lays out a buffer of blocks `[B, columns of the block]` as `[B, D]`.
 
-    Columns that several blocks hold are added up. The buffer is read as rows of ``chunk`` columns,
-    the largest width that divides every stretch of columns. Entry ``e`` of ``E`` is a chunk that a
-    block holds of each sample: chunk ``place_E`` of ``width_E`` in the block, before which lie
-    ``first_E`` chunks of each sample; it goes to chunk ``chunk_E`` of the output. Entries are in
+    Columns that several blocks hold are added up. The buffer is read as rows of `chunk` columns,
+    the largest width that divides every stretch of columns. Entry `e` of `E` is a chunk that a
+    block holds of each sample: chunk `place_E` of `width_E` in the block, before which lie
+    `first_E` chunks of each sample; it goes to chunk `chunk_E` of the output. Entries are in
     the order of the output, then of the blocks.
 
     Args:
@@ -324,7 +324,7 @@ class ColumnGather:
         self._placements: dict[int, _Placement] = {}
 
     def collect(self, buffer: Tensor, batch_size: int) -> Tensor:
-        """Returns ``[B, D]``."""
+        """Return `[B, D]`."""
         if not batch_size:
             return buffer.new_empty(0, self._width)
         placement = self._placements.get(batch_size) or self._placement(batch_size)
@@ -338,7 +338,7 @@ class ColumnGather:
         return output.view(batch_size, self._width)
 
     def spread(self, grad_BD: Tensor) -> Tensor:
-        """Transposed :meth:`collect`: the gradient of the flat buffer."""
+        """Transposed `collect`: the gradient of the flat buffer."""
         placement = self._placement(grad_BD.shape[0])
         return grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
 
@@ -353,7 +353,7 @@ class ColumnGather:
 def _columns(
     layout: Layout, streams: Iterable[Stream], *, in_node: bool
 ) -> Iterator[tuple[int, int]]:
-    """Returns the output columns of streams: those added up within a node, or the others."""
+    """Return the output columns of streams: those added up within a node, or the others."""
     return (
         stream.cols
         for stream in streams
@@ -370,7 +370,7 @@ def _width(ranges: Ranges) -> int:
 
 
 def _join(outputs: Sequence[Tensor], num_rows: int, device: torch.device) -> Tensor:
-    """Joins outputs ``[T, C_g]`` into ``[T, C]``."""
+    """Join outputs `[T, C_g]` into `[T, C]`."""
     if not outputs:
         return torch.empty(num_rows, 0, device=device)
     return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
@@ -413,17 +413,17 @@ class OutputStage(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _prepare(self, codecs: QuantizedCommCodecs) -> None:
-        """Works out what does not depend on a batch, and sets ``codecs``."""
+        """Work out what does not depend on a batch, and set `codecs`."""
 
     @abc.abstractmethod
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], T]:
-        """Starts the exchange.
+        """Start the exchange.
 
         Args:
             trip: of the batch.
-            lookups: looks up, per lookup group of this rank: ``[T, C_g]``, or a row per id.
+            lookups: looks up, per lookup group of this rank: `[T, C_g]`, or a row per id.
             replicas: per replica group, of this rank's samples.
             trains: whether any table of the module, on any rank, takes gradients.
 
@@ -473,7 +473,7 @@ class OutputDist(OutputStage[KeyedTensor]):
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], KeyedTensor]:
-        """Starts the exchange of ``[T, C_g]`` per lookup; see the base class."""
+        """Start the exchange of `[T, C_g]` per lookup; see the base class."""
         if self._is_identity:
             (whole,) = lookups
             return lambda: self._keyed(whole, trip)
@@ -516,7 +516,7 @@ class _PooledExchange(Exchange[OutputDist]):
 
     @cached_property
     def _scales(self) -> Tensor:
-        """``[row-split slots, B, 1]`` one over the bags' lengths."""
+        """`[row-split slots, B, 1]` one over the bags' lengths."""
         assert self._bag_counts is not None
         return self._bag_counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
 
@@ -525,7 +525,7 @@ class _PooledExchange(Exchange[OutputDist]):
             values_BD[:, start:end].mul_(self._scales[place])
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
+        """Start the exchange into one buffer; the replicas' output lies behind what arrives."""
         num_groups, num_samples = len(self.stage.group_widths), sum(self.batch_sizes.tolist())
         sent = _join(lookups[:num_groups], num_samples, self.stage.device)
         if len(lookups) > num_groups:
@@ -533,7 +533,7 @@ class _PooledExchange(Exchange[OutputDist]):
         return self.start_sending(sent.reshape(-1), replicas)
 
     def _interleave(self, flat_TC: Tensor, sums: Tensor) -> Tensor:
-        """Puts the rows that each rank is sent together: its own samples' and the node's sums."""
+        """Put the rows that each rank is sent together: its own samples' and the node's sums."""
         assert self.stage.hop is not None
         sizes, stands_for = self.batch_sizes.tolist(), self.stage.hop.stands_for
         pieces: list[list[Tensor]] = [[rows] for rows in flat_TC.split(sizes)]
@@ -543,7 +543,7 @@ class _PooledExchange(Exchange[OutputDist]):
         return torch.cat([rows.reshape(-1) for to_rank in pieces for rows in to_rank])
 
     def place(self, buffer: Tensor) -> Tensor:
-        """Waits and lays the buffer out: ``[B, D]``."""
+        """Wait and lay the buffer out: `[B, D]`."""
         self.wait()
         output = self.stage.gather.collect(buffer, self.batch_size)
         if self.stage.mean_slots:
@@ -551,14 +551,14 @@ class _PooledExchange(Exchange[OutputDist]):
         return output
 
     def spread(self, grad_BD: Tensor) -> Tensor:
-        """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
+        """Transposed `place`: the gradient of the buffer; starts sending it back."""
         if self.stage.mean_slots:
             grad_BD = grad_BD.clone()
             self._scale_means(grad_BD)
         return self.start_sending_back(self.stage.gather.spread(grad_BD))
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
+        """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
         stage, arrived, sums = self.stage, self.wait_for_grads(), []
         if arrived is None:
             return self.replica_grads(grad)
@@ -620,15 +620,15 @@ class NodeHop:
         self.codecs = codecs.fitted(self.gather.chunk or 1)
 
     def start(self, trip: Trip, lookups: Sequence[Tensor], trains: bool) -> Callable[[], Tensor]:
-        """Starts to turn this rank's parts into the node's sums.
+        """Start to turn this rank's parts into the node's sums.
 
         Args:
             trip: of the batch.
-            lookups: per lookup ``[T, C_g]``, this rank's sums for the samples of all ranks.
-            trains: as for :meth:`OutputDist.start`.
+            lookups: per lookup `[T, C_g]`, this rank's sums for the samples of all ranks.
+            trains: as for `start`.
 
         Returns:
-            What waits for ``[samples of the ranks this one stands for, width]``, in rank order.
+            What waits for `[samples of the ranks this one stands for, width]`, in rank order.
         """
         if self._env is None:  # all ranks are here; while they are built, one may have failed
             self._env = self._whole_env.of_node(self.size)
@@ -649,22 +649,22 @@ class _HopExchange(Exchange[NodeHop]):
         self.by_place = ranks.T.flatten()
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Starts the exchange."""
+        """Start the exchange."""
         num_samples = int(self.batch_sizes.sum())
         by_rank = _join(lookups, num_samples, self.stage.device).split(self.batch_sizes.tolist())
         return self.start_sending(torch.cat([by_rank[r].reshape(-1) for r in self.by_place]))
 
     def place(self, buffer: Tensor) -> Tensor:
-        """Waits, and adds up."""
+        """Wait, and add up."""
         self.wait()
         return self.stage.gather.collect(buffer, self.num_sums)
 
     def spread(self, grad: Tensor) -> Tensor:
-        """Transposed :meth:`place`."""
+        """Transposed `place`."""
         return self.start_sending_back(self.stage.gather.spread(grad))
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed :meth:`send`."""
+        """Transposed `send`."""
         arrived = self.wait_for_grads()
         if arrived is None or not self.stage.group_widths:
             return []
@@ -675,7 +675,7 @@ class _HopExchange(Exchange[NodeHop]):
 
 
 def _within(outer: Ranges, inner: Ranges) -> Ranges:
-    """Ranges of output columns, counted within the columns that ``outer`` lists."""
+    """Range of output columns, counted within the columns that `outer` lists."""
     starts = np.cumsum([0] + [end - start for start, end in outer])
     found = []
     for start, end in inner:

@@ -1,6 +1,6 @@
 """Where the ids of a batch go: index tensors that depend on the layout and on a batch's keys.
 
-Shape names: ``K`` features of the given batch, ``H`` words of the header, ``S`` streams of this
+Shape names: `K` features of the given batch, `H` words of the header, `S` streams of this
 rank.
 """
 
@@ -22,7 +22,7 @@ FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
 
 
 def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
-    """Returns whether a lookup reads the ids of one rank after those of another.
+    """Return whether a lookup reads the ids of one rank after those of another.
 
     So it does if each id gets a row of its own: rows can then return as they are. Otherwise it
     reads feature by feature. It does so, too, where several features read a table, to add up that
@@ -32,7 +32,7 @@ def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
 
 
 def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool) -> np.ndarray:
-    """Returns the segments ``[rank][stream]`` of one rank's lookups in the order they are read.
+    """Return the segments `[rank][stream]` of one rank's lookups in the order they are read.
 
     Args:
         groups: the lookups of the rank.
@@ -88,16 +88,16 @@ class Routes:
 
 
 def index_tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    """Returns int32 positions on the device."""
+    """Return int32 positions on the device."""
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
 
 def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> list[list[int]]:
-    """Which row-split slot each feature of a round is cut for; -1: for none.
+    """Return which row-split slot each feature of a round is cut for; -1: for none.
 
     To pick features out of a batch, the host must know how many ids they have. On a CPU it does,
     so one round takes just the slots' features. On a GPU it would wait for that number, so
-    ``whole`` batches are cut: once, or where several tables cut a feature as often as these are.
+    `whole` batches are cut: once, or where several tables cut a feature as often as these are.
     """
     if not whole:
         return [list(range(len(split_keys)))] if split_keys else []
@@ -113,7 +113,7 @@ def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> l
 def _blocks_of(
     layout: Layout, slots: Sequence[int], device: torch.device
 ) -> dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]:
-    """Returns :attr:`SplitRound.blocks`; without int32 where a table is larger than that."""
+    """Return `blocks`; without int32 where a table is larger than that."""
     tables = [layout.tables[layout.slots[layout.split_slots[i]].table] for i in slots if i >= 0]
     num_edges = layout.num_buckets + 1
     edges_of = [table.ids.edges(table.row_starts) for table in tables]
@@ -140,7 +140,7 @@ def _blocks_of(
 def _rounds(
     layout: Layout, split: Sequence[int], num_keys: int, device: torch.device
 ) -> tuple[tuple[SplitRound, ...], np.ndarray]:
-    """Finds the rounds in which row-split slots are cut, and where their blocks come to lie.
+    """Find the rounds in which row-split slots are cut, and where their blocks come to lie.
 
     Args:
         layout: the compiled placement.
@@ -149,7 +149,7 @@ def _rounds(
         device: where the batch is.
 
     Returns:
-        The rounds; and ``[buckets, split slots]`` the place of each block among those of all.
+        The rounds; and `[buckets, split slots]` the place of each block among those of all.
     """
     whole = device.type == "cuda"
     select = None
@@ -177,7 +177,7 @@ def build_routes(
     device: torch.device,
     num_padding: int = 0,
 ) -> Routes:
-    """Finds the ways of batches with these keys.
+    """Find the ways of batches with these keys.
 
     Args:
         layout: the compiled placement.

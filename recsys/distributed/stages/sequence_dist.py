@@ -5,7 +5,7 @@ each rank returns a row per id it received, in the order it came, and the sender
 receipt which place of the batch each of them is for. A row is a number of *chunks*, the largest
 width that divides every stretch of columns, so that tables split by columns need no code.
 
-Shape names: ``N`` ids of this rank's output, slot by slot; ``D`` columns of every table.
+Shape names: `N` ids of this rank's output, slot by slot; `D` columns of every table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
     """Sends one embedding per id back to the rank that has the id.
 
     Args:
-        args: as for :class:`~recsys.distributed.stages.output_dist.OutputStage`; the layout is of
+        args: as for `OutputStage`; the layout is of
             tables of one dim.
         need_indices: whether the ids are returned too.
     """
@@ -71,7 +71,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], dict[str, JaggedTensor]]:
-        """Starts the exchange of ``[ids, width]`` per lookup; see the base class."""
+        """Start the exchange of `[ids, width]` per lookup; see the base class."""
         exchange = _SequenceExchange(self, trip)
         wait = exchange.start(list(lookups), replicas, trains)
         return lambda: self._views(wait(), exchange, trip)
@@ -130,10 +130,10 @@ class _SequenceExchange(Exchange[SequenceDist]):
             self.target = self._target(trip.sent_places(), sent_counts, int(edges[-1]))
 
     def _target(self, target: Tensor, sent_counts: np.ndarray, total: int) -> Tensor:
-        """Returns for each chunk of the buffer the chunk of the output it goes to.
+        """Return for each chunk of the buffer the chunk of the output it goes to.
 
         Args:
-            target: ``[N]`` places in the batch of the ids sent, rank by rank and stream by stream,
+            target: `[N]` places in the batch of the ids sent, rank by rank and stream by stream,
                 then of the replicas' ids.
             sent_counts: ids in each of those streams.
             total: chunks of the buffer.
@@ -160,7 +160,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         return first.repeat_interleave(chunks, output_size=total) + within
 
     def repeats(self, inverse_of_keys: Sequence[Tensor]) -> Tensor:
-        """Returns the place in the output of the row of each id as given, slot by slot in order.
+        """Return the place in the output of the row of each id as given, slot by slot in order.
 
         Args:
             inverse_of_keys: where ids were made distinct: the places among the batch's distinct ids
@@ -174,7 +174,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         return torch.cat([inverse_of_keys[k] + int(shift) for k, shift in pairs])
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Starts the exchange into one buffer; the replicas' output lies behind what arrives."""
+        """Start the exchange into one buffer; the replicas' output lies behind what arrives."""
         stage = self.stage
         self.widths = [x.shape[1] for x in lookups]
         rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=stage.device)]
@@ -185,13 +185,13 @@ class _SequenceExchange(Exchange[SequenceDist]):
         return self.start_sending(sent, replicas)
 
     def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
-        """Permutes the segments of ``chunks`` chunks each."""
+        """Permute the segments of `chunks` chunks each."""
         sizes = ops.upload(chunks * self.stage.chunk, self.stage.device)
         _, moved, _ = ops.permute_1d(order, sizes, rows, None, rows.numel())
         return moved
 
     def place(self, buffer: Tensor) -> Tensor:
-        """Waits, and puts each row where its id is: ``[N, D]``."""
+        """Wait, and put each row where its id is: `[N, D]`."""
         self.wait()
         stage = self.stage
         if stage.is_whole:
@@ -201,13 +201,13 @@ class _SequenceExchange(Exchange[SequenceDist]):
         return output.view(int(self.slot_counts.sum()), stage.dim)
 
     def spread(self, grad: Tensor) -> Tensor:
-        """Transposed :meth:`place`: the gradient of the buffer; starts sending it back."""
+        """Transposed `place`: the gradient of the buffer; starts sending it back."""
         if not self.stage.is_whole:
             grad = grad.reshape(-1, self.stage.chunk).index_select(0, self.target)
         return self.start_sending_back(grad.reshape(-1))
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed :meth:`send`: the gradients of the lookups' and replicas' outputs."""
+        """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
         arrived = self.wait_for_grads()
         if arrived is None or not self.widths:
             return self.replica_grads(grad)

@@ -27,9 +27,9 @@ __all__ = ["FusedTablesOptimizer", "optimizer_from_fused_params", "optimizer_of_
 class FusedTablesOptimizer(FusedOptimizer):
     """Learning rates, state and held gradients of the tables that own an optimizer.
 
-    Fused tables update themselves in the backward pass: for them :meth:`step` and
-    :meth:`zero_grad` have nothing left to do. Deferred tables are updated by :meth:`step`, which
-    also drops their gradients: each is applied once. Setting a group's ``lr`` takes effect at the
+    Fused tables update themselves in the backward pass: for them `step` and
+    `zero_grad` have nothing left to do. Deferred tables are updated by `step`, which
+    also drops their gradients: each is applied once. Setting a group's `lr` takes effect at the
     next update; there is one group for tables that have all settings in common. Every rank lists
     every table, also those it holds no part of, and must step alike.
 
@@ -70,7 +70,7 @@ class FusedTablesOptimizer(FusedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the gradients of deferred tables; the others were updated in backward."""
+        """Apply the gradients of deferred tables; the others were updated in backward."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,14 +79,14 @@ class FusedTablesOptimizer(FusedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of deferred tables; the others keep none."""
+        """Drop the gradients of deferred tables; the others keep none."""
         self._deferred.zero_grad()
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Does nothing: the tables have their state from the start."""
+        """Do nothing: the tables have their state from the start."""
 
     def table_gradients(self) -> list[TableGradients]:
-        """Returns the gradients of the deferred tables.
+        """Return the gradients of the deferred tables.
 
         Raises:
             ValueError: if there are fused tables, whose gradients are never kept.
@@ -94,21 +94,20 @@ class FusedTablesOptimizer(FusedOptimizer):
         if self._fused:
             raise ValueError(
                 "Gradients can be clipped or unscaled only of deferred tables; received "
-                f"{len(self._fused)} whose optimizer updates them in backward: "
-                f"{self._fused[:5]}. Attach it by "
-                "apply_optimizer_in_backward(..., update_mode='deferred'), or set "
+                f"{len(self._fused)} whose optimizer updates them in backward: {self._fused[:5]}. "
+                "Attach it by apply_optimizer_in_backward(..., update_mode='deferred'), or set "
                 "fused_params['update_mode'] = 'deferred'."
             )
         return [self._deferred]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the tables' optimizer state by name; live."""
+        """Return the tables' optimizer state by name; live."""
         for table in self._tables:
             table.flush()
         return super().state_dict()
 
     def optimizer_kinds(self) -> dict[str, str]:
-        """Returns each table's algorithm."""
+        """Return each table's algorithm."""
         names = {id(param): name for name, param in self.params.items()}
         return {
             names[id(param)]: group["algorithm"]
@@ -117,7 +116,7 @@ class FusedTablesOptimizer(FusedOptimizer):
         }
 
     def post_load_state_dict(self) -> None:
-        """Drops what device caches hold of the state before the load."""
+        """Drop what device caches hold of the state before the load."""
         for table in self._tables:
             for shard in table.shards:
                 shard.kernel.drop_cache()
@@ -126,7 +125,7 @@ class FusedTablesOptimizer(FusedOptimizer):
 def _group_of(
     optimizer: TableOptimizer, params: list[Tensor], shards: Sequence[LocalShard]
 ) -> TablesGroup:
-    """Returns a group whose ``lr`` is the kernels' own, so that schedulers reach them."""
+    """Return a group whose `lr` is the kernels' own, so that schedulers reach them."""
     places: dict[int, tuple[TableBatchedEmbedding, list[int]]] = {}
     for shard in shards:
         places.setdefault(id(shard.kernel), (shard.kernel, []))[1].append(shard.place)

@@ -7,13 +7,13 @@ Backward leaves duplicate-free row gradients of three kinds of tables:
   added up over the owners of its columns first, in one all-to-all for all of them;
 - deferred ones: they add up over several backward passes until the user steps.
 
-:class:`BackwardFinisher` ends a backward pass: it updates the tables that are not deferred.
-:class:`DeferredUpdates` holds the gradients of those that are. The all-reduce of replicated tables
+`BackwardFinisher` ends a backward pass: it updates the tables that are not deferred.
+`DeferredUpdates` holds the gradients of those that are. The all-reduce of replicated tables
 is made in every backward pass, as DistributedDataParallel makes its own: one serves both kinds, and
 gradients that are held are always those of all ranks, so that they can be clipped and applied
 without another. Row statistics are exchanged by the step: they are of the whole gradient.
 
-Shape names: ``R`` rows of a table, ``D`` its columns here, ``K`` touched rows.
+Shape names: `R` rows of a table, `D` its columns here, `K` touched rows.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class BackwardFinisher:
         self._needed = bool(self._replicas) or self._columns.exist or self.deferred.exist
 
     def _schedule(self) -> None:
-        """Called from within a backward pass, on every rank: finish when it ends."""
+        """Arrange, within a backward pass and on every rank, to finish when it ends."""
         task = torch._C._current_graph_task_id()
         if self._needed and task not in self.under_way:
             self.under_way.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def forget_failed_backward(self) -> None:
-        """Called before a forward pass: drops what a backward that raised has left behind.
+        """Drop, before a forward pass, what a backward that raised has left behind.
 
-        Deferred tables keep what it has added to their gradients, as a parameter's ``.grad`` does.
+        Deferred tables keep what it has added to their gradients, as a parameter's `.grad` does.
         """
         if self.under_way and torch._C._current_graph_task_id() < 0:
             self.under_way.clear()
@@ -100,7 +100,7 @@ class BackwardFinisher:
         self.deferred.end_backward()
 
     def _finish_replicas(self) -> None:
-        """Adds up the dense gradients of all ranks in one all-reduce, and hands out their mean."""
+        """Add up the dense gradients of all ranks in one all-reduce, and hand out their mean."""
         if not self._replicas:
             return
         given = [replicas.lookup.kernel.deferred.take_dense() for replicas in self._replicas]
@@ -129,8 +129,8 @@ def _table_updates(layout: Layout, env: ShardingEnv) -> TableUpdates:
 class DeferredUpdates:
     """The gradients of deferred tables: they add up, may be clipped, and are applied by a step.
 
-    Every rank calls :meth:`step` alike. It satisfies
-    :class:`~recsys.optim.keyed.TableGradients`.
+    Every rank calls `step` alike. It satisfies
+    `TableGradients`.
 
     Args:
         lookups: of this rank.
@@ -161,11 +161,11 @@ class DeferredUpdates:
         self._arrived = False
 
     def end_backward(self) -> None:
-        """Called on every rank when a backward pass has ended; not needed with one rank."""
+        """Note, on every rank, that a backward pass has ended; not needed with one rank."""
         self._arrived = self.exist
 
     def step(self) -> None:
-        """Applies the gradients to the tables and drops them; without any it does nothing."""
+        """Apply the gradients to the tables and drop them; without any it does nothing."""
         if not (self._arrived or any(kernel.deferred.exist for kernel in self._kernels)):
             return
         self._columns.apply()
@@ -176,7 +176,7 @@ class DeferredUpdates:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         for kernel in self._kernels:
             kernel.deferred.drop()
         for replicas in self._replicas:
@@ -185,11 +185,11 @@ class DeferredUpdates:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which :meth:`power_sum` is to be added up; None for one rank."""
+        """The ranks among which `power_sum` is to be added up; None for one rank."""
         return self._env.process_group if self._env.world_size > 1 else None
 
     def power_sum(self, norm_type: float) -> Tensor:
-        """Returns this rank's share of the sum of ``|g| ** norm_type``, of the maximum for inf.
+        """Return this rank's share of the sum of `|g| ** norm_type`, of the maximum for inf.
 
         Args:
             norm_type: which norm.
@@ -200,7 +200,7 @@ class DeferredUpdates:
         return power_sum(values, norm_type, self.device)
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies the gradients, in place.
+        """Multiply the gradients, in place.
 
         Args:
             factor: a scalar.
@@ -210,7 +210,7 @@ class DeferredUpdates:
             values.mul_(factor)
 
     def clamp_(self, limit: float) -> None:
-        """Limits each value of the gradients to ``[-limit, limit]``, in place."""
+        """Limit each value of the gradients to `[-limit, limit]`, in place."""
         for values in self._values():
             values.clamp_(-limit, limit)
 
@@ -231,7 +231,7 @@ class _Replicas:
     held: list[Tensor] | None = None
 
     def receive(self, gradients: list[Tensor]) -> None:
-        """Takes the gradients of all ranks, as ``take_dense`` has them."""
+        """Take the gradients of all ranks, as `take_dense` has them."""
         kernel, settings = self.lookup.kernel, self.lookup.settings
         if settings.optimizer is None:
             grads = kernel.layout.table_views(gradients[0])
@@ -245,7 +245,7 @@ class _Replicas:
             torch._foreach_add_(self.held, gradients)
 
     def step(self) -> None:
-        """Applies what is held."""
+        """Apply what is held."""
         if self.held is not None:
             self.lookup.kernel.deferred.step_dense(*self.held)
 
@@ -302,7 +302,7 @@ class _ColumnSplits:
         ]
 
     def apply(self) -> None:
-        """Adds up one float per touched row among the column owners, and applies the row updates.
+        """Add up one float per touched row among the column owners, and apply the row updates.
 
         The owners of a row block's columns were sent the same ids, so they hold the same rows in
         the same order and only the values travel. Every rank takes part, also one without a part.
@@ -340,7 +340,7 @@ class _ColumnSplits:
     def _find_shared(
         self, groups: Sequence[LookupGroup], layout: Layout
     ) -> list[tuple[int, list[tuple[int, int]], set[int]]]:
-        """Finds the row blocks whose columns this rank shares, in the same order on every rank.
+        """Find the row blocks whose columns this rank shares, in the same order on every rank.
 
         Returns:
             Per block the whole table's dim, this rank's parts as (kernel, place in it), and the

@@ -1,7 +1,7 @@
 """A whole table in a state dict, of which this rank holds some rectangles.
 
 The shape is that of the unsharded table and the name in the state dict is the unsharded name, so
-nothing in a checkpoint depends on the plan. ``torch.distributed.checkpoint`` saves and loads it
+nothing in a checkpoint depends on the plan. `torch.distributed.checkpoint` saves and loads it
 natively: it asks a tensor for its chunks by the three methods below, and reads whatever saved
 chunks overlap them.
 """
@@ -30,7 +30,7 @@ from recsys.distributed.ranks.comm import gather_objects
 @final
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A part of a table on one rank. It may be unpacked: ``offsets, tensor = shard``.
+    """A part of a table on one rank. It may be unpacked: `offsets, tensor = shard`.
 
     Args:
         tensor: the values.
@@ -57,7 +57,7 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """Makes the shard of a rank.
+        """Make the shard of a rank.
 
         Args:
             tensor: the values.
@@ -96,20 +96,20 @@ class ShardedTensorMetadata:
 class ShardedTable(Tensor):
     """A table (or a state of its optimizer) of which this rank holds parts.
 
-    It has the shape and dtype of the whole but no storage of its own; :meth:`local_shards` are
+    It has the shape and dtype of the whole but no storage of its own; `local_shards` are
     live views of what this rank trains. Operations on the whole are not defined: gather it by
-    :meth:`full_tensor`, or into a tensor by ``tensor.copy_(table)``; every rank must do so.
+    `full_tensor`, or into a tensor by `tensor.copy_(table)`; every rank must do so.
 
     Args:
-        size: shape of the whole, ``[rows, columns]`` or, for row-wise states, ``[rows]``.
-        shards: ``(offsets, tensor)`` for each part this rank holds. Parts may repeat, on one rank
+        size: shape of the whole, `[rows, columns]` or, for row-wise states, `[rows]`.
+        shards: `(offsets, tensor)` for each part this rank holds. Parts may repeat, on one rank
             or on several (a row-wise state lies with every column owner): one is saved, all are
             loaded.
         dtype: of the parts.
         device: of the parts.
         group: the ranks that hold the other parts, None for one rank.
         rects: the parts of all ranks, if they are known.
-        node_size: ranks per node; with ``rects``.
+        node_size: ranks per node; with `rects`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -139,7 +139,7 @@ class ShardedTable(Tensor):
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything is set by ``__new__``."""
+        """Everything is set by `__new__`."""
 
     @property
     def group(self) -> torch.distributed.ProcessGroup | None:
@@ -147,7 +147,7 @@ class ShardedTable(Tensor):
         return self._group
 
     def local_shards(self) -> list[Shard]:
-        """Returns each part this rank holds, as live views; each unpacks to (offsets, tensor)."""
+        """Return each part this rank holds, as live views; each unpacks to (offsets, tensor)."""
         rank = 0 if self._group is None else self._group.rank()
         return [
             Shard.from_tensor_and_offsets(tensor, list(offsets), rank)
@@ -155,9 +155,9 @@ class ShardedTable(Tensor):
         ]
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Returns the parts of all ranks, shape and dtype; no rank waits for another.
+        """Return the parts of all ranks, shape and dtype; no rank waits for another.
 
-        For a table that was made by hand, without ``rects``, the parts are those of this rank.
+        For a table that was made by hand, without `rects`, the parts are those of this rank.
         """
         parts = [
             ShardMetadata(
@@ -180,7 +180,7 @@ class ShardedTable(Tensor):
         )  # fmt: skip
 
     def full_tensor(self) -> Tensor:
-        """Gathers the whole on every rank. Every rank must call it.
+        """Gather the whole on every rank. Every rank must call it.
 
         Returns:
             A new tensor of the whole's shape, on the parts' device.
@@ -205,14 +205,14 @@ class ShardedTable(Tensor):
     def gather(  # type: ignore[override]
         self, dst: int = 0, out: Tensor | None = None
     ) -> None:
-        """Gathers the whole into a tensor on one rank. Every rank must call it.
+        """Gather the whole into a tensor on one rank. Every rank must call it.
 
         Args:
             dst: the rank, of those that hold the parts.
             out: on that rank, of the whole's shape; on others ignored.
 
         Raises:
-            ValueError: if ``out`` is missing on ``dst``, or some part is held by none of the ranks.
+            ValueError: if `out` is missing on `dst`, or some part is held by none of the ranks.
         """
         whole = self.full_tensor()
         if self._group is None or self._group.rank() == dst:
@@ -224,11 +224,11 @@ class ShardedTable(Tensor):
             out.detach().copy_(whole)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:
-        """Copies this rank's parts from a whole table, or from one that is sharded alike.
+        """Copy this rank's parts from a whole table, or from one that is sharded alike.
 
         Args:
             source: a plain tensor of the whole's shape, or a ShardedTable with the same parts.
-            non_blocking: as in :meth:`torch.Tensor.copy_`.
+            non_blocking: as in `copy_`.
 
         Raises:
             ValueError: if shapes differ or the parts lie differently.
@@ -242,9 +242,8 @@ class ShardedTable(Tensor):
             if [o for o, _ in source._shards] != [o for o, _ in self._shards]:
                 raise ValueError(
                     f"This rank holds the parts at {[o for o, _ in self._shards]}; the source "
-                    f"holds "
-                    f"{[o for o, _ in source._shards]}. To load under another plan, save and "
-                    f"load with torch.distributed.checkpoint."
+                    f"holds {[o for o, _ in source._shards]}. To load under another plan, save and "
+                    "load with torch.distributed.checkpoint."
                 )
             for (_, tensor), (_, given) in zip(self._shards, source._shards, strict=True):
                 if tensor.data_ptr() != given.data_ptr():  # else they were filled in place

@@ -22,11 +22,11 @@ _BLOCK_BYTES = 64 << 20  # how much of a table is broadcast at a time
 
 @final
 class TableShards(nn.Module):
-    """Stands where the unsharded collection has the table's module: ``embedding_bags["t"].weight``.
+    """Stands where the unsharded collection has the table's module: `embedding_bags["t"].weight`.
 
-    ``weight`` is a parameter if this rank holds one part of the table, the common case; a rank
-    that holds several separate parts has ``weight``, ``weight_1``, ... and one that holds none
-    has no parameter. The state dict entry is always one :class:`ShardedTable` (a plain tensor for
+    `weight` is a parameter if this rank holds one part of the table, the common case; a rank
+    that holds several separate parts has `weight`, `weight_1`, ... and one that holds none
+    has no parameter. The state dict entry is always one `ShardedTable` (a plain tensor for
     a replicated table) under the unsharded name.
 
     Args:
@@ -59,17 +59,17 @@ class TableShards(nn.Module):
                 mark_part(shard.parameter)
 
     def whole(self) -> Tensor:
-        """Returns the table's weights as they appear in a state dict; live."""
+        """Return the table's weights as they appear in a state dict; live."""
         self.flush()
         return self._view([(s, s.parameter) for s in self.shards], self.dtype, dims=2)
 
     def flush(self) -> None:
-        """Writes rows that a device cache holds back to the table (``fused_uvm_caching``)."""
+        """Write rows that a device cache holds back to the table (`fused_uvm_caching`)."""
         for shard in self.shards:
             shard.kernel.flush()
 
     def states(self) -> dict[str, Tensor]:
-        """Returns the optimizer's state as it appears in a state dict; live."""
+        """Return the optimizer's state as it appears in a state dict; live."""
         group = self.table.group
         assert isinstance(group, GroupSettings)
         if group.optimizer is None:
@@ -114,7 +114,7 @@ class TableShards(nn.Module):
 
     @torch.no_grad()
     def fill(self, rows: slice, values: Tensor) -> None:
-        """Copies ``values`` (whole width) of a stretch of rows into the parts that lie there."""
+        """Copy `values` (whole width) of a stretch of rows into the parts that lie there."""
         for shard in self.shards:
             first, last = max(rows.start, shard.rect.row_start), min(rows.stop, shard.rect.row_end)
             if first < last:
@@ -125,7 +125,7 @@ class TableShards(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, other: TableShards) -> None:
-        """Copies weights and optimizer state from the same parts elsewhere."""
+        """Copy weights and optimizer state from the same parts elsewhere."""
         other.flush()
         for mine, theirs in zip(self.shards, other.shards, strict=True):
             mine.parameter.copy_(theirs.parameter)
@@ -172,11 +172,11 @@ def _copy(own: Tensor, given: Tensor) -> None:
 def load_tables(
     tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv, seed: int
 ) -> None:
-    """Gives the shards the values of the unsharded module, rank 0's where ranks differ.
+    """Give the shards the values of the unsharded module, rank 0's where ranks differ.
 
-    Tables on the ``meta`` device are initialised block by block, so that no rank ever holds a
+    Tables on the `meta` device are initialised block by block, so that no rank ever holds a
     whole table; the values depend on the seed and the row, not on the plan. They come last, after
-    all exchanges, as a user's ``init_fn`` may fail on one rank only.
+    all exchanges, as a user's `init_fn` may fail on one rank only.
 
     Args:
         tables: the parts of this rank, in the module's order.
@@ -209,7 +209,7 @@ _Block = tuple[TableShards, Tensor, slice]
 
 
 def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Yields blocks of one dtype that are broadcast together, for the sake of many small tables."""
+    """Yield blocks of one dtype that are broadcast together, for the sake of many small tables."""
     batch: list[_Block] = []
     num_bytes = 0
     for block in blocks:

@@ -39,7 +39,7 @@ class InputsAhead:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> InputsAhead | None:
-        """Makes one for the sharded collections of a model; None if there are fewer than two."""
+        """Make one for the sharded collections of a model; None if there are fewer than two."""
         found = [part for part in model.modules() if isinstance(part, ShardedCollection)]
         return cls(found) if len(found) > 1 else None
 
@@ -49,7 +49,7 @@ class InputsAhead:
 
     @contextmanager
     def around(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Surrounds one forward pass.
+        """Surround one forward pass.
 
         Args:
             args: the model's inputs.
@@ -118,7 +118,7 @@ def _asking(ask: Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None]) 
 
 
 def _features_in(given: object, path: _Path = ()) -> Iterator[tuple[_Path, KeyedJaggedTensor]]:
-    """Yields the features in containers and dataclasses, and how each is reached."""
+    """Yield the features in containers and dataclasses, and how each is reached."""
     if isinstance(given, KeyedJaggedTensor):
         yield path, given
     elif isinstance(given, Mapping):

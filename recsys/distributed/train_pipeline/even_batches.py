@@ -1,6 +1,6 @@
 """Ranks whose data end at different times finish an epoch together.
 
-A rank looks one batch ahead, and says in the header of the sharded modules (see ``input_dist``),
+A rank looks one batch ahead, and says in the header of the sharded modules (see `input_dist`),
 which travels anyway, whether its batch is its last. So after each step every rank knows who goes
 on, and all leave the loop at the same step: no step needs a collective more, and none waits for
 ever. One small exchange opens an epoch: ranks that have no batch at all hear what an empty one
@@ -50,10 +50,10 @@ class EvenBatches(Generic[B]):
     In each step call the model once or more with what is yielded.
 
     Args:
-        batches: this rank's batches of an epoch, such as a ``DataLoader``; it may have none where
+        batches: this rank's batches of an epoch, such as a `DataLoader`; it may have none where
             other ranks have some, but not with the policy "drop".
         model: the model that is called; it contains at least one sharded collection.
-        policy: an :class:`UnevenPolicy` or its value, the same on every rank.
+        policy: an `UnevenPolicy` or its value, the same on every rank.
 
     Attributes:
         is_filler: whether the batch of this step was made up: repeated, or empty. Leave such steps
@@ -137,7 +137,7 @@ class EvenBatches(Generic[B]):
                 stage.last_batches = None
 
     def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
-        """Returns this rank's first batch, an empty one if it has none and others have."""
+        """Return this rank's first batch, an empty one if it has none and others have."""
         group = self._stages[0].env.process_group
         batch: Any = missing
         facts: Exception | dict[str, str] = {"the policy": self._policy.value}
@@ -188,7 +188,7 @@ class EvenBatches(Generic[B]):
 
 
 def empty_batch(batch: B) -> B:
-    """Returns a batch of the same kind without samples.
+    """Return a batch of the same kind without samples.
 
     Args:
         batch: tensors with samples first, jagged tensors, and dataclasses, tuples, lists and dicts
@@ -209,7 +209,7 @@ def _map_batch(
     of_tensor: Callable[[Tensor], Tensor],
     of_features: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
 ) -> B:
-    """Changes the tensors of a batch; jagged features as a whole, or tensor by tensor if None."""
+    """Change the tensors of a batch; jagged features as a whole, or tensor by tensor if None."""
 
     def is_leaf(part: Any) -> bool:
         is_features = isinstance(part, KeyedJaggedTensor) and of_features is not None
