@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import importlib
 import inspect
 import io
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +73,15 @@ def test_there_are_examples() -> None:
         for test in finder.find(importlib.import_module(name))
     )
     assert examples > 100
+
+
+def test_docstrings_are_markdown() -> None:
+    """The reference pages show them as such: one backtick, and no roles of reStructuredText."""
+    offenders = []
+    for path in sorted(Path(recsys.__path__[0]).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = node.value.value
+                if isinstance(text, str) and re.search(r"``|:[a-z]+:`", text):
+                    offenders.append(f"{path}:{node.lineno}")
+    assert not offenders

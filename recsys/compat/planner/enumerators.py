@@ -52,7 +52,7 @@ _PARTITION_BY = {
 
 
 def get_partition_by_type(sharding_type: str) -> str:
-    """Returns the :class:`~recsys.compat.planner.types.PartitionByType` value of a sharding type.
+    """Return the `PartitionByType` value of a sharding type.
 
     Raises:
         ValueError: if it is none.
@@ -102,21 +102,21 @@ class EmbeddingEnumerator(Enumerator):
 
     @property
     def sharder_map(self) -> dict[str, ModuleSharder[Any]]:
-        """Sharders by where the type of module that each shards lives, once there were some."""
+        """Sharder by where the type of module that each shards lives, once there were some."""
         return self._sharder_map
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """What :meth:`enumerate` returned last."""
+        """What `enumerate` returned last."""
         return self._last_stored_search_space
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Returns all options of all tables, estimated, table by table.
+        """Return all options of all tables, estimated, table by table.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard.
 
         Raises:
@@ -148,7 +148,7 @@ class EmbeddingEnumerator(Enumerator):
         return found
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Sets milliseconds and bytes of the shards of options, in place.
+        """Set milliseconds and bytes of the shards of options, in place.
 
         Args:
             sharding_options: of tables of the model that was enumerated.

@@ -58,7 +58,7 @@ class HardwarePerfConfig:
     kernel_device_bandwidths: Mapping[tuple[str, str], float] = {}
 
     def applied_to(self, topology: Topology) -> Topology:
-        """Returns a machine with these speeds."""
+        """Return a machine with these speeds."""
         given = {name: getattr(self, name) for name in _BANDWIDTHS}
         given = {name: value for name, value in given.items() if value is not None}
         if not given:
@@ -81,11 +81,11 @@ class HardwarePerfConfig:
         caching_ratio: float | None = None,
         prefetch_pipeline: bool = False,
     ) -> float:
-        """Returns the bytes per millisecond at which a kernel reads tables.
+        """Return the bytes per millisecond at which a kernel reads tables.
 
         Args:
             compute_device: "cpu" or "cuda".
-            compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value.
+            compute_kernel: an `EmbeddingComputeKernel` value.
             hbm_mem_bw: of device memory.
             ddr_mem_bw: of host memory.
             ssd_mem_bw: means nothing: no table lies on a disk.
@@ -114,7 +114,7 @@ class HardwarePerfConfig:
         sharding_type: str,
         uneven_sharding_perf_multiplier: float = 1.0,
     ) -> list[Perf]:
-        """Returns what an estimator shall say in place of what it found for an option's shards.
+        """Return what an estimator shall say in place of what it found for an option's shards.
 
         Args:
             shard_perfs: milliseconds of each shard.
@@ -196,7 +196,7 @@ class ShardPerfContext:
         sharder_data: SharderData,
         is_inference: bool = False,
     ) -> list[Self]:
-        """Returns a context for each shard of an option.
+        """Return a context for each shard of an option.
 
         Args:
             config: speeds that hold in place of the machine's.
@@ -258,7 +258,7 @@ class ShardPerfContext:
 
     @property
     def num_hosts(self) -> int:
-        """Nodes there are: also how many groups of ranks there are for ``table_row_wise``."""
+        """Node there are: also how many groups of ranks there are for `table_row_wise`."""
         return math.ceil(self.world_size / self.local_world_size)
 
     num_twrw_groups = num_hosts

@@ -43,14 +43,14 @@ class GreedyPerfPartitioner(Partitioner):
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
     ) -> list[ShardingOption]:
-        """Sets the rank of every shard, in place, and returns the proposal.
+        """Set the rank of every shard, in place, and return the proposal.
 
         Args:
             proposal: one option for each table, estimated.
             storage_constraint: the ranks, with the memory that is free; not changed.
 
         Raises:
-            PlannerError: of type ``PARTITION``, if an option does not fit.
+            PlannerError: of type `PARTITION`, if an option does not fit.
             ValueError: if a shard has no bytes or no milliseconds.
         """
         ranks = _Ranks(storage_constraint)
@@ -81,7 +81,7 @@ class GreedyPerfPartitioner(Partitioner):
         return proposal
 
     def _groups(self, proposal: Sequence[ShardingOption]) -> list[list[ShardingOption]]:
-        """Returns the options that do not go to every rank, those that go together as one."""
+        """Return the options that do not go to every rank, those that go together as one."""
         groups: dict[str, list[ShardingOption]] = {}
         for option in proposal:
             if option.partition_by != PartitionByType.UNIFORM.value:
@@ -110,13 +110,13 @@ class _Ranks:
         self.node_size = topology.local_world_size
 
     def nodes(self) -> list[range]:
-        """Returns the ranks of each node, the node with the least to do first."""
+        """Return the ranks of each node, the node with the least to do first."""
         size = self.node_size
         nodes = [range(first, first + size) for first in range(0, len(self.free), size)]
         return sorted(nodes, key=lambda node: sum(self.load_ms[rank] for rank in node))
 
     def place(self, parts: Sequence[tuple[Sequence[Shard], Sequence[int]]], how: _How) -> bool:
-        """Places shards, each list on some of its ranks, and returns whether all had room.
+        """Place shards, each list on some of its ranks, and return whether all had room.
 
         If not, nothing is placed.
         """
@@ -134,7 +134,7 @@ class _Ranks:
         return True
 
     def place_nodes(self, shards: Sequence[Shard]) -> bool:
-        """Places as many shards as a node has ranks on each of some nodes."""
+        """Place as many shards as a node has ranks on each of some nodes."""
         parts = [shards[i : i + self.node_size] for i in range(0, len(shards), self.node_size)]
         nodes = iter(self.nodes())
         return all(any(self.place([(part, node)], _in_order) for node in nodes) for part in parts)

@@ -17,7 +17,7 @@ class NoopPerfModel(PerfModel):
         self._topology = topology
 
     def rate(self, plan: list[ShardingOption]) -> float:
-        """Returns the milliseconds of the slowest rank.
+        """Return the milliseconds of the slowest rank.
 
         Args:
             plan: one option for each table, with the rank of every shard.

@@ -65,7 +65,7 @@ _T = TypeVar("_T")
 class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     """The planner, which also runs parts that were written for TorchRec's.
 
-    Without such parts it is :class:`recsys.distributed.planner.EmbeddingShardingPlanner`, search
+    Without such parts it is `EmbeddingShardingPlanner`, search
     and all. An enumerator with an estimator or of a class of the user's own, proposers, a
     partitioner, a performance model or callbacks make it try proposals one by one instead: the
     memory that is reserved is taken off, and every proposal of every proposer is placed by the
@@ -75,15 +75,15 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     Args:
         topology: as there.
         batch_size: as there.
-        enumerator: lists the options; ``EmbeddingEnumerator`` if None.
-        storage_reservation: as there, or one that has :meth:`reserve` only.
+        enumerator: lists the options; `EmbeddingEnumerator` if None.
+        storage_reservation: as there, or one that has `reserve` only.
         proposer: one or several; if None a grid search, two greedy ones and a uniform one.
-        partitioner: places proposals; ``GreedyPerfPartitioner`` if None.
-        performance_model: rates plans; ``NoopPerfModel``, the slowest rank, if None.
+        partitioner: places proposals; `GreedyPerfPartitioner` if None.
+        performance_model: rates plans; `NoopPerfModel`, the slowest rank, if None.
         stats: one or several that are told of every plan that is made, on rank 0 if ranks plan
             together.
         constraints: as there.
-        debug: handed to ``stats``.
+        debug: handed to `stats`.
         callbacks: each may change the options of the best plan before it is used.
         timeout_seconds: no proposal is tried after that time.
         pooling_stats: as there; not for proposals.
@@ -196,7 +196,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         """Plans on rank 0 and gives every rank the same plan, or the same error.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard; all that there are if None.
             pg: the ranks; all if None.
 
@@ -221,10 +221,10 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         return self._rated_plan(module, sharders, chosen)
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
-        """Plans the tables of every module that a sharder can shard, and tells ``stats``.
+        """Plans the tables of every module that a sharder can shard, and tells `stats`.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard.
 
         Raises:
@@ -244,10 +244,10 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def rate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
     ) -> RatedPlan:
-        """Returns a plan with what it costs on this planner's machine.
+        """Return a plan with what it costs on this planner's machine.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard.
             plan: made by hand, loaded or edited.
 
@@ -259,7 +259,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         return super().rate(module, sharders, plan)
 
     def _take_memory(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-        """Asks the reservation what is left, unless the planner can do with its rule."""
+        """Ask the reservation what is left, unless the planner can do with its rule."""
         self._reserved = None
         if self._tries_proposals or not self._has_rule:
             self._reserved = self._reserves.reserve(
@@ -271,7 +271,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             )
 
     def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
-        """Returns the memory of each rank that is free for tables."""
+        """Return the memory of each rank that is free for tables."""
         if self._reserved is None:
             return super()._budgets(module, tables)
         on_cpu = self._topology.compute_device == "cpu"
@@ -281,7 +281,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _best_of_proposals(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], tried: _Tried
     ) -> list[ShardingOption]:
-        """Returns the options of the feasible plan with the least rating, with ranks."""
+        """Return the options of the feasible plan with the least rating, with ranks."""
         space = self._lists.enumerate(module=module, sharders=sharders)
         if not space:
             return []
@@ -330,7 +330,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _no_plan(
         self, space: list[ShardingOption], num_proposals: int, refused: PlannerError | None
     ) -> PlannerError:
-        """Says why no proposal became a plan: not all tables fit, or what was tried does not."""
+        """Say why no proposal became a plan: not all tables fit, or what was tried does not."""
         assert self._reserved is not None
         least = [
             min((option.total_storage for option in group), key=lambda size: size.hbm + size.ddr)
@@ -390,7 +390,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _options_of(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: RatedPlan
     ) -> list[ShardingOption]:
-        """Returns the options that a plan of the planner's own search amounts to."""
+        """Return the options that a plan of the planner's own search amounts to."""
         groups = groups_of(self._lists.enumerate(module=module, sharders=list(sharders)))
         options = []
         for path, entries in plan.plan.items():
@@ -406,7 +406,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
 
 
 def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology) -> ShardingPlan:
-    """Returns options whose shards have ranks as a plan.
+    """Return options whose shards have ranks as a plan.
 
     Args:
         sharding_options: one for each table.
@@ -482,7 +482,7 @@ def _several(given: _T | Sequence[_T] | None) -> list[_T]:
 
 
 def _check_unused(**others: object) -> None:
-    """Raises ValueError if there is an argument that means nothing while proposals are tried."""
+    """Raise ValueError if there is an argument that means nothing while proposals are tried."""
     for name, value in others.items():
         if value is not None:
             raise ValueError(

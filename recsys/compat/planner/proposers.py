@@ -29,7 +29,7 @@ class _Listed(Proposer):
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Takes the options to propose from.
+        """Take the options to propose from.
 
         Args:
             search_space: all options of all tables, estimated.
@@ -39,7 +39,7 @@ class _Listed(Proposer):
         self._current = next(self._left, None)
 
     def propose(self) -> list[ShardingOption] | None:
-        """Returns a proposal, or None when there are no more; the same until :meth:`feedback`."""
+        """Return a proposal, or None when there are no more; the same until `feedback`."""
         return self._current
 
     def feedback(
@@ -49,7 +49,7 @@ class _Listed(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Goes on to the next proposal.
+        """Go on to the next proposal.
 
         Args:
             partitionable: not needed.
@@ -60,7 +60,7 @@ class _Listed(Proposer):
         self._current = next(self._left, None)
 
     def _groups(self, search_space: list[ShardingOption]) -> list[list[ShardingOption]]:
-        """Returns the options of each table, the best first."""
+        """Return the options of each table, the best first."""
         return [sorted(group, key=self._key) for group in groups_of(search_space).values()]
 
     def _key(self, option: ShardingOption) -> float:
@@ -69,7 +69,7 @@ class _Listed(Proposer):
         return max(shard.perf.total for shard in option.shards if shard.perf is not None)
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
-        """Yields what to propose."""
+        """Yield what to propose."""
         raise NotImplementedError
 
 
@@ -128,7 +128,7 @@ class GreedyProposer(_Listed):
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Takes the options to propose from.
+        """Take the options to propose from.
 
         Args:
             search_space: all options of all tables, estimated.
@@ -144,7 +144,7 @@ class GreedyProposer(_Listed):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Goes on to the next proposal, unless the ratings do not become better.
+        """Go on to the next proposal, unless the ratings do not become better.
 
         Args:
             partitionable: not needed.
@@ -173,7 +173,7 @@ class GreedyProposer(_Listed):
 
 
 def _memory(option: ShardingOption) -> tuple[int, int, int, int]:
-    """The largest shard, and all of them: of the device, then of the host."""
+    """Return the largest shard, and all of them: of the device, then of the host."""
     sizes = [shard.storage for shard in option.shards if shard.storage is not None]
     hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
     return max(hbm), sum(hbm), max(ddr), sum(ddr)

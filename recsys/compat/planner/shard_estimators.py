@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class EmbeddingPerfEstimator(ShardEstimator):
-    """Sets the milliseconds of shards by :class:`~recsys.distributed.planner.costs.CostModel`.
+    """Sets the milliseconds of shards by `CostModel`.
 
     Where ranks differ, they are those of a rank as slow as the slowest.
 
@@ -65,7 +65,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
 
     @property
     def config(self) -> HardwarePerfConfig:
-        """Speeds that hold in place of the machine's."""
+        """Speed that hold in place of the machine's."""
         return self._config
 
     @property
@@ -76,7 +76,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Sets ``perf`` of every shard, in place; an empty shard has none to do.
+        """Set `perf` of every shard, in place; an empty shard has none to do.
 
         Args:
             sharding_options: whose shards.
@@ -115,7 +115,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
 
 
 class EmbeddingStorageEstimator(ShardEstimator):
-    """Sets the bytes of shards by :class:`~recsys.distributed.planner.storage.StorageModel`.
+    """Sets the bytes of shards by `StorageModel`.
 
     Args:
         topology: the machine.
@@ -139,7 +139,7 @@ class EmbeddingStorageEstimator(ShardEstimator):
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Sets ``storage`` of every shard, in place; an empty shard takes nothing.
+        """Set `storage` of every shard, in place; an empty shard takes nothing.
 
         Args:
             sharding_options: whose shards.
@@ -179,14 +179,14 @@ def calculate_shard_storages(
     caching_ratio: float,
     is_pooled: bool,
 ) -> list[Storage]:
-    """Returns the bytes of shards, weights, optimizer states and buffers of a batch included.
+    """Return the bytes of shards, weights, optimizer states and buffers of a batch included.
 
     Args:
         sharder_data: of the sharder of the table's module.
-        sharding_type: a :class:`~recsys.distributed.types.ShardingType` value.
-        tensor: the weight, ``[rows, columns]``.
+        sharding_type: a `ShardingType` value.
+        tensor: the weight, `[rows, columns]`.
         compute_device: "cpu" or "cuda".
-        compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value.
+        compute_kernel: an `EmbeddingComputeKernel` value.
         shard_sizes: rows and columns of each shard.
         batch_sizes: samples per rank, for each feature.
         world_size: ranks there are.
@@ -231,7 +231,7 @@ def calculate_shard_storages(
 
 
 def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:
-    """Returns what estimators must know of sharders.
+    """Return what estimators must know of sharders.
 
     Args:
         sharder_map: sharders by where the type of module that each shards lives.
@@ -259,7 +259,7 @@ def _tables_of(
     constraints: Mapping[str, ParameterConstraints] | None,
     topology: Topology,
 ) -> Iterator[tuple[ShardingOption, PlannedTable]]:
-    """Yields options with their tables, under the traffic that each option says.
+    """Yield options with their tables, under the traffic that each option says.
 
     A module is read once, or as often as an option of one of its tables says something else.
     """
@@ -294,7 +294,7 @@ def _tables_of(
 def _demands_of(
     option: ShardingOption, demands: ParameterConstraints | None
 ) -> ParameterConstraints:
-    """Returns what an option says of its table's traffic, and for the rest the constraints."""
+    """Return what an option says of its table's traffic, and for the rest the constraints."""
     return _demands(
         cache_params=option.cache_params,
         pooling_factors=list(option.input_lengths),
@@ -340,7 +340,7 @@ def _each(
     of_replica: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
     nothing: _T,
 ) -> list[_T]:
-    """Returns what each shard of these rows and columns costs."""
+    """Return what each shard of these rows and columns costs."""
     if kind is ShardingType.DATA_PARALLEL:
         return [of_replica(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)

@@ -33,7 +33,7 @@ class EmbeddingStats(Stats):
         debug: bool = True,
         debug_stats: object | None = None,
     ) -> None:
-        """Logs a plan.
+        """Log a plan.
 
         Args:
             sharding_plan: not needed.

@@ -23,10 +23,10 @@ from recsys.distributed.types import ModuleSharder
 
 
 class _Reserving(StorageReservation):
-    """Takes what the planner's rule says, ``usable``, from every rank."""
+    """Takes what the planner's rule says, `usable`, from every rank."""
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes of ``memory_cap`` that are left for tables."""
+        """Return the bytes of `memory_cap` that are left for tables."""
         raise NotImplementedError
 
     def reserve(
@@ -37,7 +37,7 @@ class _Reserving(StorageReservation):
         sharders: list[ModuleSharder[Any]],
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> Topology:
-        """Returns a copy of the machine with the memory that is left, also for a rank's batch.
+        """Return a copy of the machine with the memory that is left, also for a rank's batch.
 
         Args:
             topology: the machine; not changed.
@@ -75,13 +75,13 @@ class _Reserving(StorageReservation):
 
     @property
     def last_reserved_topology(self) -> Topology | None:
-        """A copy of what :meth:`reserve` returned last, None before."""
+        """A copy of what `reserve` returned last, None before."""
         return getattr(self, "_last_reserved_topology", None)
 
 
 @dataclass(frozen=True)
 class PlannersReservation(_Reserving):
-    """Reserves by a rule of :mod:`recsys.distributed.planner`.
+    """Reserves by a rule of `planner`.
 
     Args:
         rule: that says what is usable.
@@ -90,13 +90,13 @@ class PlannersReservation(_Reserving):
     rule: ours.StorageReservation
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes left for tables."""
+        """Return the bytes left for tables."""
         return self.rule.usable(memory_cap, dense_bytes)
 
 
 @dataclass(frozen=True)
 class HeuristicalStorageReservation(ours.HeuristicalStorageReservation, _Reserving):
-    """The planner's rule of this name, see there; it can be asked to :meth:`reserve`, too.
+    """The planner's rule of this name, see there; it can be asked to `reserve`, too.
 
     Example:
         >>> HeuristicalStorageReservation(percentage=0.5).usable(1000, 10)
@@ -106,7 +106,7 @@ class HeuristicalStorageReservation(ours.HeuristicalStorageReservation, _Reservi
 
 @dataclass(frozen=True)
 class FixedPercentageStorageReservation(ours.FixedPercentageStorageReservation, _Reserving):
-    """The planner's rule of this name, see there; it can be asked to :meth:`reserve`, too.
+    """The planner's rule of this name, see there; it can be asked to `reserve`, too.
 
     Example:
         >>> FixedPercentageStorageReservation(percentage=0.5).usable(1000, 10)
@@ -139,12 +139,12 @@ class FixedAbsoluteStorageReservation(_Reserving):
             )
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes left for tables."""
+        """Return the bytes left for tables."""
         return memory_cap if dense_bytes is None else memory_cap - self.hbm_reserved_bytes
 
     @classmethod
     def from_gb(cls, hbm_reserved_gb: float) -> Self:
-        """Returns a reservation of so many GiB."""
+        """Return a reservation of so many GiB."""
         return cls(gb_to_bytes(hbm_reserved_gb))
 
 
@@ -161,6 +161,6 @@ class InferenceStorageReservation(_Reserving):
     dense_tensor_estimate: int | None = None
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes left for tables."""
+        """Return the bytes left for tables."""
         rule = ours.HeuristicalStorageReservation(self.percentage, 1.0, self.dense_tensor_estimate)
         return rule.usable(memory_cap, dense_bytes)

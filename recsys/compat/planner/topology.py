@@ -10,7 +10,7 @@ from recsys.distributed.planner import topology as ours
 
 @dataclass(order=True, unsafe_hash=True)
 class Storage:
-    """Bytes of memory. Orders by ``hbm``, then ``ddr``, then ``ssd``.
+    """Bytes of memory. Orders by `hbm`, then `ddr`, then `ssd`.
 
     Args:
         hbm: of the device.
@@ -34,7 +34,7 @@ class Storage:
         return Storage(self.hbm - other.hbm, self.ddr - other.ddr, self.ssd - other.ssd)
 
     def fits_in(self, other: Storage) -> bool:
-        """Returns whether there is room for this in other, of every kind of memory."""
+        """Return whether there is room for this in other, of every kind of memory."""
         return self.hbm <= other.hbm and self.ddr <= other.ddr and self.ssd <= other.ssd
 
 
@@ -95,7 +95,7 @@ class DeviceHardware:
 
 
 class Topology(ours.Topology):
-    """The planner's :class:`~recsys.distributed.planner.topology.Topology`, with ``devices``.
+    """The planner's `Topology`, with `devices`.
 
     Takes the same arguments. The storage of devices of a copy may be changed, to say what a storage
     reservation leaves free.
@@ -108,7 +108,7 @@ class Topology(ours.Topology):
 
     @classmethod
     def of(cls, topology: ours.Topology) -> Topology:
-        """Returns a topology of this class."""
+        """Return a topology of this class."""
         if isinstance(topology, Topology):
             return topology
         return cls.from_hardware(

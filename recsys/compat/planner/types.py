@@ -1,8 +1,8 @@
 """What TorchRec's planner is made of: options with shards, and the classes that users extend.
 
-An extension is a class made from :class:`Enumerator`, :class:`ShardEstimator`, :class:`Proposer`,
-:class:`Partitioner`, :class:`PerfModel`, :class:`StorageReservation` or :class:`Stats`; see
-:class:`~recsys.compat.planner.planners.EmbeddingShardingPlanner`.
+An extension is a class made from `Enumerator`, `ShardEstimator`, `Proposer`,
+`Partitioner`, `PerfModel`, `StorageReservation` or `Stats`; see
+`EmbeddingShardingPlanner`.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class ShardingOption:
 
     Args:
         name: of the table.
-        tensor: its weight; may be on the ``meta`` device.
+        tensor: its weight; may be on the `meta` device.
         module: path and object of the module that the table is in.
         input_lengths: mean ids per bag, for each feature of the table.
         batch_size: samples per rank and step.
-        sharding_type: a :class:`~recsys.distributed.types.ShardingType` value.
-        partition_by: a :class:`PartitionByType` value.
-        compute_kernel: an :class:`~recsys.distributed.types.EmbeddingComputeKernel` value.
+        sharding_type: a `ShardingType` value.
+        partition_by: a `PartitionByType` value.
+        compute_kernel: an `EmbeddingComputeKernel` value.
         shards: the parts.
-        cache_params: of ``fused_uvm_caching``; goes into the plan.
+        cache_params: of `fused_uvm_caching`; goes into the plan.
         enforce_hbm: what the constraints say.
         stochastic_rounding: what the constraints say.
         bounds_check_mode: what to do with ids outside the table; goes into the plan.
@@ -197,7 +197,7 @@ class ShardingOption:
 
     @staticmethod
     def module_pooled(module: nn.Module, sharding_option_name: str) -> bool:
-        """Returns whether a module pools a table.
+        """Return whether a module pools a table.
 
         Args:
             module: the table's module.
@@ -232,11 +232,11 @@ class ShardingOption:
         return float(sum(_known(self, shard, "perf").total for shard in self.shards))
 
     def get_shards_assignment(self) -> list[int | None]:
-        """Returns the rank of each shard, None where it has none yet."""
+        """Return the rank of each shard, None where it has none yet."""
         return [shard.rank for shard in self.shards]
 
     def storage_hash(self) -> int:
-        """Returns a hash of what decides where the option fits: not of its milliseconds."""
+        """Return a hash of what decides where the option fits: not of its milliseconds."""
         sizes = tuple((*shard.size, shard.storage) for shard in self.shards)
         return hash((self.fqn, self.sharding_type, self.compute_kernel, sizes))
 
@@ -245,7 +245,7 @@ class ShardingOption:
         return hash((*of_table, tuple(self.shards)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with shards of its own; the weight and the module stay the same objects."""
+        """Return a copy with shards of its own; the weight and the module stay the same objects."""
         kept = {id(shared): shared for shared in (self._tensor, self._module)}
         memo.update(kept)
         copied = type(self).__new__(type(self))
@@ -312,7 +312,7 @@ class ShardEstimator(ABC):
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Sets ``perf``, ``storage`` or both of every shard, in place.
+        """Set `perf`, `storage` or both of every shard, in place.
 
         Args:
             sharding_options: whose shards.
@@ -346,7 +346,7 @@ class Enumerator(ABC):
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Returns all options of all tables, estimated.
+        """Return all options of all tables, estimated.
 
         Args:
             module: the model.
@@ -355,7 +355,7 @@ class Enumerator(ABC):
 
     @abstractmethod
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Sets milliseconds and bytes of the shards of options, in place."""
+        """Set milliseconds and bytes of the shards of options, in place."""
 
 
 class Proposer(ABC):
@@ -365,7 +365,7 @@ class Proposer(ABC):
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Takes the options to propose from.
+        """Take the options to propose from.
 
         Args:
             search_space: all options of all tables.
@@ -374,7 +374,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self) -> list[ShardingOption] | None:
-        """Returns a proposal, or None when there are no more; the same until :meth:`feedback`."""
+        """Return a proposal, or None when there are no more; the same until `feedback`."""
 
     @abstractmethod
     def feedback(
@@ -384,7 +384,7 @@ class Proposer(ABC):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Hears what became of the last proposal.
+        """Hear what became of the last proposal.
 
         Args:
             partitionable: whether it could be placed.
@@ -401,7 +401,7 @@ class Partitioner(ABC):
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
     ) -> list[ShardingOption]:
-        """Returns the proposal with the rank of every shard set.
+        """Return the proposal with the rank of every shard set.
 
         Args:
             proposal: one option for each table.
@@ -417,7 +417,7 @@ class PerfModel(ABC):
 
     @abstractmethod
     def rate(self, plan: list[ShardingOption]) -> float:
-        """Returns a number, the less the better.
+        """Return a number, the less the better.
 
         Args:
             plan: one option for each table, with the rank of every shard.
@@ -436,7 +436,7 @@ class StorageReservation(ABC):
         sharders: list[ModuleSharder[Any]],
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> Topology:
-        """Returns a copy of the machine whose ranks have the memory that is free for tables.
+        """Return a copy of the machine whose ranks have the memory that is free for tables.
 
         Args:
             topology: the machine; not changed.
@@ -451,7 +451,7 @@ class StorageReservation(ABC):
 
     @property
     def last_reserved_topology(self) -> Topology | None:
-        """A copy of what :meth:`reserve` returned last, if it remembers it."""
+        """A copy of what `reserve` returned last, if it remembers it."""
         return None
 
 
@@ -495,7 +495,7 @@ class Stats(ABC):
 
 
 def groups_of(options: Sequence[ShardingOption]) -> dict[str, list[ShardingOption]]:
-    """Returns the options of each table, by its path and name, in the order given."""
+    """Return the options of each table, by its path and name, in the order given."""
     groups: dict[str, list[ShardingOption]] = {}
     for option in options:
         groups.setdefault(option.fqn, []).append(option)
@@ -505,7 +505,7 @@ def groups_of(options: Sequence[ShardingOption]) -> dict[str, list[ShardingOptio
 def get_num_poolings(
     constraints: dict[str, ParameterConstraints] | None, so: ShardingOption
 ) -> list[float]:
-    """Returns the mean bags per sample of each feature of an option's table.
+    """Return the mean bags per sample of each feature of an option's table.
 
     They are what the option says, else what the constraints say, else 1.
 

@@ -84,7 +84,7 @@ def column_shards(
         col_wise_shard_dim: the least width of a shard; 128 if None.
 
     Returns:
-        Sizes and offsets of the shards, ``[rows, columns]`` each.
+        Sizes and offsets of the shards, `[rows, columns]` each.
 
     Example:
         >>> column_shards(64, 100, 32)
@@ -113,10 +113,10 @@ def uneven_row_shards(
         num_devices: how many shards.
         columns: of the table.
         device_memory_sizes: one number per device.
-        num_buckets: no shard may split a bucket of ``hash_size / num_buckets`` rows.
+        num_buckets: no shard may split a bucket of `hash_size / num_buckets` rows.
 
     Returns:
-        Sizes and offsets of the shards, ``[rows, columns]`` each; the last takes what remains.
+        Sizes and offsets of the shards, `[rows, columns]` each; the last takes what remains.
 
     Raises:
         ValueError: there is not one positive sum of memory for the devices, or buckets do not

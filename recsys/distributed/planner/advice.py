@@ -40,7 +40,7 @@ Constraints = Mapping[str, ParameterConstraints]
 def problem_of(
     topology: Topology, budgets: Sequence[Bytes], options: Sequence[Sequence[TableOption]]
 ) -> Problem:
-    """Returns what the search is asked.
+    """Return what the search is asked.
 
     Args:
         topology: the machine.
@@ -63,7 +63,7 @@ def plan_again(
     seconds: float | None = None,
     tolerance: float = 1e-3,
 ) -> Placement | None:
-    """Places tables on a machine.
+    """Place tables on a machine.
 
     Args:
         lister: of the ways to place a table on the machine.
@@ -86,7 +86,7 @@ def plan_again(
 
 
 def unconstrained(constraints: Constraints) -> dict[str, ParameterConstraints]:
-    """Returns those that restrict sharding types or kernels, without these restrictions."""
+    """Return those that restrict sharding types or kernels, without these restrictions."""
     return {
         name: replace(of_table, sharding_types=None, compute_kernels=None, cache_params=None)
         for name, of_table in constraints.items()
@@ -95,7 +95,7 @@ def unconstrained(constraints: Constraints) -> dict[str, ParameterConstraints]:
 
 
 def with_half_weights(tables: Sequence[PlannedTable]) -> tuple[PlannedTable, ...]:
-    """Returns tables whose weights have at most 16 bits."""
+    """Return tables whose weights have at most 16 bits."""
     return tuple(replace(t, element_bytes=2) if t.element_bytes > 2 else t for t in tables)
 
 
@@ -133,7 +133,7 @@ def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) 
 
 
 def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
-    """Yields what a user could change, and the tables and budgets after it."""
+    """Yield what a user could change, and the tables and budgets after it."""
     tables = tuple(rated.table for rated in rating.tables)
     budgets = rating.budgets
     if rating.placement is None:
@@ -157,7 +157,7 @@ def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tu
 def _freed(
     rating: Rating, tables: tuple[PlannedTable, ...]
 ) -> Iterator[tuple[str, tuple[PlannedTable, ...]]]:
-    """Yields what it is to lift the constraints on one costly table, and on all."""
+    """Yield what it is to lift the constraints on one costly table, and on all."""
     freed = {(table.path, table.name): table for table in rating.unconstrained}
     times = {
         (rated.table.path, rated.table.name): ms
@@ -173,7 +173,7 @@ def _freed(
 
 
 def fullness(rating: Rating) -> float:
-    """Returns the share that the fullest rank uses of a memory that is free for tables."""
+    """Return the share that the fullest rank uses of a memory that is free for tables."""
     return max(
         used / max(free, 1) for both in rating.memory for used, free in zip(*both, strict=True)
     )
@@ -203,7 +203,7 @@ class Alternative(NamedTuple):
 def alternatives(
     rating: Rating, table: RatedTable, options: Sequence[TableOption]
 ) -> list[Alternative]:
-    """Returns the best option of each sharding type and kernel, without the plan's own.
+    """Return the best option of each sharding type and kernel, without the plan's own.
 
     Args:
         rating: of the plan.
@@ -238,7 +238,7 @@ def alternatives(
 
 
 def _ranks_without(rating: Rating, table: RatedTable) -> Ranks:
-    """Returns the ranks as a plan fills them, without one table."""
+    """Return the ranks as a plan fills them, without one table."""
     problem = problem_of(rating.topology, rating.budgets, [])
     kinds = rating.topology.kinds
     loads = [cost.total for cost in rating.costs]
@@ -256,7 +256,7 @@ def _order(alternative: Alternative) -> tuple[int, float, float]:
 
 
 def _shape(option: TableOption) -> tuple[object, ...]:
-    """Returns what tells options apart, also where a given plan lists alike shards one by one."""
+    """Return what tells options apart, also where a given plan lists alike shards one by one."""
     sizes = [(alike.rows, alike.cols) for alike in option.shards for _ in range(alike.count)]
     runs = tuple((size, len(list(alike))) for size, alike in groupby(sizes))
     return option.sharding_type, option.compute_kernel, runs
@@ -287,7 +287,7 @@ class Misfit:
     is_custom: bool = False
 
     def error(self, error: InfeasibleError) -> PlannerError:
-        """Returns what to raise: which tables, how many bytes, and what was found to fit."""
+        """Return what to raise: which tables, how many bytes, and what was found to fit."""
         misfit = self._one_too_big(error) if error.too_big else self._all_too_big(error)
         message = misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}"
         return PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
@@ -328,7 +328,7 @@ class Misfit:
         return {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
 
     def _tried(self, options: Sequence[TableOption]) -> str:
-        """Returns the memory there is, and a table of what each option would need of it."""
+        """Return the memory there is, and a table of what each option would need of it."""
         rows, scarce = [], {}
         for option in options:
             # what is fixed goes to every rank, the smallest too
@@ -348,7 +348,7 @@ class Misfit:
         return f"{budgets}. Tried:\n{format_table(head, rows)}"
 
     def _remedies(self, error: InfeasibleError) -> str:
-        """Returns the changes that make everything fit, each found by planning with it."""
+        """Return the changes that make everything fit, each found by planning with it."""
         deadline = time.monotonic() + _SECONDS
         found = []
         for text, tables in self._other_tables():
@@ -383,7 +383,7 @@ class Misfit:
             yield text, self.tables_under(in_host)
 
     def _ranks_that_do(self, error: InfeasibleError, deadline: float) -> int | None:
-        """Returns the least number of ranks, in whole nodes, that was found to do."""
+        """Return the least number of ranks, in whole nodes, that was found to do."""
         node, nodes = self.lister.topology.local_world_size, self.lister.topology.num_nodes
 
         def fits(num_nodes: int) -> bool:
@@ -403,14 +403,14 @@ class Misfit:
         return enough * node
 
     def _fits(self, tables: Sequence[PlannedTable], topology: Topology) -> bool:
-        """Returns whether tables are found to fit on this machine, or on one with more nodes."""
+        """Return whether tables are found to fit on this machine, or on one with more nodes."""
         budgets = [self.budgets[r % len(self.budgets)] for r in range(topology.world_size)]
         limits = {"seconds": _SEARCH_SECONDS, "tolerance": _ANY_GAP}
         return plan_again(self.lister.on(topology), tables, budgets, **limits) is not None
 
 
 def check_fits(rating: Rating) -> None:
-    """Raises unless every rank has the memory that a plan takes.
+    """Raise unless every rank has the memory that a plan takes.
 
     Raises:
         PlannerError: naming the fullest rank, its largest tables, and the bytes that it lacks.

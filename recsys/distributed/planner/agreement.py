@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: object) -> Facts:
-    """Returns what has to agree, in words.
+    """Return what has to agree, in words.
 
     Memory is left out: topologies read it from the host they are made on, and hosts that are
     otherwise alike differ by some MiB.
@@ -64,7 +64,7 @@ def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: 
 
 
 def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology: Topology) -> None:
-    """Raises the same error on every rank, unless all were asked for the same plan.
+    """Raise the same error on every rank, unless all were asked for the same plan.
 
     Costs one small collective; two more where ranks differ.
 
@@ -88,14 +88,14 @@ def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology
 
 
 def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the ranks that plan together, all if None is given; None if this one is alone."""
+    """Return the ranks that plan together, all if None is given; None if this one is alone."""
     if pg is None and dist.is_available() and dist.is_initialized():
         pg = dist.group.WORLD
     return None if pg is None or dist.get_world_size(pg) == 1 else pg
 
 
 def made_by_rank_0(pg: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
-    """Returns what ``make`` returns on rank 0, or raises its error, on every rank.
+    """Return what `make` returns on rank 0, or raise its error, on every rank.
 
     Args:
         pg: the ranks.

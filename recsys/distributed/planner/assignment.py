@@ -4,7 +4,7 @@ How bad a rank is, is one number, its load: its time in a given unit, and, as so
 bytes than it may, a penalty above any time. So assignments that do not fit (yet) compare like slow
 ones, and what takes load off the slowest rank also makes it fit.
 
-Shape suffixes as in ``shard_arrays``; also S slots of a rank, N shards of one option, and J nodes.
+Shape suffixes as in `shard_arrays`; also S slots of a rank, N shards of one option, and J nodes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Assignment:
         self.load_R = self.loads(self._ms_R, self._free_RM)
 
     def copy(self) -> Assignment:
-        """Returns an independent copy."""
+        """Return an independent copy."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
@@ -66,7 +66,7 @@ class Assignment:
         return float(self.load_R.max())
 
     def loads(self, ms_X: Floats, free_XM: Floats) -> Floats:
-        """Returns loads for times in milliseconds and bytes left, any shape X."""
+        """Return loads for times in milliseconds and bytes left, any shape X."""
         load_X = ms_X / self._unit_ms
         for m in range(free_XM.shape[-1]):
             free_X = free_XM[..., m]
@@ -76,11 +76,11 @@ class Assignment:
         return load_X
 
     def loads_after(self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats) -> Floats:
-        """Returns the loads of ranks, any shape X, with something more on them."""
+        """Return the loads of ranks, any shape X, with something more on them."""
         return self.loads(self._ms_R[ranks_X] + added_ms_X, self._free_RM[ranks_X] - added_bytes_XM)
 
     def add(self, option: int, ranks_N: Ints) -> None:
-        """Places a table that is not placed."""
+        """Place a table that is not placed."""
         self.option_T[self.arrays.table_O[option]] = option
         if self.arrays.is_fixed_O[option]:
             self._shift_fixed(option, 1.0)
@@ -88,7 +88,7 @@ class Assignment:
             self.put(self.arrays.shards_of(option), ranks_N)
 
     def remove(self, table: int) -> None:
-        """Takes a placed table away."""
+        """Take a placed table away."""
         option = int(self.option_T[table])
         self.option_T[table] = -1
         if self.arrays.is_fixed_O[option]:
@@ -97,14 +97,14 @@ class Assignment:
             self.lift(self.arrays.shards_of(option))
 
     def ranks_of(self, table: int) -> Ints:
-        """Returns the ranks of the shards of a placed table, in order."""
+        """Return the ranks of the shards of a placed table, in order."""
         option = int(self.option_T[table])
         if self.arrays.is_fixed_O[option]:
             return np.arange(self.arrays.options[option].num_ranks)
         return self.rank_P[self.arrays.first_O[option] : self.arrays.first_O[option + 1]]
 
     def put(self, shards_N: Ints, ranks_N: Ints) -> None:
-        """Puts shards that are nowhere on ranks, no two on one."""
+        """Put shards that are nowhere on ranks, no two on one."""
         slots_N = self.count_R[ranks_N]
         if slots_N.max(initial=0) >= self.slots_RS.shape[1]:
             self.slots_RS = np.hstack([self.slots_RS, np.full_like(self.slots_RS, -1)])
@@ -115,7 +115,7 @@ class Assignment:
         self._shift_shards(shards_N, ranks_N, 1.0)
 
     def lift(self, shards_N: Ints) -> None:
-        """Takes shards off their ranks, no two off one."""
+        """Take shards off their ranks, no two off one."""
         ranks_N, slots_N = self.rank_P[shards_N], self._slot_P[shards_N]
         last_N = self.count_R[ranks_N] - 1
         moved_N = self.slots_RS[ranks_N, last_N]
@@ -140,7 +140,7 @@ class Assignment:
         self.load_R[ranks] = self.loads(self._ms_R[ranks], self._free_RM[ranks])
 
     def best_ranks(self, option: int) -> tuple[Ints, float]:
-        """Returns ranks for the shards of a table that is not placed, and the slowest's load."""
+        """Return ranks for the shards of a table that is not placed, and the slowest's load."""
         arrays, reach = self.arrays, self.arrays.options[option].reach
         if reach is Reach.FIXED:
             cost_N, memory_NM = arrays.fixed(option)
@@ -160,7 +160,7 @@ class Assignment:
         return ranks.ravel(), peak
 
     def _shard_loads(self, shard: int) -> Floats:
-        """Returns the load of every rank if a shard were added to it."""
+        """Return the load of every rank if a shard were added to it."""
         arrays = self.arrays
         cost_K = arrays.cost_PK[shard]
         cost = cost_K[arrays.kind_R] if len(cost_K) > 1 else cost_K
@@ -195,7 +195,7 @@ class Assignment:
         return ranks, peak
 
     def _best_node(self, shards: Ints, free_J: Flags) -> tuple[Ints, float]:
-        """Returns ranks of the free node that is least loaded with the shards on it."""
+        """Return ranks of the free node that is least loaded with the shards on it."""
         arrays, size = self.arrays, self.arrays.node_size
         order = np.argsort(-arrays.cost_PK[shards].max(axis=1), kind="stable")
         longest = int(shards[order[0]])
@@ -223,7 +223,7 @@ class Assignment:
         noise: Floats | None = None,
         even_memory: bool = False,
     ) -> None:
-        """Places tables that are not placed, the one with the longest shard first.
+        """Place tables that are not placed, the one with the longest shard first.
 
         Args:
             options: one option per table; where it does not fit, the cheapest that does.
@@ -251,7 +251,7 @@ class Assignment:
     def _least_overfull(
         self, option: int, ranks: Ints, peak: float, price_O: Floats
     ) -> tuple[int, Ints]:
-        """Returns the cheapest option of the same table that fits, else the one that does best."""
+        """Return the cheapest option of the same table that fits, else the one that does best."""
         arrays = self.arrays
         table = arrays.table_O[option]
         others = np.arange(arrays.first_T[table], arrays.first_T[table + 1])
@@ -267,7 +267,7 @@ class Assignment:
     def placement(
         self, bound_ms: float, started: float, method: Method, timed_out: bool = False
     ) -> Placement:
-        """Returns the answer of a search that started at a time; all tables must be placed."""
+        """Return the answer of a search that started at a time; all tables must be placed."""
         ms_R, _ = self.exact_loads()
         indices_T = enumerate(self.arrays.index_O[self.option_T].tolist())
         return Placement(
@@ -282,7 +282,7 @@ class Assignment:
         )
 
     def exact_loads(self) -> tuple[Floats, Floats]:
-        """Returns milliseconds, [R], and bytes left, [R, M], added up afresh."""
+        """Return milliseconds, [R], and bytes left, [R, M], added up afresh."""
         arrays, ms_R, free_RM = self.arrays, self.arrays.base_R.copy(), self.arrays.free_RM.copy()
         placed = self.option_T[self.option_T >= 0]
         for option in placed[np.argsort(arrays.is_fixed_O[placed], kind="stable")].tolist():

@@ -11,7 +11,7 @@ What the pool does not see, that a shard is never split, comes in through a ceil
 a shard that takes longer than the slowest rank does not count. The bound is the least ceiling that
 the relaxation under that ceiling does not exceed.
 
-Shape suffixes as in ``shard_arrays``; also B bundles (shards of an option that are priced together)
+Shape suffixes as in `shard_arrays`; also B bundles (shards of an option that are priced together)
 and C cuts.
 """
 
@@ -48,7 +48,7 @@ class Relaxed(NamedTuple):
 class _Cut(NamedTuple):
     """Choices at some prices.
 
-    At any prices they cost ``value @ prices``: prices of the loads [K], which add up to 1, and of
+    At any prices they cost `value @ prices`: prices of the loads [K], which add up to 1, and of
     the memory [K * M].
     """
 
@@ -85,7 +85,7 @@ class Relaxation:
         self._scarce_KM = most_TM.sum(axis=0) > self._free_KM
 
     def least_memory(self) -> tuple[float, Floats]:
-        """Returns the least fullness, and the bytes [M] then taken.
+        """Return the least fullness, and the bytes [M] then taken.
 
         Fullness is the bytes of all tables over those of all ranks, of the pool of memory where
         that is more. Above 1 no placement fits.
@@ -111,7 +111,7 @@ class Relaxation:
         return best, taken_M
 
     def check_memory(self) -> float:
-        """Raises if all memory together is too little.
+        """Raise if all memory together is too little.
 
         Returns:
             The share of all memory that has to be taken.
@@ -127,7 +127,7 @@ class Relaxation:
     def infeasible(
         self, fullness: float, over_M: Floats, *, proven: bool = True
     ) -> InfeasibleError:
-        """Returns the error that some bytes are missing.
+        """Return the error that some bytes are missing.
 
         Args:
             fullness: the share of all memory that has to be taken.
@@ -144,7 +144,7 @@ class Relaxation:
     def solve(
         self, ceiling: float = np.inf, *, budget: float = 1.0, above: float = np.inf
     ) -> Relaxed | None:
-        """Returns the solution with no shard above a ceiling, or None if there is none.
+        """Return the solution with no shard above a ceiling, or None if there is none.
 
         Args:
             ceiling: milliseconds that a rank may take.
@@ -187,10 +187,10 @@ class Relaxation:
         return Relaxed(bound_ms=max(best_bound, 0.0), price_O=best.price_O, option_T=option_T)
 
     def lower_bound(self, deadline: float = np.inf) -> Relaxed:
-        """Returns the solution at the least ceiling that it does not exceed.
+        """Return the solution at the least ceiling that it does not exceed.
 
         Args:
-            deadline: of ``time.monotonic``; past it the bound may be lower than it could be.
+            deadline: of `time.monotonic`; past it the bound may be lower than it could be.
         """
         start = self.solve()
         assert start is not None, "tables without an option that fits are refused before"
@@ -218,7 +218,7 @@ class Relaxation:
         return Relaxed(bound_ms=bound, price_O=found.price_O, option_T=found.option_T)
 
     def _cut(self, prices: Floats, allowed_BK: Flags, budget: float) -> _Cut | None:
-        """Returns what the tables choose at some prices; None if one has no choice."""
+        """Return what the tables choose at some prices; None if one has no choice."""
         bundles, kinds = self._bundles, self._arrays.num_kinds
         price_BK = bundles.cost_BK * (prices[:kinds] / self._size_K)
         memory_price_KM = prices[kinds:].reshape(self._free_KM.shape) / self._unit_KM
@@ -307,7 +307,7 @@ class _Bundles:
 
 
 def _peaks(arrays: ShardArrays, of_kind_KR: Flags) -> Floats:
-    """Returns the load of a rank that has each shard alone, inf on kinds where it does not fit."""
+    """Return the load of a rank that has each shard alone, inf on kinds where it does not fit."""
     peak_PK: Floats = arrays.cost_PK + [
         arrays.base_R[mine].min(initial=np.inf) for mine in of_kind_KR
     ]
@@ -321,12 +321,12 @@ def _peaks(arrays: ShardArrays, of_kind_KR: Flags) -> Floats:
 def _master(
     values_CX: Floats, shares: int, limits: Floats, unit: float
 ) -> tuple[float, Floats, Floats]:
-    """Finds the prices at which the least cut is highest.
+    """Find the prices at which the least cut is highest.
 
     Args:
         values_CX: one row per cut.
         shares: the first so many prices add up to 1.
-        limits: of the other prices, in ``unit``.
+        limits: of the other prices, in `unit`.
         unit: of cuts and of the other prices; numbers near 1 suit the solver.
 
     Returns:

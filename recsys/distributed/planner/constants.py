@@ -9,31 +9,31 @@ POOLING_FACTOR = 1.0
 NUM_POOLINGS = 1.0
 """Bags of a sample."""
 UVM_CACHING_RATIO = 0.2
-"""Share of a table's rows that the cache of ``fused_uvm_caching`` holds: FBGEMM's default."""
+"""Share of a table's rows that the cache of `fused_uvm_caching` holds: FBGEMM's default."""
 BIGINT_DTYPE = 8
 """Bytes of an int64."""
 
 
 def sharder_name(sharder: type) -> str:
-    """Returns where a class lives, such as ``my.module.MySharder``."""
+    """Return where a class lives, such as `my.module.MySharder`."""
     return f"{sharder.__module__}.{sharder.__name__}"
 
 
 def bytes_to_gb(num_bytes: int) -> float:
-    """Returns bytes as GiB."""
+    """Return bytes as GiB."""
     return num_bytes / 2**30
 
 
 def bytes_to_mb(num_bytes: float) -> float:
-    """Returns bytes as MiB."""
+    """Return bytes as MiB."""
     return num_bytes / 2**20
 
 
 def gb_to_bytes(gb: float) -> int:
-    """Returns GiB as bytes."""
+    """Return GiB as bytes."""
     return int(gb * 2**30)
 
 
 def mb_to_bytes(mb: float) -> int:
-    """Returns MiB as bytes."""
+    """Return MiB as bytes."""
     return int(mb * 2**20)

@@ -1,23 +1,23 @@
 """How long a part of a table keeps its rank busy in one training step.
 
 A part's time is the sum of what its rank must move for it, each over a bandwidth that was measured
-or is known of the hardware (:class:`~recsys.distributed.planner.topology.Topology`). Fixed costs,
+or is known of the hardware (`Topology`). Fixed costs,
 such as the latency of the step's exchanges, are the same under every plan and left out.
 
-With ``N`` ids and ``G`` bags that reach a part of ``r x c`` values (``e`` bytes each):
+With `N` ids and `G` bags that reach a part of `r x c` values (`e` bytes each):
 
-- *prefetch*: rows that a cache in device memory lacks (``fused_uvm_caching``) come from the host,
-  and as many go back: what the cache's hit rate leaves of ``N``, at most the distinct ones;
-- *forward*: ``N c e`` bytes of rows are read;
+- *prefetch*: rows that a cache in device memory lacks (`fused_uvm_caching`) come from the host,
+  and as many go back: what the cache's hit rate leaves of `N`, at most the distinct ones;
+- *forward*: `N c e` bytes of rows are read;
 - *backward*: gradients are read, and the rows that were touched are read and written with their
-  optimizer state. Of ``r`` equally likely rows ``N`` draws touch ``r (1 - (1 - 1/r)^N)``. Where
+  optimizer state. Of `r` equally likely rows `N` draws touch `r (1 - (1 - 1/r)^N)`. Where
   owners of columns must add up one value per row, ids are sorted and gradients read once more;
-- *input*: ``N`` ids (and weights) are sorted by owner; they and ``G`` lengths arrive;
-- *output*: ``G c`` values leave (``N c`` where they are not pooled), and as many gradients arrive,
-  in the precision of the wire. Of what leaves a rank, ``(W - L) / W`` crosses between nodes of
-  ``L`` ranks among ``W``. If the rows of a pooled table lie within one node, the node's sums cross
-  only once: ``1 / L`` of it. Values are placed in the output, and gradients taken from it;
-- *update*: replicas of a table add up whole gradients: ``2 (W - 1) / W`` of its size is sent, and
+- *input*: `N` ids (and weights) are sorted by owner; they and `G` lengths arrive;
+- *output*: `G c` values leave (`N c` where they are not pooled), and as many gradients arrive,
+  in the precision of the wire. Of what leaves a rank, `(W - L) / W` crosses between nodes of
+  `L` ranks among `W`. If the rows of a pooled table lie within one node, the node's sums cross
+  only once: `1 / L` of it. Values are placed in the output, and gradients taken from it;
+- *update*: replicas of a table add up whole gradients: `2 (W - 1) / W` of its size is sent, and
   it is read or written nine times. Owners of columns send one number per touched row, if need be.
 
 Costs of lookups follow the roofline model: Williams et al., "Roofline: an insightful visual
@@ -75,7 +75,7 @@ class Cost:
         return looked_up + self.input + self.output + self.update
 
     def plus(self, other: Cost) -> Cost:
-        """Returns the sum of both."""
+        """Return the sum of both."""
         names = [part.name for part in fields(self)]
         return Cost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -111,7 +111,7 @@ class CostModel:
         self._copy = 2 / self._hardware.memory_bw  # bytes are read and written
 
     def of_shard(self, table: PlannedTable, part: Part) -> Cost:
-        """Returns what a part of a table costs the rank that owns it."""
+        """Return what a part of a table costs the rank that owns it."""
         num_rows, num_cols, _, in_node = part
         ids, bags = table.load(self._samples)
         ids *= num_rows / max(table.rows, 1)
@@ -143,7 +143,7 @@ class CostModel:
         )
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
-        """Returns what a copy of a whole table costs each rank."""
+        """Return what a copy of a whole table costs each rank."""
         ids, bags = table.load(self._own_samples)
         whole = Part(table.rows, table.dim, kernel)
         prefetch, forward, backward = self._lookup(table, whole, ids, bags)
@@ -161,7 +161,7 @@ class CostModel:
     def _lookup(
         self, table: PlannedTable, part: Part, ids: float, bags: float
     ) -> tuple[float, float, float]:
-        """Returns the milliseconds of prefetch, forward and backward."""
+        """Return the milliseconds of prefetch, forward and backward."""
         num_rows, num_cols, kernel, _ = part
         hardware = self._hardware
         pooling = ids / bags if bags else 0.0  # of the part: rows on n ranks find an nth
@@ -187,7 +187,7 @@ class CostModel:
 def lookup_bytes(
     ids: float, touched: float, row_bytes: float, gradient_bytes: float, state_bytes: float
 ) -> tuple[float, float]:
-    """Returns the bytes that a lookup moves in forward, and in backward with the update.
+    """Return the bytes that a lookup moves in forward, and in backward with the update.
 
     Args:
         ids: that are looked up.
@@ -200,7 +200,7 @@ def lookup_bytes(
 
 
 def statistic_bytes(ids: float, gradient_bytes: float) -> float:
-    """Returns the bytes that backward moves besides to add up the gradients of each row.
+    """Return the bytes that backward moves besides to add up the gradients of each row.
 
     The ids are sorted with their places, 32 bits each, 8 bits a pass, and the gradients read in
     that order: Merrill and Grimshaw, "High performance and scalable radix sorting", 2011.

@@ -24,7 +24,7 @@ class Enumerator(Protocol):
     def enumerate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> Iterable[tuple[PlannedTable, Sequence[TableOption]]]:
-        """Returns every table with the options that a plan may choose from."""
+        """Return every table with the options that a plan may choose from."""
 
 
 class EmbeddingEnumerator:
@@ -71,10 +71,10 @@ class EmbeddingEnumerator:
     def enumerate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> list[tuple[PlannedTable, list[TableOption]]]:
-        """Returns every table with its options, simplest first.
+        """Return every table with its options, simplest first.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard.
 
         Raises:

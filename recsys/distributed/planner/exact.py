@@ -45,14 +45,14 @@ def solve_exactly(
     seconds: float = np.inf,
     max_nodes: int | None = None,
 ) -> Solved:
-    """Searches all placements that may be better than what is known.
+    """Search all placements that may be better than what is known.
 
     Args:
         arrays: what to place.
         options: those that a best placement may contain.
         bound_ms: a lower bound on the slowest rank.
         known_ms: an upper bound on the slowest rank of the best placement.
-        unit_ms: of the assignment's loads; ``known_ms`` if None.
+        unit_ms: of the assignment's loads; `known_ms` if None.
         seconds: time limit.
         max_nodes: limit of the tree, which unlike a time limit ends it in the same place always.
     """
@@ -85,7 +85,7 @@ def solve_exactly(
 
 
 def count_variables(arrays: ShardArrays, options: Ints) -> int:
-    """Returns about how many variables the program has."""
+    """Return about how many variables the program has."""
     runs = [
         1 if arrays.is_fixed_O[option] else len(arrays.options[option].shards) * arrays.num_ranks
         for option in options.tolist()
@@ -127,11 +127,11 @@ class _Program:
         self._add_ranks()
 
     def _add(self, terms: _Terms, low: float, high: float) -> None:
-        """Adds ``low <= terms <= high``."""
+        """Add `low <= terms <= high`."""
         self._rows.append((terms, low, high))
 
     def rows(self) -> tuple[Any, Sequence[float], Sequence[float]]:
-        """Returns all rows: a sparse matrix, and the least and the most of each."""
+        """Return all rows: a sparse matrix, and the least and the most of each."""
         from scipy.sparse import coo_array
 
         terms = [(row, *term) for row, (of_row, _, _) in enumerate(self._rows) for term in of_row]
@@ -145,7 +145,7 @@ class _Program:
         return list(range(self.num_columns - count, self.num_columns))
 
     def _add_shards(self, option: int) -> list[_Run]:
-        """Adds what says where the shards of an option may go."""
+        """Add what says where the shards of an option may go."""
         arrays, shards = self._arrays, self._arrays.shards_of(option)
         reach, chosen = arrays.options[option].reach, self._column_of[option]
         if reach is Reach.FIXED:
@@ -183,7 +183,7 @@ class _Program:
         return runs
 
     def _add_runs(self, shards: Ints) -> list[_Run]:
-        """Adds a variable for each rank and each run of like shards."""
+        """Add a variable for each rank and each run of like shards."""
         ends = np.flatnonzero(np.diff(self._arrays.run_P[shards])) + 1
         return [
             _Run(shards=shards[a:b], column_of_rank=self._columns(self._arrays.num_ranks))
@@ -193,12 +193,12 @@ class _Program:
     def _add_sum(
         self, columns: Sequence[int], whole: int, times: int, *, at_most: bool = False
     ) -> None:
-        """Adds that some variables add up to a multiple of another, or to no more than that."""
+        """Add that some variables add up to a multiple of another, or to no more than that."""
         terms = [*((column, 1.0) for column in columns), (whole, -times)]
         self._add(terms, -np.inf if at_most else 0, 0)
 
     def _add_tables(self) -> None:
-        """Adds that each table has one option, which takes no longer than the slowest rank."""
+        """Add that each table has one option, which takes no longer than the slowest rank."""
         arrays, of_table = self._arrays, dict[int, _Terms]()
         for option, column in self._column_of.items():
             if arrays.is_fixed_O[option]:
@@ -214,7 +214,7 @@ class _Program:
             self._add([*peaks, (0, -1.0)], -np.inf, 0)
 
     def _add_ranks(self) -> None:
-        """Adds the load and the memory of each rank."""
+        """Add the load and the memory of each rank."""
         arrays = self._arrays
         unit_M = np.maximum(arrays.free_RM.max(axis=0, initial=0), 1)
         loads: list[_Terms] = [[(0, -1.0)] for _ in arrays.kind_R]
@@ -240,7 +240,7 @@ class _Program:
                 self._add(of_pool, -np.inf, free)
 
     def assignment(self, values: Floats, unit_ms: float) -> Assignment:
-        """Returns the placement that a solution describes."""
+        """Return the placement that a solution describes."""
         assignment = Assignment(self._arrays, unit_ms)
         for option, column in self._column_of.items():
             if values[column] < 0.5:

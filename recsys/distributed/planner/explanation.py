@@ -75,7 +75,7 @@ class Explanation:
         )
 
     def others(self, facts: TableFacts, most: int = 2) -> list[str]:
-        """Returns the best other ways to place a table, one for each sharding type and kernel.
+        """Return the best other ways to place a table, one for each sharding type and kernel.
 
         Where the user's constraints leave no other, those that there would be without them.
         """
@@ -87,7 +87,7 @@ class Explanation:
         return [self._sentence(other, facts) for other in found[:most]]
 
     def _sentence(self, other: Alternative, facts: TableFacts) -> str:
-        """Returns what an alternative would cost, and whether constraints rule it out, in words."""
+        """Return what an alternative would cost, and whether constraints rule it out, in words."""
         option, slowest_ms = other.option, self.rating.slowest_ms
         allowed = option.compute_kernel in facts.rated.table.kernels.get(option.sharding_type, ())
         name = f"{way(option)}{'' if allowed else ' (if its constraints allowed)'}"
@@ -102,7 +102,7 @@ class Explanation:
         return f"{name}: slowest rank the same, {sign}{ms(abs(more))} on all ranks together"
 
     def gain_sentences(self) -> list[str]:
-        """Returns what each change that was planned would give."""
+        """Return what each change that was planned would give."""
         now = self.rating.slowest_ms
         return [
             f"{gain.text}: {ms(gain.slowest_ms)} instead of {ms(now)} "
@@ -111,7 +111,7 @@ class Explanation:
         ]
 
     def scope(self) -> str:
-        """Returns what is placed where."""
+        """Return what is placed where."""
         rating, topology = self.rating, self.rating.topology
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         return (
@@ -120,7 +120,7 @@ class Explanation:
         )
 
     def headline(self) -> str:
-        """Returns the one sentence."""
+        """Return the one sentence."""
         rating = self.rating
         ranks = rating.topology.world_size
         slowest = f"The slowest of {ranks} ranks, rank {rating.slowest_rank}, takes"
@@ -147,7 +147,7 @@ class Explanation:
         )
 
     def binding(self) -> list[str]:
-        """Returns what the slowest rank's time is bound by, a sentence each."""
+        """Return what the slowest rank's time is bound by, a sentence each."""
         rating, slowest, total = self.rating, self.rating.slowest_rank, self.rating.slowest_ms
         parts = sorted(zip(rating.costs[slowest].parts, COST_PARTS, strict=True), reverse=True)
         shares = [(time / (total or 1.0), part) for time, part in parts]
@@ -186,7 +186,7 @@ class Explanation:
 
 
 def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
-    """Returns an option in words, such as "row_wise on all 8 ranks".
+    """Return an option in words, such as "row_wise on all 8 ranks".
 
     Args:
         option: the way.

@@ -32,7 +32,7 @@ class Hardware:
         hbm_cap: bytes of device memory.
         ddr_cap: bytes of host memory, this rank's share of its node.
         ssd_cap: bytes of solid-state disk, this rank's share of its node.
-        hbm_mem_bw: device memory bandwidth; means nothing where ``hbm_cap`` is 0.
+        hbm_mem_bw: device memory bandwidth; means nothing where `hbm_cap` is 0.
         ddr_mem_bw: host memory bandwidth, this rank's share of its node.
         ssd_mem_bw: disk bandwidth for reads of single rows.
         hbm_to_ddr_mem_bw: the link between device and host.
@@ -91,13 +91,13 @@ NUMBERS = tuple(f.name for f in fields(Hardware) if f.name not in ("compute_devi
 
 
 def check_device(subject: str, device: str) -> None:
-    """Raises ValueError unless this is a kind of device that ranks compute on."""
+    """Raise ValueError unless this is a kind of device that ranks compute on."""
     if device not in DEVICES:
         raise ValueError(f"{subject}.compute_device must be 'cpu' or 'cuda'; received {device!r}.")
 
 
 def check_number(subject: str, name: str, value: object) -> float:
-    """Returns the value of one number of Hardware, bytes as int and the rest as float.
+    """Return the value of one number of Hardware, bytes as int and the rest as float.
 
     Args:
         subject: what the number belongs to, for the error.
@@ -132,16 +132,16 @@ def check_number(subject: str, name: str, value: object) -> float:
 
 
 def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[Any, ...]:
-    """Returns the number, or the label, of each rank: the same for all, or the one it was given.
+    """Return the number, or the label, of each rank: the same for all, or the one it was given.
 
     Args:
         owner: what the number belongs to, for the error.
         name: the field of Hardware.
-        value: one number for all ranks or a sequence of one per rank; texts if ``name`` is "name".
+        value: one number for all ranks or a sequence of one per rank; texts if `name` is "name".
         world_size: number of ranks.
 
     Returns:
-        ``world_size`` numbers or texts.
+        `world_size` numbers or texts.
 
     Raises:
         ValueError: if the sequence has another length, or a number is out of range.
@@ -169,11 +169,11 @@ def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[Any
 
 
 def build_hardware(device: str, columns: Mapping[str, Sequence[Any]]) -> tuple[Hardware, ...]:
-    """Returns the hardware of each rank from one column of checked numbers per field.
+    """Return the hardware of each rank from one column of checked numbers per field.
 
     Args:
         device: "cpu" or "cuda", for all ranks.
-        columns: for each of :data:`NUMBERS`, and "name" if ranks have one, the value of every rank.
+        columns: for each of `NUMBERS`, and "name" if ranks have one, the value of every rank.
 
     Returns:
         One value per rank; ranks alike share one object.
@@ -200,7 +200,7 @@ _LINES = (
 
 
 def hardware_table(hardware: Sequence[Hardware], kinds: Sequence[int]) -> str:
-    """Returns one column for each kind of rank.
+    """Return one column for each kind of rank.
 
     Args:
         hardware: of each rank.

@@ -6,7 +6,7 @@ few tables get their cheapest option, also where that does not fit, or the table
 taken off and put back in another order, with options drawn from the cheap ones. What follows a
 perturbation is kept unless it is worse.
 
-Shape suffixes as in ``assignment``; also A sets of shards of the slowest rank, S other ranks, B
+Shape suffixes as in `assignment`; also A sets of shards of the slowest rank, S other ranks, B
 sets of shards on each of them; a set is a row of shard numbers, padded with -1.
 """
 
@@ -41,7 +41,7 @@ class LocalSearch:
         price_O: what an option costs all ranks together, as load; inf forbids it.
         target: peak that is good enough.
         seed: of all random choices.
-        deadline: of ``time.monotonic``.
+        deadline: of `time.monotonic`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LocalSearch:
         self._cheap_T: dict[int, Ints] = {}
 
     def descend(self, assignment: Assignment, max_steps: int) -> int:
-        """Takes steps until none helps, the target or the deadline is reached.
+        """Take steps until none helps, the target or the deadline is reached.
 
         Returns:
             The number of steps.
@@ -81,7 +81,7 @@ class LocalSearch:
         return max_steps
 
     def perturb(self, assignment: Assignment, patience: int) -> Assignment:
-        """Perturbs an assignment and descends, again and again; returns the best assignment.
+        """Perturb an assignment and descend, again and again; return the best assignment.
 
         Args:
             assignment: where to start.
@@ -108,7 +108,7 @@ class LocalSearch:
         return best
 
     def cheapen(self, assignment: Assignment) -> None:
-        """Gives tables cheaper options where no rank gets slower than the slowest is."""
+        """Give tables cheaper options where no rank gets slower than the slowest is."""
         saved_T = self._saved(assignment)
         for table in np.argsort(-saved_T, kind="stable")[: int((saved_T > 0).sum())].tolist():
             if self._is_over():
@@ -128,7 +128,7 @@ class LocalSearch:
                 assignment.add(now, ranks_now)
 
     def _force_cheaper(self, assignment: Assignment) -> None:
-        """Gives a few tables their cheapest option, even where that does not fit."""
+        """Give a few tables their cheapest option, even where that does not fit."""
         saved_T = self._saved(assignment)
         tables = np.flatnonzero(saved_T > _LEAST_GAIN)
         if not len(tables):
@@ -142,14 +142,14 @@ class LocalSearch:
             assignment.add(option, assignment.best_ranks(option)[0])
 
     def _saved(self, assignment: Assignment) -> Floats:
-        """Returns by how much the cheapest option of each table is cheaper than the one it has."""
+        """Return by how much the cheapest option of each table is cheaper than the one it has."""
         least_T: Floats = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
         # an option that no better assignment has is priced at inf
         saved_T: Floats = np.minimum(self._price_O[assignment.option_T] - least_T, 1.0)
         return saved_T
 
     def _score(self, assignment: Assignment) -> float:
-        """Returns how good an assignment is: its peak and its mean, as peaks can be taken off."""
+        """Return how good an assignment is: its peak and its mean, as peaks can be taken off."""
         if assignment.peak >= OVERFULL:
             return assignment.peak
         return 0.5 * (assignment.peak + float(assignment.load_R.mean()))
@@ -158,7 +158,7 @@ class LocalSearch:
         return time.monotonic() > self._deadline
 
     def _exchange(self, assignment: Assignment, rank: int, *, pairs: bool) -> bool:
-        """Makes the best exchange with the slowest rank, if one helps."""
+        """Make the best exchange with the slowest rank, if one helps."""
         mine = assignment.slots_RS[rank, : assignment.count_R[rank]]
         mine = mine[self._movable_P[mine]]
         if not len(mine):
@@ -186,7 +186,7 @@ class LocalSearch:
         return True
 
     def _partners(self, assignment: Assignment, rank: int, most: int) -> Ints:
-        """Returns the other ranks to try: all, or half of them least loaded and half random."""
+        """Return the other ranks to try: all, or half of them least loaded and half random."""
         num_ranks = len(assignment.load_R)
         if num_ranks - 1 <= most:
             return np.delete(np.arange(num_ranks), rank)
@@ -198,7 +198,7 @@ class LocalSearch:
     def _best_exchange(
         self, assignment: Assignment, rank: int, sets_A: Ints, ranks_S: Ints, sets_SB: Ints
     ) -> tuple[list[int], int, list[int]] | None:
-        """Returns the shards to give, the rank to give them to, and the shards to take from it."""
+        """Return the shards to give, the rank to give them to, and the shards to take from it."""
         kind, kind_S = self._arrays.kind_R[rank], self._arrays.kind_R[ranks_S]
         cost_PK, memory_PM = self._cost_PK, self._memory_PM
         # what rank loses: [A], [S, B]; what the partner wins: [A, S], [S, B]
@@ -237,7 +237,7 @@ class LocalSearch:
         return given, int(ranks_S[s]), taken
 
     def _replace(self, assignment: Assignment, rank: int) -> bool:
-        """Places one table of the slowest rank in another way, if that helps."""
+        """Place one table of the slowest rank in another way, if that helps."""
         arrays, load = self._arrays, assignment.load_R[rank]
         shards = assignment.slots_RS[rank, : assignment.count_R[rank]]
         tables = np.unique(arrays.table_P[shards])
@@ -266,7 +266,7 @@ class LocalSearch:
         return True
 
     def _fixed_on(self, assignment: Assignment, rank: int) -> list[int]:
-        """Returns a few tables of FIXED options."""
+        """Return a few tables of FIXED options."""
         arrays = self._arrays
         fixed = np.flatnonzero(arrays.is_fixed_O[assignment.option_T])
         if len(fixed) > _FIXED_TABLES:
@@ -274,7 +274,7 @@ class LocalSearch:
         return [int(table) for table in fixed if rank in assignment.ranks_of(int(table))]
 
     def _cheap_options(self, table: int) -> Ints:
-        """Returns the cheapest options of a table."""
+        """Return the cheapest options of a table."""
         cheap = self._cheap_T.get(table)
         if cheap is None:
             first, last = self._arrays.first_T[table], self._arrays.first_T[table + 1]
@@ -284,7 +284,7 @@ class LocalSearch:
         return cheap
 
     def _reassign(self, assignment: Assignment) -> None:
-        """Takes the tables off the slowest and a few other ranks and puts them back otherwise."""
+        """Take the tables off the slowest and a few other ranks and put them back otherwise."""
         slowest = int(assignment.load_R.argmax())
         others = self._partners(assignment, slowest, 4)
         others = self._random.permutation(others)[: self._random.integers(1, 4)]
@@ -306,7 +306,7 @@ class LocalSearch:
 
 
 def _with_pairs(sets_XN: Ints) -> Ints:
-    """Returns, [X, N + N * (N - 1) / 2, 2], every single shard and every pair of a row."""
+    """Return, [X, N + N * (N - 1) / 2, 2], every single shard and every pair of a row."""
     one, other = np.triu_indices(sets_XN.shape[1], 1)
     singles = np.stack([sets_XN, np.full_like(sets_XN, -1)], axis=-1)
     return np.concatenate(

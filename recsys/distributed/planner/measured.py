@@ -45,7 +45,7 @@ class LookupPoint:
 
 
 class LookupSpeed(NamedTuple):
-    """Bytes per millisecond, each as in :class:`LookupPoint`."""
+    """Bytes per millisecond, each as in `LookupPoint`."""
 
     forward_bw: float
     backward_bw: float
@@ -58,7 +58,7 @@ class CollectivePoint:
     """The measured time of one collective.
 
     Args:
-        kind: one of :data:`COLLECTIVES`.
+        kind: one of `COLLECTIVES`.
         world_size: ranks that took part, which were consecutive.
         bytes: of the larger of a rank's two buffers: what an all-to-all or a reduce-scatter is
             given, what an all-gather returns.
@@ -92,7 +92,7 @@ def _check_positive(point: LookupPoint | CollectivePoint, names: Sequence[str]) 
 
 
 class _Curve(NamedTuple):
-    """Straight lines between points with rising ``xs``, level outside."""
+    """Straight lines between points with rising `xs`, level outside."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -139,7 +139,7 @@ class LookupTable:
         }
 
     def at(self, dim: int, pooling: float) -> LookupSpeed:
-        """Returns the bandwidths in bytes per millisecond."""
+        """Return the bandwidths in bytes per millisecond."""
         x = math.log(max(pooling, 1e-9))  # features that are mostly empty have less than one id
         right = bisect_left(self._dims, dim)
         near = self._dims[max(right - 1, 0) : right + 1]
@@ -171,18 +171,18 @@ class CollectiveTable:
         }
 
     def nearest_world_size(self, kind: str, num_ranks: int) -> int | None:
-        """Returns the measured world size that is nearest by factor, None if there is none."""
+        """Return the measured world size that is nearest by factor, None if there is none."""
         sizes = [size for measured, size in self._curves if measured == kind]
         return min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=None)
 
     def at(self, kind: str, world_size: int, num_bytes: float) -> float:
-        """Returns the milliseconds of a kind and world size that were measured."""
+        """Return the milliseconds of a kind and world size that were measured."""
         curve = self._curves[kind, world_size]
         x = math.log(max(num_bytes, 1))
         return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
 
     def longest(self, kind: str, world_size: int) -> tuple[float, float]:
-        """Returns the bytes and the milliseconds of the largest that was measured."""
+        """Return the bytes and the milliseconds of the largest that was measured."""
         curve = self._curves[kind, world_size]
         return math.exp(curve.xs[-1]), math.exp(curve.ys[-1])
 
@@ -190,7 +190,7 @@ class CollectiveTable:
 def _sorted(
     points: Sequence[_Point], table: str, names: tuple[str, ...], words: str
 ) -> dict[tuple[Any, ...], list[_Point]]:
-    """Returns the points by all names but the last, in order; raises if one comes twice."""
+    """Return the points by all names but the last, in order; raise if one comes twice."""
     key, alike = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
     ordered = sorted(points, key=key)
     for one, other in pairwise(map(key, ordered)):
@@ -206,7 +206,7 @@ def _sorted(
 def transfer_ms(
     kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
 ) -> float:
-    """Returns :func:`modelled_ms` without the latency: what each further byte adds to."""
+    """Return `modelled_ms` without the latency: what each further byte adds to."""
     per_node = num_ranks / num_nodes
     if kind == "all_to_all":
         inside = num_bytes * (per_node - 1) / num_ranks
@@ -221,15 +221,15 @@ def transfer_ms(
 def modelled_ms(
     kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
 ) -> float:
-    """Returns the milliseconds of a collective by latency and bandwidth.
+    """Return the milliseconds of a collective by latency and bandwidth.
 
     Ranks are spread evenly over the nodes. Transfers inside a node and across nodes run at the same
     time. What a rank must send at least is known for each kind (the "bus bandwidth" factors of
     nccl-tests); a reduction crosses between nodes once for all ranks of a node, which share it.
 
     Args:
-        kind: one of :data:`COLLECTIVES`.
-        num_bytes: as in :class:`CollectivePoint`.
+        kind: one of `COLLECTIVES`.
+        num_bytes: as in `CollectivePoint`.
         num_ranks: ranks that take part.
         num_nodes: nodes they are on.
         rank: the hardware of the slowest.

@@ -36,10 +36,10 @@ def tables_of(
     batch_size: int = BATCH_SIZE,
     pooling_stats: PoolingStats | None = None,
 ) -> list[PlannedTable]:
-    """Returns the tables of every module that a sharder can shard.
+    """Return the tables of every module that a sharder can shard.
 
     Args:
-        module: the model; may be on the ``meta`` device.
+        module: the model; may be on the `meta` device.
         sharders: one per module type to shard.
         constraints: by table name.
         device: "cpu" or "cuda".
@@ -127,7 +127,7 @@ class _ModuleReader:
                 self.constraints[name] = none  # they are for another table of this name
 
     def tables(self, stats: Mapping[str, Any]) -> Iterator[PlannedTable]:
-        """Yields the tables, none if they are for another device."""
+        """Yield the tables, none if they are for another device."""
         if self._is_elsewhere():
             return
         modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
@@ -183,7 +183,7 @@ class _ModuleReader:
     def _runs_on_torch(
         self, name: str, weight: nn.Parameter, optimizer: TableOptimizer | None
     ) -> bool:
-        """Whether FBGEMM's CPU kernels do not serve a table here."""
+        """Return whether FBGEMM's CPU kernels do not serve a table here."""
         if optimizer is None:
             return False
         settings = LookupSettings(
@@ -206,8 +206,7 @@ class _ModuleReader:
             raise _refusal(
                 f"The tables of one module are on one device; of module {self._path!r} "
                 f"device_group puts {others[:5]} elsewhere than on {self._device}, but not all of "
-                f"its {len(groups)} tables. Give all of them one device_group, or split the "
-                "module."
+                f"its {len(groups)} tables. Give all of them one device_group, or split the module."
             )
         return bool(others)
 
@@ -248,7 +247,7 @@ class _ModuleReader:
 def check_kernels(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan, device: str
 ) -> None:
-    """Checks that a plan's tables live where they can.
+    """Check that a plan's tables live where they can.
 
     Args:
         module: the model.
@@ -278,7 +277,7 @@ def _kernels(
     asked: Sequence[str] | None,
     device: str,
 ) -> dict[ShardingType, tuple[EmbeddingComputeKernel, ...]]:
-    """Returns the sharding types that are allowed and executable, each with its kernels."""
+    """Return the sharding types that are allowed and executable, each with its kernels."""
     kernels = {}
     for name in sharder.sharding_types(device):
         if name in (types or [name]):

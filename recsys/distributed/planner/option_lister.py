@@ -36,13 +36,13 @@ class ShardEstimator(Protocol):
     """Says what shards of tables cost."""
 
     def estimate(self, table: PlannedTable, option: TableOption, shards: Shards, /) -> Shards:
-        """Returns shards with other costs or storage.
+        """Return shards with other costs or storage.
 
         Args:
             table: what they are shards of.
             option: how the table is placed.
-            shards: rows, columns, and the planner's own figures, each of one shard: ``costs`` on a
-                rank of each kind, ``storage``. Change them with ``dataclasses.replace``.
+            shards: rows, columns, and the planner's own figures, each of one shard: `costs` on a
+                rank of each kind, `storage`. Change them with `dataclasses.replace`.
         """
 
 
@@ -72,11 +72,11 @@ class OptionLister:
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
     def on(self, topology: Topology) -> OptionLister:
-        """Returns what lists the ways on another machine."""
+        """Return what lists the ways on another machine."""
         return OptionLister(topology, self.batch_size, self.batches_in_flight, self._estimator)
 
     def options_of(self, table: PlannedTable) -> list[TableOption]:
-        """Returns the ways that the user, the sharder and the optimizer allow, simplest first.
+        """Return the ways that the user, the sharder and the optimizer allow, simplest first.
 
         Tables that differ in nothing but their names share one list.
         """
@@ -97,7 +97,7 @@ class OptionLister:
         ]
 
     def estimated(self, table: PlannedTable, options: Iterable[TableOption]) -> list[TableOption]:
-        """Returns options with the estimator's figures, if there is one.
+        """Return options with the estimator's figures, if there is one.
 
         Raises:
             ValueError: if the estimator changes more than costs and storage, or a cost is not a
@@ -132,7 +132,7 @@ class OptionLister:
     def option_of(
         self, table: PlannedTable, sharding: ParameterSharding
     ) -> tuple[TableOption, tuple[int, ...]]:
-        """Returns a plan's entry as an option, and the rank of each of its shards.
+        """Return a plan's entry as an option, and the rank of each of its shards.
 
         Raises:
             ValueError: if a rank does not exist, the plan has neither shards nor ranks, or the
@@ -168,7 +168,7 @@ class OptionLister:
         blocks: Sequence[_Block],
         in_node: bool,
     ) -> TableOption:
-        """Returns the option whose shards are these blocks.
+        """Return the option whose shards are these blocks.
 
         Args:
             table: to be placed.
@@ -196,7 +196,7 @@ class OptionLister:
     def _splits(
         self, table: PlannedTable, kind: ShardingType
     ) -> Iterator[tuple[Reach, Sequence[_Block]]]:
-        """Yields the splits of a table by a strategy: where the shards may go, and their sizes."""
+        """Yield the splits of a table by a strategy: where the shards may go, and their sizes."""
         world_size, node_size = self.topology.world_size, self.topology.local_world_size
         # also where it does nothing, or costs what another costs and goes to fewer places
         is_asked_for = table.constraints.sharding_types is not None
@@ -231,7 +231,7 @@ class OptionLister:
             yield Reach.NODES, [(count, rows, cols) for cols in widths for count, rows in of_node]
 
     def _column_splits(self, table: PlannedTable, most: int) -> Iterator[list[tuple[int, int]]]:
-        """Yields the splits into 2, 3 ... shards of different widths; into 1 if nothing else is."""
+        """Yield the splits into 2, 3 ... shards of different widths; into 1 if nothing else is."""
         least = table.constraints.min_partition or _MIN_PARTITION
         most = min(most, table.dim // least)
         seen: set[int] = set()
@@ -246,7 +246,7 @@ class OptionLister:
 
 
 def _split(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Returns the blocks of :func:`split_evenly` as (how many, how large)."""
+    """Return the blocks of `split_evenly` as (how many, how large)."""
     block = even_block(size, parts, multiple)
     full, rest = divmod(size, block)
     return [(n, length) for n, length in ((full, block), (1, rest)) if n and length]

@@ -21,9 +21,9 @@ class Reach(Enum):
     ONE_NODE = "one_node"
     """On ranks of one node, no two on one."""
     NODES = "nodes"
-    """In groups of ``node_size`` shards, each group on all ranks of a node, no two on one node."""
+    """In groups of `node_size` shards, each group on all ranks of a node, no two on one node."""
     FIXED = "fixed"
-    """Shard ``i`` on rank ``i``."""
+    """Shard `i` on rank `i`."""
 
 
 @final
@@ -41,7 +41,7 @@ class Shards:
         storage: of one.
 
     Raises:
-        ValueError: if a number is negative or not finite, or ``count`` is not positive.
+        ValueError: if a number is negative or not finite, or `count` is not positive.
     """
 
     count: int = 1

@@ -20,14 +20,14 @@ class Partitioner(Protocol):
     """Chooses how and where every table is placed."""
 
     def partition(self, problem: Problem) -> Sequence[Choice]:
-        """Returns an option and its ranks for every table, in order.
+        """Return an option and its ranks for every table, in order.
 
-        What the planner does itself is :func:`~recsys.distributed.planner.search.search`.
+        What the planner does itself is `search`.
         """
 
 
 def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
-    """Returns what a partitioner chooses, with the loads that follow and a bound for any choice.
+    """Return what a partitioner chooses, with the loads that follow and a bound for any choice.
 
     Raises:
         InfeasibleError: if the tables cannot fit, which is seen before the partitioner is asked.
@@ -78,7 +78,7 @@ def partitioned(partitioner: Partitioner, problem: Problem) -> Placement:
 
 
 def _may_be_there(option: TableOption, rank_N: Ints, num_ranks: int, node_size: int) -> bool:
-    """Returns whether the shards of an option may be on these ranks."""
+    """Return whether the shards of an option may be on these ranks."""
     distinct = len(np.unique(rank_N)) == len(rank_N) == option.num_ranks
     if not distinct or rank_N.min() < 0 or rank_N.max() >= num_ranks:
         return False

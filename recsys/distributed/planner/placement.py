@@ -1,7 +1,7 @@
 """What the search is asked and what it answers: options of tables, and ranks to put them on.
 
 Of an option it reads where its shards may go, what each costs in milliseconds on every kind of rank
-(``cost_ms``), and its bytes on device and host (``memory``).
+(`cost_ms`), and its bytes on device and host (`memory`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Problem:
                     )
 
     def _broken_rule(self, option: TableOption) -> tuple[str, object]:
-        """Returns a rule that an option breaks, and what breaks it; none if it can be placed."""
+        """Return a rule that an option breaks, and what breaks it; none if it can be placed."""
         reach, count = option.reach, option.num_ranks
         node_size, num_kinds = self.ranks.node_size or len(self.ranks), self.ranks.num_kinds
         most = node_size if reach is Reach.ONE_NODE else len(self.ranks)

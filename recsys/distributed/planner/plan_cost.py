@@ -36,12 +36,12 @@ class RatedTable:
     options: tuple[TableOption, ...] = ()
 
     def shards(self) -> Iterator[tuple[int, Shards]]:
-        """Yields the rank of each shard, and the shard."""
+        """Yield the rank of each shard, and the shard."""
         each = (shard for shard in self.option.shards for _ in range(shard.count))
         yield from zip(self.ranks, each, strict=True)
 
     def is_placed_by(self, sharding: ParameterSharding) -> bool:
-        """Returns whether a plan's entry still says what this does."""
+        """Return whether a plan's entry still says what this does."""
         kind, kernel = self.option.sharding_type.value, self.option.compute_kernel.value
         if (sharding.sharding_type, sharding.compute_kernel) != (kind, kernel):
             return False
@@ -65,8 +65,8 @@ class Rating:
         tables: where each is.
         budgets: memory that is free for tables, per rank.
         placement: what the search answered; None for a plan that was given.
-        batch: what each rank holds of its own samples under any plan; neither in ``storage`` nor in
-            ``budgets``.
+        batch: what each rank holds of its own samples under any plan; neither in `storage` nor in
+            `budgets`.
         is_custom: whether the planner has an enumerator or a partitioner of the user's: what would
             come of changes is not known then.
         unconstrained: tables whose sharding types or kernels the user restricts, as if they were
@@ -121,7 +121,7 @@ class Rating:
         return [self.topology.compute_device, "host"][: 1 + uses_host]
 
     def times_on(self, rank: int) -> list[tuple[float, RatedTable]]:
-        """Returns the milliseconds of each table that has a shard on a rank."""
+        """Return the milliseconds of each table that has a shard on a rank."""
         kind = self.topology.kinds[rank]
         return [
             (shard.cost_ms[kind], table)

@@ -2,7 +2,7 @@
 
 Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
 weights, the state of the optimizer that a table has when it is planned or else its gradient, the
-sum of a replica's gradients, and the buffers of batches (see ``storage``).
+sum of a replica's gradients, and the buffers of batches (see `storage`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class EmbeddingShardingPlanner:
         """Plans on rank 0 and gives every rank the same plan, or the same error.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard; all that there are if None.
             pg: the ranks; all if None.
 
@@ -184,7 +184,7 @@ class EmbeddingShardingPlanner:
         return self._planned(module, sharders, listed, *found)
 
     def _agreed(self, pg: dist.ProcessGroup, make: Callable[[], _Listed]) -> _Listed:
-        """Returns what is listed, once all ranks were asked for the same plan of its tables."""
+        """Return what is listed, once all ranks were asked for the same plan of its tables."""
         listed: _Listed = []
         facts: Facts | Exception
         try:
@@ -199,7 +199,7 @@ class EmbeddingShardingPlanner:
         """Plans the tables of every module that a sharder can shard.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard.
 
         Returns:
@@ -214,7 +214,7 @@ class EmbeddingShardingPlanner:
     def _search(
         self, module: nn.Module, sharders: Sharders, listed: _Listed
     ) -> tuple[list[Bytes], Placement]:
-        """Returns the memory that is free for tables, and an option and ranks for each table."""
+        """Return the memory that is free for tables, and an option and ranks for each table."""
         with no_collection():
             budgets = self._budgets(module, [table for table, _ in listed])
             problem = problem_of(self._topology, budgets, [options for _, options in listed])
@@ -240,7 +240,7 @@ class EmbeddingShardingPlanner:
         budgets: Sequence[Bytes],
         placement: Placement,
     ) -> RatedPlan:
-        """Returns the plan that a placement is."""
+        """Return the plan that a placement is."""
         placed = [
             RatedTable(table=table, option=of[by.option], ranks=tuple(by.ranks), options=tuple(of))
             for (table, of), by in zip(listed, placement.choices, strict=True)
@@ -263,10 +263,10 @@ class EmbeddingShardingPlanner:
         return plan
 
     def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
-        """Returns a plan with what it costs on this planner's machine.
+        """Return a plan with what it costs on this planner's machine.
 
         Args:
-            module: the model; may be on the ``meta`` device.
+            module: the model; may be on the `meta` device.
             sharders: one per module type to shard.
             plan: made by hand, loaded or edited.
 
@@ -345,7 +345,7 @@ class EmbeddingShardingPlanner:
         )
 
     def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
-        """Returns the memory of each rank that is free for tables."""
+        """Return the memory of each rank that is free for tables."""
         batch = self._lister.storage.of_batch(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
@@ -375,7 +375,7 @@ class EmbeddingShardingPlanner:
     def _check_listed(
         self, module: nn.Module, sharders: Sharders, listed: Sequence[PlannedTable]
     ) -> None:
-        """Raises unless the user's enumerator lists all tables, under the planner's constraints."""
+        """Raise unless the user's enumerator lists all tables, under the planner's constraints."""
         name = type(self._enumerator).__name__
         found = {(table.path, table.name): table.constraints for table in listed}
         for table in self._tables(module, sharders, self._constraints):
@@ -400,10 +400,9 @@ class EmbeddingShardingPlanner:
             )
         asked, types = table.constraints, [kind.value for kind in ShardingType]
         return (
-            f"Table {table.name!r} may only be sharded "
-            f"{', '.join(asked.sharding_types or types)} with compute "
-            f"kernel {', '.join(asked.compute_kernels or ['fused'])}, which is not supported "
-            f"on {self._topology.compute_device} with its optimizer and {table.rows} x "
+            f"Table {table.name!r} may only be sharded {', '.join(asked.sharding_types or types)} "
+            f"with compute kernel {', '.join(asked.compute_kernels or ['fused'])}, which is not "
+            f"supported on {self._topology.compute_device} with its optimizer and {table.rows} x "
             f"{table.dim} values; sharding types are {', '.join(types)}."
         )
 
@@ -422,7 +421,7 @@ _MUST: Mapping[str, tuple[str, type | str]] = {
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError if an argument that is given is not what it must be."""
+    """Raise TypeError or ValueError if an argument that is given is not what it must be."""
     given = {name: value for name, value in arguments.items() if value is not None}
     owner = "EmbeddingShardingPlanner"
     for name, instead in _INSTEAD.items():
@@ -444,7 +443,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _of_both(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:
-    """Returns what a planner and its enumerator both count with: the enumerator's, if it has any.
+    """Return what a planner and its enumerator both count with: the enumerator's, if it has any.
 
     Raises:
         ValueError: if the planner was given another.

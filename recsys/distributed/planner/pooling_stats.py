@@ -1,16 +1,16 @@
 """What batches say of the ids to come: how many there are, and how unevenly they are spread.
 
-Of each feature a histogram is kept: how many ids were seen once, twice, ... among ``n``. From it
-follow, with ``f_k`` the number of ids that were seen ``k`` times:
+Of each feature a histogram is kept: how many ids were seen once, twice, ... among `n`. From it
+follow, with `f_k` the number of ids that were seen `k` times:
 
-- *rows among N ids*, up to ``n``: ``sum f_k (1 - (1 - N/n)^k)``, what is left of a sample of which
-  each id is kept with probability ``N/n``. Good and Toulmin, "The number of new species, and the
-  increase in population coverage, when a sample is increased", 1956 (their series inside ``n``).
-- *beyond* ``n`` that series diverges. There the growth is that of a Zipf law, ``p_i`` in proportion
-  to ``i^-s`` over ``v`` rows, fitted to the number of ids seen and to the number seen once (Zipf,
-  "Human behavior and the principle of least effort", 1949); even spread is its case ``s = 0``.
-- *hits of a cache* that holds the ids which were seen most: those seen at least ``k`` times get the
-  share ``sum over j > k of j f_j / n`` of further ids, and all rows get all of them. Good, "The
+- *rows among N ids*, up to `n`: `sum f_k (1 - (1 - N/n)^k)`, what is left of a sample of which
+  each id is kept with probability `N/n`. Good and Toulmin, "The number of new species, and the
+  increase in population coverage, when a sample is increased", 1956 (their series inside `n`).
+- *beyond* `n` that series diverges. There the growth is that of a Zipf law, `p_i` in proportion
+  to `i^-s` over `v` rows, fitted to the number of ids seen and to the number seen once (Zipf,
+  "Human behavior and the principle of least effort", 1949); even spread is its case `s = 0`.
+- *hits of a cache* that holds the ids which were seen most: those seen at least `k` times get the
+  share `sum over j > k of j f_j / n` of further ids, and all rows get all of them. Good, "The
   population frequencies of species and the estimation of population parameters", 1953.
 """
 
@@ -36,7 +36,7 @@ _STEEPEST = 4.0  # Zipf exponent that is tried
 
 
 def uniform_distinct(rows: float, draws: float) -> float:
-    """Returns how many of equally likely rows are expected among so many draws.
+    """Return how many of equally likely rows are expected among so many draws.
 
     Example:
         >>> round(uniform_distinct(1000, 1000))
@@ -98,14 +98,14 @@ class PoolingStats:
 
     @classmethod
     def from_batches(cls, batches: Iterable[object]) -> PoolingStats:
-        """Counts the ids of some batches of one rank.
+        """Count the ids of some batches of one rank.
 
         A few thousand ids of each feature tell its ids per sample; its skew is the better known
         the more of a step's ids, those of all ranks, there are.
 
         Args:
             batches: each a KeyedJaggedTensor, or something that holds some: a mapping, a sequence,
-                a dataclass, or an object with attributes, such as ``sparse_features``.
+                a dataclass, or an object with attributes, such as `sparse_features`.
 
         Raises:
             TypeError: if a batch holds none, or if it is given by itself.
@@ -183,7 +183,7 @@ class IdSkew:
         self._num_distinct = float(self._counts.sum())
 
     def distinct(self, draws: float) -> float:
-        """Returns how many different rows are expected among so many ids."""
+        """Return how many different rows are expected among so many ids."""
         if not self._num_ids:
             return uniform_distinct(self._rows, draws)
         if draws <= self._num_ids:
@@ -196,7 +196,7 @@ class IdSkew:
         return min(found, draws, float(self._rows))
 
     def hit_rate(self, cached_rows: float) -> float:
-        """Returns the share of ids that a cache of the most frequent rows answers.
+        """Return the share of ids that a cache of the most frequent rows answers.
 
         It is what a cache reaches that knows frequencies from as large a sample and evicts the
         least frequent (LFU): more than one that knows less, less than one that knows them all.
@@ -247,7 +247,7 @@ class IdSkew:
 
 
 def _law(sizes_V: _Floats, exponents_V: _Floats) -> tuple[_Floats, _Floats]:
-    """Returns Zipf laws over so many rows, in bins: rows per bin, and the probability of each."""
+    """Return Zipf laws over so many rows, in bins: rows per bin, and the probability of each."""
     edges = np.power(sizes_V[:, None] + 1, np.linspace(0, 1, _BINS + 1)[None, :])
     weights = np.diff(edges, axis=1)
     chances = np.power(np.sqrt(edges[:, :-1] * edges[:, 1:]), -exponents_V[:, None])

@@ -57,7 +57,7 @@ DATASHEETS = {
 
 
 def _hardware(name: str, peak: Datasheet) -> Hardware:
-    """Returns what a rank achieves."""
+    """Return what a rank achieves."""
     kernel, inside, across = peak.latencies_ms
     return Hardware(
         compute_device=peak.compute_device,
@@ -87,5 +87,5 @@ PRESETS = {name: _hardware(name, peak) for name, peak in DATASHEETS.items()}
 
 
 def check_preset(name: str) -> None:
-    """Raises ValueError unless there is a preset of this name."""
+    """Raise ValueError unless there is a preset of this name."""
     choice_of("A preset", name, [*PRESETS])

@@ -31,7 +31,7 @@ class RatedPlan(ShardingPlan):
     _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
     def report(self, *, seconds: float = 5.0) -> str:
-        """Returns, as text, what the plan costs, why it is so, and what would make it faster.
+        """Return, as text, what the plan costs, why it is so, and what would make it faster.
 
         Args:
             seconds: how long to try changes for (planning again under each); 0 tries none.
@@ -54,11 +54,11 @@ class RatedPlan(ShardingPlan):
         )
 
     def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
-        """Returns the report as one HTML page that needs nothing else, and writes it to a file.
+        """Return the report as one HTML page that needs nothing else, and write it to a file.
 
         Args:
             path: of the file; none is written if None.
-            seconds: as for :meth:`report`.
+            seconds: as for `report`.
 
         Raises:
             ValueError: if the plan was edited after it was rated.
@@ -69,7 +69,7 @@ class RatedPlan(ShardingPlan):
         return page
 
     def _explained(self, seconds: float) -> Explanation:
-        """Returns what text and page say, found once for both."""
+        """Return what text and page say, found once for both."""
         if self.rating is None:
             raise ValueError(
                 "A plan must be rated before it can be reported on; received one that is not. "
@@ -112,7 +112,7 @@ def _ranks(rating: Rating) -> str:
 
 
 def _labels(rating: Rating) -> dict[int, str]:
-    """Returns the ranks to show, each with what it is among many."""
+    """Return the ranks to show, each with what it is among many."""
     totals = [cost.total for cost in rating.costs]
     order = sorted(range(len(totals)), key=lambda rank: (-totals[rank], rank))
     if len(order) <= _MOST_RANKS:

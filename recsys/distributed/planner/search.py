@@ -1,9 +1,9 @@
 """Finds the placement whose slowest rank is done soonest, and says how far from the best it may be.
 
-First the bound (``bounds``). It comes with a mix of options, which is assigned to ranks greedily
-(``assignment``) in a few variants: with long shards forbidden, which comes out more even and costs
+First the bound (`bounds`). It comes with a mix of options, which is assigned to ranks greedily
+(`assignment`) in a few variants: with long shards forbidden, which comes out more even and costs
 more; with some memory left over. The most promising are improved by local search
-(``local_search``). What is small is searched exhaustively in the end (``exact``).
+(`local_search`). What is small is searched exhaustively in the end (`exact`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_NODES = 300  # of the search tree where there is no time limit
 def search(
     problem: Problem, *, seed: int = 0, time_limit: float | None = None, tolerance: float = 2e-3
 ) -> Placement:
-    """Places all tables.
+    """Place all tables.
 
     The same arguments give the same placement, unless a time limit ends the search.
 
@@ -54,9 +54,9 @@ def search(
         The placement with its bound.
 
     Raises:
-        InfeasibleError: if nothing fits into memory, or, with ``proven`` false, no placement that
+        InfeasibleError: if nothing fits into memory, or, with `proven` false, no placement that
             fits was found.
-        ValueError: if ``time_limit`` or ``tolerance`` is negative.
+        ValueError: if `time_limit` or `tolerance` is negative.
 
     Example:
         >>> from recsys.distributed.planner.costs import Cost
@@ -104,7 +104,7 @@ class _Search:
         arrays: what to place.
         seed: of random choices.
         tolerance: gap that is good enough.
-        deadline: of ``time.monotonic``; without one, counts limit the effort.
+        deadline: of `time.monotonic`; without one, counts limit the effort.
     """
 
     def __init__(self, arrays: ShardArrays, seed: int, tolerance: float, deadline: float) -> None:
@@ -147,7 +147,7 @@ class _Search:
         return self._is_good or time.monotonic() > self._deadline
 
     def assign(self) -> None:
-        """Assigns the relaxation's mix of options greedily, in some variants."""
+        """Assign the relaxation's mix of options greedily, in some variants."""
         best_peak, best = self._assign(1.0, 1.0, even_memory=False), (1.0, False)
         if self._fullness > _SCARCE or best_peak >= OVERFULL:
             for spared in _SPARED:
@@ -161,7 +161,7 @@ class _Search:
             self._assign(ceiling, *best)
 
     def _assign(self, ceiling: float, budget: float, even_memory: bool) -> float:
-        """Returns the peak of one variant; inf if it is none or a known one."""
+        """Return the peak of one variant; inf if it is none or a known one."""
         if self._assignments and self._is_done:
             return np.inf
         mix = self._relaxation.solve(ceiling * self._bound_ms, budget=budget)
@@ -176,7 +176,7 @@ class _Search:
         return assignment.peak
 
     def descend(self) -> None:
-        """Improves the most promising assignments."""
+        """Improve the most promising assignments."""
         # a guess of the peak after local search, which takes most of the unevenness away
         means = [float(assignment.load_R.mean()) for assignment in self._assignments]
         pairs = zip(means, self._assignments, strict=True)
@@ -190,7 +190,7 @@ class _Search:
             local.descend(assignment, steps)
 
     def perturb(self) -> None:
-        """Improves the best assignment as long as is worth it."""
+        """Improve the best assignment as long as is worth it."""
         if self._is_done:
             return
         deadline = self._deadline
@@ -213,7 +213,7 @@ class _Search:
         )
 
     def _prices(self) -> Floats:
-        """Returns the prices of options; inf if none better than the best assignment has them."""
+        """Return the prices of options; inf if none better than the best assignment has them."""
         known_ms = self._known_ms * (1 + _ROUNDING)
         relaxed = self._relaxation.solve(known_ms)
         if relaxed is None:  # for rounding
@@ -226,7 +226,7 @@ class _Search:
         return price_O
 
     def solve_exactly(self, max_variables: int) -> None:
-        """Searches exhaustively, if the problem is small enough."""
+        """Search exhaustively, if the problem is small enough."""
         while not self._is_done:
             options = _finite(self._prices())  # those that a better assignment may have
             if count_variables(self._arrays, options) > max_variables:
@@ -250,7 +250,7 @@ class _Search:
                 return
 
     def placement(self, started: float) -> Placement:
-        """Returns the best placement.
+        """Return the best placement.
 
         Raises:
             InfeasibleError: if none fits.

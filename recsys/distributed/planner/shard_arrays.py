@@ -116,7 +116,7 @@ class ShardArrays:
         return misses_O
 
     def check_each_fits(self) -> None:
-        """Raises if a table does not fit that has all ranks to itself.
+        """Raise if a table does not fit that has all ranks to itself.
 
         Raises:
             InfeasibleError: naming such tables, or, if the ranks are too full before any table is
@@ -136,31 +136,31 @@ class ShardArrays:
             raise InfeasibleError(too_big=too_big)
 
     def both_pools(self, bytes_M: Floats) -> tuple[int, int]:
-        """Returns bytes on device and host, rounded up."""
+        """Return bytes on device and host, rounded up."""
         both = [0, 0]
         for pool, size in zip(self.pools, bytes_M.tolist(), strict=True):
             both[pool] = int(np.ceil(size))
         return both[0], both[1]
 
     def most_ms(self) -> float:
-        """Returns a load that no placement exceeds on any rank."""
+        """Return a load that no placement exceeds on any rank."""
         longest_O = [max(max(run.cost_ms) for run in option.shards) for option in self.options]
         longest_T = np.maximum.reduceat(longest_O, self.first_T[:-1]) if longest_O else np.zeros(1)
         return float(self.base_R.max() + longest_T.sum())
 
     def shards_of(self, option: int) -> Ints:
-        """Returns the numbers of an option's shards, in order; none if it is FIXED."""
+        """Return the numbers of an option's shards, in order; none if it is FIXED."""
         return np.arange(self.first_O[option], self.first_O[option + 1])
 
     def added(self, option: int, ranks_N: Ints) -> tuple[Floats, Floats]:
-        """Returns what an option adds to the ranks of its shards, [N] and [N, M]."""
+        """Return what an option adds to the ranks of its shards, [N] and [N, M]."""
         if self.is_fixed_O[option]:
             return self.fixed(option)
         shards_N = self.shards_of(option)
         return self.cost_PK[shards_N, self.kind_R[ranks_N]], self.memory_PM[shards_N]
 
     def fixed(self, option: int) -> tuple[Floats, Floats]:
-        """Returns what a FIXED option adds to the first N ranks, [N] and [N, M]."""
+        """Return what a FIXED option adds to the first N ranks, [N] and [N, M]."""
         shards = self.options[option].shards
         found = self._fixed.get(id(shards))
         if found is None:
@@ -172,7 +172,7 @@ class ShardArrays:
         return found
 
     def _numbers(self, runs: Sequence[Shards]) -> tuple[Floats, Floats]:
-        """Returns the cost on each kind and the bytes of every shard of some runs."""
+        """Return the cost on each kind and the bytes of every shard of some runs."""
         counts = [run.count for run in runs]
         costs = np.array([run.cost_ms for run in runs], dtype=np.float64)
         sizes = np.array([run.memory for run in runs], dtype=np.float64)
@@ -181,7 +181,7 @@ class ShardArrays:
 
 
 def _undominated(options: Sequence[TableOption]) -> list[int]:
-    """Returns the options that no other one beats in every shard; the first of equals stays."""
+    """Return the options that no other one beats in every shard; the first of equals stays."""
     alike: dict[object, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault((option.reach, option.num_ranks), []).append(index)

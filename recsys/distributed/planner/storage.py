@@ -39,7 +39,7 @@ class StorageModel:
         self._batches_in_flight = batches_in_flight
 
     def of_shard(self, table: PlannedTable, part: Part) -> Storage:
-        """Returns the memory of a part of a table."""
+        """Return the memory of a part of a table."""
         num_rows, num_cols, _, in_node = part
         ids, bags = table.load(self._world_size * self._batch_size)
         ids *= num_rows / max(table.rows, 1)
@@ -55,7 +55,7 @@ class StorageModel:
         return table.storage_of(part, gradients, int(self._batches_in_flight * received + buffers))
 
     def _moved_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
-        """Returns what a split adds to the buffers of the own samples, see ``of_batch``.
+        """Return what a split adds to the buffers of the own samples, see `of_batch`.
 
         It is on every rank; those without a part are taken to have enough memory left for it.
         """
@@ -70,7 +70,7 @@ class StorageModel:
         return bags * table.dim * (row_parts - 1 + table.is_mean)
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
-        """Returns the memory of a copy of the whole table, and of the sum of its gradients."""
+        """Return the memory of a copy of the whole table, and of the sum of its gradients."""
         whole = Part(table.rows, table.dim, kernel)
         if not table.trains:
             return table.storage_of(whole)
@@ -84,7 +84,7 @@ class StorageModel:
         return table.storage_of(whole, summed, int(working))
 
     def of_batch(self, tables: Sequence[PlannedTable]) -> Storage:
-        """Returns the memory of a rank's own batch and of its embeddings, whatever the plan."""
+        """Return the memory of a rank's own batch and of its embeddings, whatever the plan."""
         return Storage(buffers=sum_of(Bytes(int(self._own_bytes(table))) for table in tables))
 
     def _own_bytes(self, table: PlannedTable) -> float:
@@ -97,7 +97,7 @@ class StorageModel:
     def _row_gradients(
         self, table: PlannedTable, num_rows: int, num_cols: int, ids: float
     ) -> tuple[int, float]:
-        """Returns the bytes of a part's row gradients that are kept, and those of its update."""
+        """Return the bytes of a part's row gradients that are kept, and those of its update."""
         optimizer = table.optimizer
         if optimizer is None:
             return 0, 0.0

@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
     host: int = 0
 
     def plus(self, other: Bytes) -> Bytes:
-        """Returns the sum of both."""
+        """Return the sum of both."""
         return Bytes(self.device + other.device, self.host + other.host)
 
 
@@ -65,13 +65,13 @@ class Storage:
         return Bytes(w + s + g + c + b, host_w + host_s + host_g + host_c + host_b)
 
     def plus(self, other: Storage) -> Storage:
-        """Returns the sum of both."""
+        """Return the sum of both."""
         names = [part.name for part in fields(self)]
         return Storage(**{name: getattr(self, name).plus(getattr(other, name)) for name in names})
 
 
 def sum_of(sizes: Iterable[Bytes]) -> Bytes:
-    """Returns all of them together."""
+    """Return all of them together."""
     return functools.reduce(Bytes.plus, sizes, _NOTHING)
 
 
@@ -105,7 +105,7 @@ class PlannedTable:
         optimizer: what updates it in backward, if it is known.
         trains: whether its weights require gradients.
         writes_row_gradients: whether an update writes the gradients of touched rows to memory, as
-            the ``torch`` backend does.
+            the `torch` backend does.
         ids_per_sample: that travel, over all its features; a sample is one of the planner's batch.
         num_features: that read it.
         draws_per_sample: ids before each is left once per rank; None: all travel.
@@ -141,7 +141,7 @@ class PlannedTable:
     kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
 
     def same_options(self) -> Hashable:
-        """Returns what is the same for tables that may be placed in the same ways at the same cost.
+        """Return what is the same for tables that may be placed in the same ways at the same cost.
 
         Only while both tables exist: parts of it are known by their identity.
         """
@@ -153,12 +153,12 @@ class PlannedTable:
         return self.trains and self.optimizer is None
 
     def load(self, samples: int) -> tuple[float, float]:
-        """Returns the ids and bags of so many samples."""
+        """Return the ids and bags of so many samples."""
         bags = self.num_features if self.bags_per_sample is None else self.bags_per_sample
         return samples * self.ids_per_sample, float(samples * bags)
 
     def touched(self, rows: int, ids: float) -> float:
-        """Returns how many of a part's rows are expected among the ids that reach it.
+        """Return how many of a part's rows are expected among the ids that reach it.
 
         Hot and cold rows are taken to be spread evenly over parts, and the rows of one feature to
         be those of another by chance.
@@ -199,7 +199,7 @@ class PlannedTable:
         )
 
     def storage_of(self, part: Part, gradients: int = 0, buffers: int = 0) -> Storage:
-        """Returns what a part takes.
+        """Return what a part takes.
 
         Args:
             part: of this table.
@@ -242,13 +242,13 @@ class PlannedTable:
         return cols * self._state_bytes("element") + self._state_bytes("row")
 
     def _state_bytes(self, per: Literal["element", "row", "table"]) -> int:
-        """Returns the bytes of optimizer state for each "element", each "row", or the "table"."""
+        """Return the bytes of optimizer state for each "element", each "row", or the "table"."""
         if self.optimizer is None:
             return 0
         return 4 * list(self.optimizer.spec.rule.state.values()).count(per)
 
     def adds_up_rows(self, cols: int) -> bool:
-        """Whether owners of so many columns must add up one value per row before they update it."""
+        """Return whether owners of so many columns must add up one value per row first."""
         return cols < self.dim and self.optimizer is not None and self.optimizer.exchanges_row_state
 
     @property
@@ -258,7 +258,7 @@ class PlannedTable:
         return self.storage_of(Part(self.rows, self.dim, kernel)).total
 
     def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
-        """Returns whether the table's optimizer can work under a sharding type."""
+        """Return whether the table's optimizer can work under a sharding type."""
         optimizer = self.optimizer
         if optimizer is None:
             return True

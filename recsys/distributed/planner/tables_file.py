@@ -83,7 +83,7 @@ class TablesFile:
     """What a file of tables says.
 
     Attributes:
-        model: the tables, on the ``meta`` device.
+        model: the tables, on the `meta` device.
         sharders: that place them.
         constraints: by table name.
         batch_size: samples per rank and step, if it says so.
@@ -96,7 +96,7 @@ class TablesFile:
 
 
 def read_tables(path: str | Path) -> TablesFile:
-    """Returns what a file says.
+    """Return what a file says.
 
     Args:
         path: of YAML, or of JSON if it ends in ".json".
@@ -150,7 +150,7 @@ def read_tables(path: str | Path) -> TablesFile:
 
 
 def _kind(table: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether a table is pooled, and whether its ids are weighted."""
+    """Return whether a table is pooled, and whether its ids are weighted."""
     return table["pooling"] != "NONE", table["weighted"]
 
 
@@ -199,7 +199,7 @@ def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
 def _collection(
     tables: Sequence[Mapping[str, Any]],
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Returns the tables of a module, with their optimizers."""
+    """Return the tables of a module, with their optimizers."""
     (is_pooled, weighted), meta = _kind(tables[0]), torch.device("meta")
     config: type[Any] = EmbeddingBagConfig if is_pooled else EmbeddingConfig
     configs = [
@@ -227,7 +227,7 @@ def _collection(
 
 
 def _sharders(subject: str, wire: object) -> Sequence[ModuleSharder[Any]]:
-    """Returns sharders that send as a file says."""
+    """Return sharders that send as a file says."""
     precision = partial(choice_of, choices=[kind.name for kind in CommType])
     directions: Readers = {"forward_precision": precision, "backward_precision": precision}
     chosen = read_members(subject, wire, {}, directions)

@@ -45,7 +45,7 @@ _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 class CustomTopologyData:
     """Numbers that differ from rank to rank, by field.
 
-    They win over the arguments of :class:`~recsys.distributed.planner.Topology`.
+    They win over the arguments of `Topology`.
 
     Args:
         data: for each field, such as "hbm_cap", the numbers of all ranks.
@@ -77,11 +77,11 @@ class CustomTopologyData:
         self.world_size = world_size
 
     def has_data(self, key: str) -> bool:
-        """Returns whether this field was given."""
+        """Return whether this field was given."""
         return key in self._data
 
     def get_data(self, key: str) -> list[float]:
-        """Returns the number of each rank.
+        """Return the number of each rank.
 
         Raises:
             KeyError: if the field was not given.
@@ -89,7 +89,7 @@ class CustomTopologyData:
         return list(self._data[key])
 
     def all_of(self, world_size: int) -> dict[str, list[float]]:
-        """Returns all fields that were given.
+        """Return all fields that were given.
 
         Raises:
             ValueError: if they were given for another number of ranks.
@@ -108,25 +108,25 @@ class Topology:
 
     Each number is one for all ranks or a sequence with one per rank. Ranks with consecutive numbers
     share a node. Bandwidths are in bytes per millisecond (1 GB/s is 1e6) and count one direction.
-    :meth:`preset` and :meth:`from_json` make a topology without this machine being asked anything.
+    `preset` and `from_json` make a topology without this machine being asked anything.
 
     Args:
         world_size: number of ranks.
         compute_device: "cpu" or "cuda".
         hbm_cap: bytes of device memory per rank; that of the current GPU (32 GiB if there is
             none) by default, 0 for "cpu".
-        ddr_cap: bytes of host memory per rank; this host's memory divided by ``local_world_size``
+        ddr_cap: bytes of host memory per rank; this host's memory divided by `local_world_size`
             by default.
         ssd_cap: bytes of solid-state disk per rank.
         local_world_size: ranks per node; by default what torchrun says
-            (:func:`~recsys.distributed.ranks.node.get_local_size`), else all. More than there are
+            (`get_local_size`), else all. More than there are
             ranks means all.
         hbm_mem_bw: device memory bandwidth.
         ddr_mem_bw: host memory bandwidth.
         ssd_mem_bw: disk bandwidth for reads of single rows.
         hbm_to_ddr_mem_bw: bandwidth between device and host.
         intra_host_bw: bandwidth between ranks of a node; 3e8 by default, for "cpu" a quarter of
-            ``ddr_mem_bw``.
+            `ddr_mem_bw`.
         inter_host_bw: bandwidth between nodes.
         kernel_launch_ms: the least milliseconds of a kernel.
         intra_host_latency_ms: the least milliseconds of a collective inside a node; 0.02 by
@@ -137,9 +137,9 @@ class Topology:
         custom_topology_data: numbers that differ from rank to rank, another way to give them.
 
     Attributes:
-        hardware: the :class:`~recsys.distributed.planner.hardware.Hardware` of each rank.
-        lookup: measured lookups; see :meth:`lookup_speed`.
-        collectives: measured collectives; see :meth:`collective_ms`.
+        hardware: the `Hardware` of each rank.
+        lookup: measured lookups; see `lookup_speed`.
+        collectives: measured collectives; see `collective_ms`.
 
     Raises:
         ValueError: if a number is out of range, a sequence has not one number per rank, nodes would
@@ -208,10 +208,10 @@ class Topology:
         lookup: Sequence[LookupPoint] = (),
         collectives: Sequence[CollectivePoint] = (),
     ) -> Self:
-        """Returns the topology of these ranks.
+        """Return the topology of these ranks.
 
         Args:
-            hardware: of each rank, all with one ``compute_device``.
+            hardware: of each rank, all with one `compute_device`.
             local_world_size: as in the constructor.
             lookup: measured lookups.
             collectives: measured collectives.
@@ -247,7 +247,7 @@ class Topology:
     def preset(
         cls, name: str | Sequence[str], world_size: int, local_world_size: int | None = None
     ) -> Self:
-        """Returns the topology of machines known by name, from the numbers of their vendors.
+        """Return the topology of machines known by name, from the numbers of their vendors.
 
         Args:
             name: "A100-40", "A100-80", "H100", "H200", "B200" or "CPU", for all ranks or as a
@@ -277,7 +277,7 @@ class Topology:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Self:
-        """Returns the topology that a file describes.
+        """Return the topology that a file describes.
 
         Args:
             source: a path, or the JSON text itself, which starts with a brace.
@@ -301,7 +301,7 @@ class Topology:
             raise ValueError(f"{subject}: {error}") from None
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the topology as JSON, and writes it to a file if a path is given."""
+        """Return the topology as JSON, and write it to a file if a path is given."""
         text = topology_json.write(
             self.hardware, self.local_world_size, lookup=self.lookup, collectives=self.collectives
         )
@@ -315,7 +315,7 @@ class Topology:
         lookup: Sequence[LookupPoint] | None = None,
         collectives: Sequence[CollectivePoint] | None = None,
     ) -> Self:
-        """Returns this topology with other tables of measurements; a table that is None stays.
+        """Return this topology with other tables of measurements; a table that is None stays.
 
         Raises:
             ValueError: if a point comes twice.
@@ -326,7 +326,7 @@ class Topology:
         )
 
     def with_nodes(self, num_nodes: int) -> Self:
-        """Returns a topology with another number of nodes, alike in turn to those there are."""
+        """Return a topology with another number of nodes, alike in turn to those there are."""
         ranks = range(num_nodes * self.local_world_size)
         return self._with(hardware=[self.hardware[rank % self.world_size] for rank in ranks])
 
@@ -402,9 +402,9 @@ class Topology:
         return self.slowest.inter_host_bw if self.num_nodes > 1 else self.slowest.intra_host_bw
 
     def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
-        """Returns how fast rows are looked up and updated.
+        """Return how fast rows are looked up and updated.
 
-        As measured (:class:`~recsys.distributed.planner.measured.LookupTable`), the same for all
+        As measured (`LookupTable`), the same for all
         ranks, else the bandwidth of the memory where tables live.
 
         Args:
@@ -424,9 +424,9 @@ class Topology:
         num_ranks: int | None = None,
         num_nodes: int | None = None,
     ) -> float:
-        """Returns the time of a collective.
+        """Return the time of a collective.
 
-        As :func:`~recsys.distributed.planner.measured.modelled_ms` has it. Where consecutive ranks
+        As `modelled_ms` has it. Where consecutive ranks
         take part and the kind was measured, the time measured at the nearest world size, times the
         ratio that the model gives for the two world sizes.
 
@@ -435,7 +435,7 @@ class Topology:
             num_bytes: of the larger of a rank's two buffers.
             num_ranks: ranks that take part; all if None.
             num_nodes: nodes they are spread over; those of consecutive ranks if None. Give
-                ``num_ranks`` for one rank of each node.
+                `num_ranks` for one rank of each node.
 
         Returns:
             Milliseconds.
@@ -470,13 +470,13 @@ class Topology:
     def transfer_ms(
         self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
     ) -> float:
-        """Returns the time of a collective's bytes, without its latency: what a table adds to it.
+        """Return the time of a collective's bytes, without its latency: what a table adds to it.
 
-        As :func:`~recsys.distributed.planner.measured.transfer_ms` has it, times the ratio of the
+        As `transfer_ms` has it, times the ratio of the
         longest that was measured at the nearest world size to what the formula says of that.
 
         Args:
-            kind: as for :meth:`collective_ms`.
+            kind: as for `collective_ms`.
             num_bytes: of the larger of a rank's two buffers.
             num_ranks: ranks that take part.
             num_nodes: nodes they are spread over.
@@ -490,12 +490,12 @@ class Topology:
         return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self.slowest)
 
     def _nearest(self, kind: str, num_ranks: int) -> tuple[int | None, int]:
-        """Returns the world size nearest by factor at which a kind was measured, and its nodes."""
+        """Return the world size nearest by factor at which a kind was measured, and its nodes."""
         near = self._collectives.nearest_world_size(kind, num_ranks)
         return near, math.ceil((near or 1) / self.local_world_size)
 
     def __str__(self) -> str:
-        """A table with one column for each kind of rank."""
+        """Return a table with one column for each kind of rank."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         return (
             f"{self.world_size} {self.compute_device} ranks on {nodes}\n"

@@ -34,7 +34,7 @@ def write(
     local_world_size: int,
     **tables: Sequence[LookupPoint | CollectivePoint],
 ) -> str:
-    """Returns the text of a file: one number for all ranks, or a list where ranks differ.
+    """Return the text of a file: one number for all ranks, or a list where ranks differ.
 
     Args:
         hardware: of each rank.
@@ -61,7 +61,7 @@ def write(
 
 
 def read(text: str, subject: str) -> dict[str, Any]:
-    """Returns what a file says, once it is checked: the arguments of ``Topology.from_hardware``.
+    """Return what a file says, once it is checked: the arguments of `Topology.from_hardware`.
 
     Args:
         text: JSON.

@@ -52,19 +52,19 @@ class ParameterConstraints:
     """Constraints on the placement of one table, and what is known of its traffic.
 
     Lists have one number for each feature of the table. Fields that say nothing (None, or no
-    numbers) leave the choice to the planner, or to its ``pooling_stats``.
+    numbers) leave the choice to the planner, or to its `pooling_stats`.
 
     Args:
-        sharding_types: allowed :class:`~recsys.distributed.types.ShardingType` values.
-        compute_kernels: allowed :class:`~recsys.distributed.types.EmbeddingComputeKernel` values;
+        sharding_types: allowed `ShardingType` values.
+        compute_kernels: allowed `EmbeddingComputeKernel` values;
             all that the sharding type executes are weighed. "fused" if None: tables go to host
             memory only where "fused_uvm" or "fused_uvm_caching" is asked for.
         min_partition: the least columns of a column shard (default 32).
         pooling_factors: mean ids per bag (default 1).
         num_poolings: mean bags per sample (default 1).
-        batch_sizes: samples per rank, where they differ from the planner's ``batch_size``.
+        batch_sizes: samples per rank, where they differ from the planner's `batch_size`.
         is_weighted: whether ids have weights, also where the module does not say so.
-        cache_params: of ``fused_uvm_caching``.
+        cache_params: of `fused_uvm_caching`.
         enforce_hbm: whether optimizer state of a cached table must lie in device memory. That is
             not supported, so True and "fused_uvm_caching" exclude each other.
         stochastic_rounding: must be what the table's optimizer does; the planner does not set it.
@@ -72,7 +72,7 @@ class ParameterConstraints:
             module share one.
         feature_names: the table's features in the order of the lists. Where several modules have a
             table of this name, these are for the one with these features.
-        output_dtype: of embeddings; goes into the plan. None or ``torch.float32``.
+        output_dtype: of embeddings; goes into the plan. None or `torch.float32`.
         device_group: "cpu" or "cuda"; a planner for another device leaves the module out.
         key_value_params: not supported.
         use_virtual_table: not supported.
@@ -165,7 +165,7 @@ class ParameterConstraints:
             finite(f"ParameterConstraints.{name}[{place}]", value, least)
 
     def apply_to(self, sharding: ParameterSharding) -> ParameterSharding:
-        """Returns a plan's entry that carries what these say of the table's execution."""
+        """Return a plan's entry that carries what these say of the table's execution."""
         cached = sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
         return replace(
             sharding,
@@ -176,7 +176,7 @@ class ParameterConstraints:
 
 
 def _our_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
-    """Returns our mode of this name; FBGEMM's has a second implementation of each, ``V2_...``."""
+    """Return our mode of this name; FBGEMM's has a second implementation of each, `V2_...`."""
     name = getattr(mode, "name", str(mode)).removeprefix("V2_")
     if name not in BoundsCheckMode.__members__:
         raise ValueError(
@@ -190,7 +190,7 @@ class StorageReservation(Protocol):
     """How much of a rank's memory is kept free of tables."""
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes of ``memory_cap`` that are left for tables.
+        """Return the bytes of `memory_cap` that are left for tables.
 
         Args:
             memory_cap: what there is.
@@ -224,7 +224,7 @@ class HeuristicalStorageReservation:
         finite(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate or 0, least=0)
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes left for tables."""
+        """Return the bytes left for tables."""
         left = int(memory_cap * (1 - self.percentage))
         if dense_bytes is None:
             return left
@@ -247,5 +247,5 @@ class FixedPercentageStorageReservation:
         finite(f"{type(self).__name__}.percentage", self.percentage, least=0, below=1)
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Returns the bytes left for tables."""
+        """Return the bytes left for tables."""
         return int(memory_cap * (1 - self.percentage))

@@ -7,7 +7,7 @@ from itertools import groupby
 
 
 def ms(milliseconds: float) -> str:
-    """Returns a time with three significant digits.
+    """Return a time with three significant digits.
 
     Example:
         >>> ms(0.01204), ms(99.96), ms(1234.5)
@@ -19,7 +19,7 @@ def ms(milliseconds: float) -> str:
 
 
 def size_of(num_bytes: int) -> str:
-    """Returns bytes in the largest unit that makes them at least 1.
+    """Return bytes in the largest unit that makes them at least 1.
 
     Example:
         >>> size_of(512), size_of(40_000_000_000)
@@ -33,7 +33,7 @@ def size_of(num_bytes: int) -> str:
 
 
 def mib(size: int) -> str:
-    """Returns bytes as MiB.
+    """Return bytes as MiB.
 
     Example:
         >>> mib(1536 << 10)
@@ -43,7 +43,7 @@ def mib(size: int) -> str:
 
 
 def shorten(texts: Sequence[str], most: int = 3) -> str:
-    """Returns texts as one, the last of many left out.
+    """Return texts as one, the last of many left out.
 
     Example:
         >>> shorten(["a", "b", "c", "d", "e"])
@@ -54,7 +54,7 @@ def shorten(texts: Sequence[str], most: int = 3) -> str:
 
 
 def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
-    """Returns ranks in order as runs.
+    """Return ranks in order as runs.
 
     Example:
         >>> show_ranks([0, 1, 2, 5])
