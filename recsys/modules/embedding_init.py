@@ -1,14 +1,17 @@
-"""Initial values of tables that depend on seed, table and row, and on nothing else.
+"""Initial values of tables that depend on seed, table, row and column, and on nothing else.
 
-Rows come in blocks of fixed size, each drawn over the whole width from its own seed, in fp32 on
-the CPU. So a rank can draw exactly the rows it owns, and the values are those of the unsharded
-table, whatever the plan, the world size, the device and the dtype.
+Value ``c`` of row ``r`` is the half number ``c % 2`` of word ``r * ceil(dim / 2) + c // 2 + 1`` of
+SplitMix64, started at a hash of seed and table. A word is computed from its number alone, so a rank
+draws exactly the rows it owns, where it needs them: the values are the same on CPU and GPU, under
+every plan and world size, and, but for rounding, in every dtype.
+
+SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,7 +21,13 @@ from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_d
 __all__ = ["BLOCK_ROWS", "draw_seed", "init_rows"]
 
 BLOCK_ROWS = 4096
-"""Rows drawn from one seed. Part of the definition of the initial values."""
+"""Rows that an `init_fn` is called with at a time, seeded by their number."""
+
+_WORDS_AT_ONCE = 2**15  # what is drawn in one go stays in a core's cache
+# of SplitMix64, as signed numbers
+_STEP, *_FACTORS = (
+    number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def draw_seed() -> int:
@@ -53,8 +62,8 @@ def init_rows(
         row_end: One past the last row.
         dim: Whole width of the table.
         config: Gives the range or the `init_fn`.
-        out: [row_end - row_start, dim] any dtype and device, filled in place; None: allocated, in
-            the dtype of the config, on the CPU.
+        out: [row_end - row_start, dim] any dtype and device, filled in place, where it is; None:
+            allocated, in the dtype of the config, on the CPU.
 
     Returns:
         `out`.
@@ -68,13 +77,37 @@ def init_rows(
     if out is None:
         dtype = data_type_to_dtype(config.data_type)
         out = torch.empty(row_end - row_start, dim, dtype=dtype, device="cpu")
+    if config.init_fn is None:
+        _draw(seed, table_index, row_start, config, out)
+        return out
     for block in _blocks(row_start, row_end):
         first = block * BLOCK_ROWS
         num_rows = min(BLOCK_ROWS, config.num_embeddings - first)
-        values = _draw_block(_block_seed(seed, table_index, block), num_rows, dim, config)
+        values = _call_init_fn(_seed_of(seed, table_index, block), num_rows, dim, config.init_fn)
         start, end = max(row_start, first), min(row_end, first + num_rows)
         out[start - row_start : end - row_start].copy_(values[start - first : end - first])
     return out
+
+
+def _draw(
+    seed: int, table_index: int, row_start: int, config: BaseEmbeddingConfig, out: Tensor
+) -> None:
+    """Fill rows, from `row_start` on, with uniform values."""
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    num_rows, dim = out.shape
+    words_per_row = -(-dim // 2)
+    start, step = _seed_of(seed, table_index), max(_WORDS_AT_ONCE // max(words_per_row, 1), 1)
+    for first in range(0, num_rows, step):
+        rows = out[first : first + step]
+        number = (row_start + first) * words_per_row + 1
+        last = number + len(rows) * words_per_row
+        words = torch.arange(number, last, device=out.device).mul_(_STEP).add_(start)
+        for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1]), (31, 1)):
+            words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+        # each half gives the 24 bits that a float32 holds
+        bits = words.view(torch.int32).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
+        values = bits.float().mul_((high - low) / 2**24).add_(low)
+        rows.copy_(values.view(len(rows), -1)[:, :dim])
 
 
 def _blocks(row_start: int, row_end: int) -> Iterator[int]:
@@ -82,19 +115,17 @@ def _blocks(row_start: int, row_end: int) -> Iterator[int]:
         yield from range(row_start // BLOCK_ROWS, (row_end - 1) // BLOCK_ROWS + 1)
 
 
-def _block_seed(seed: int, table_index: int, block: int) -> int:
-    text = f"{seed}/{table_index}/{block}".encode()
+def _seed_of(*numbers: int) -> int:
+    text = "/".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def _draw_block(seed: int, num_rows: int, dim: int, config: BaseEmbeddingConfig) -> Tensor:
+def _call_init_fn(
+    seed: int, num_rows: int, dim: int, init_fn: Callable[[Tensor], Tensor | None]
+) -> Tensor:
     values = torch.empty(num_rows, dim, dtype=torch.float32, device="cpu")
-    if config.init_fn is None:
-        generator = torch.Generator().manual_seed(seed)
-        low, high = config.get_weight_init_min(), config.get_weight_init_max()
-        return values.uniform_(low, high, generator=generator)
     # The user's function draws from the global generator: lend it ours, and give the old one back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        returned = config.init_fn(values)
+        returned = init_fn(values)
     return values if returned is None else returned

@@ -238,21 +238,28 @@ class TableCollection(nn.Module):
         self.init_seed = draw_seed()
         self._fill()
 
-    def initial_rows(self, table_index: int, row_start: int, row_end: int) -> Tensor:
-        """Return the initial values of some rows of a table, also of one that was never allocated.
+    def initial_rows(
+        self,
+        table_index: int,
+        row_start: int,
+        row_end: int,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return the initial values of some rows of a table, also of one never allocated.
 
         Args:
             table_index: Number of the table in the collection.
             row_start: First row.
             row_end: One past the last row.
+            device: Where they are drawn; None: on the CPU.
 
         Returns:
-            [row_end - row_start, embedding_dim] on the CPU, in the table's dtype.
+            [row_end - row_start, embedding_dim] in the table's dtype.
         """
         config = self._configs[table_index]
-        return init_rows(
-            self.init_seed, table_index, row_start, row_end, config.embedding_dim, config
-        )
+        dim, dtype = config.embedding_dim, data_type_to_dtype(config.data_type)
+        rows = torch.empty(row_end - row_start, dim, dtype=dtype, device=device or "cpu")
+        return init_rows(self.init_seed, table_index, row_start, row_end, dim, config, rows)
 
     def optimizer_states(self) -> dict[str, dict[str, Tensor]]:
         """Per table that owns an optimizer its state by name; live, so that copying in loads it."""

@@ -52,6 +52,44 @@ def test_init_fn_may_return_the_values() -> None:
     assert init_rows(5, 0, 0, 4, 3, config).eq(1).all()
 
 
+def _splitmix(start: int, number: int) -> int:
+    """Word `number` of SplitMix64, in Python's integers."""
+    z = (start + number * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def test_values_are_those_of_splitmix() -> None:
+    assert _splitmix(1234567, 1) == 6457827717110365317  # the reference implementation's
+    for dim in (1, 4, 7):
+        config = EmbeddingBagConfig(
+            ROWS, dim, "t", weight_init_min=-0.25, weight_init_max=0.75, feature_names=["f"]
+        )
+        found = init_rows(5, 2, 0, ROWS, dim, config)
+        start, words = embedding_init._seed_of(5, 2), -(-dim // 2)
+        for row in (0, 1, 4095, ROWS - 1):
+            for col in range(dim):
+                word = _splitmix(start, row * words + col // 2 + 1)
+                bits = (word >> 32 * (col % 2)) % 2**32 >> 8
+                assert found[row, col] == bits / 2**24 - 0.25
+
+
+def test_values_look_uniform_and_independent() -> None:
+    config = EmbeddingBagConfig(
+        50_000, 8, "t", weight_init_min=-1, weight_init_max=1, feature_names=["f"]
+    )
+    values = init_rows(5, 0, 0, 50_000, 8, config).double()
+    counts = torch.histc(values, 64, -1, 1)
+    expected = values.numel() / 64
+    assert (counts - expected).square().sum() / expected < 120  # chi square, 63 degrees of freedom
+    of_rows = torch.stack([values[:-1].flatten(), values[1:].flatten()])
+    assert torch.corrcoef(of_rows)[0, 1].abs() < 0.01
+    others = init_rows(5, 1, 0, 50_000, 8, config).double()
+    by_column = torch.corrcoef(torch.cat([values, others], 1).T) - torch.eye(16)
+    assert by_column.abs().max() < 0.03
+
+
 def test_the_values_are_pinned() -> None:
     """A checkpoint-free restart must give the same tables in every later version."""
-    assert embedding_init._block_seed(1, 2, 3) == 1138364116778193076
+    assert embedding_init._seed_of(1, 2, 3) == 1138364116778193076

@@ -201,7 +201,9 @@ def load_tables(
                     s.rect.row_start < rows.stop and rows.start < s.rect.row_end
                     for s in table.shards
                 ):
-                    table.fill(rows, module.initial_rows(index, rows.start, rows.stop))
+                    table.fill(
+                        rows, module.initial_rows(index, rows.start, rows.stop, table.device)
+                    )
 
 
 _Block = tuple[TableShards, Tensor, slice]
