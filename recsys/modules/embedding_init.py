@@ -1,6 +1,6 @@
 """Initial values of tables that depend on seed, table, row and column, and on nothing else.
 
-Value ``c`` of row ``r`` is the half number ``c % 2`` of word ``r * ceil(dim / 2) + c // 2 + 1`` of
+Value `c` of row `r` is the half number `c % 2` of word `r * ceil(dim / 2) + c // 2 + 1` of
 SplitMix64, started at a hash of seed and table. A word is computed from its number alone, so a rank
 draws exactly the rows it owns, where it needs them: the values are the same on CPU and GPU, under
 every plan and world size, and, but for rounding, in every dtype.
