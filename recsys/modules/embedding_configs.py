@@ -181,7 +181,7 @@ class BaseEmbeddingConfig:
     need_pos: bool = False
     """A position-weighted feature reads this table."""
     input_dim: int | None = None
-    """Size of the id space before remapping; num_embeddings if None."""
+    """Size of the id space before the data is remapped; nothing here reads it."""
     total_num_buckets: int | None = None
     """Buckets of a table that is sharded by id bucket."""
     use_virtual_table: bool = False

@@ -55,7 +55,8 @@ class IdRange:
     """The ids `0..end`, each the row of its number: the one id space so far.
 
     An id is no row. What is asked about ids (which ones there are, which row block holds one) is
-    asked of the id space of their table, never of its rows, so that another space can stand here.
+    asked of the id space of their table, never of its rows, so that another space can stand here. A
+    step from ids to rows would come after the check in the input stage, `InputDist._checked`.
     """
 
     end: int

@@ -1,7 +1,8 @@
 """From a strategy's name to rectangles, and from a plan's shards to checked rectangles.
 
-This is all a sharding strategy is: a function that returns rectangles. Nothing past this file knows
-their names; `sharding_plan` is for people who write plans by hand.
+This is all a sharding strategy is: a function that returns rectangles. The stages of a batch know
+no names. By name go plans written by hand (`sharding_plan`), plan files (`plan_json`) and what the
+planner proposes (`option_lister`, `tables`).
 """
 
 from __future__ import annotations

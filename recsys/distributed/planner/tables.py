@@ -264,11 +264,14 @@ class PlannedTable:
             return True
         if sharding_type is ShardingType.DATA_PARALLEL:
             return optimizer.may_replicate
-        if sharding_type is not ShardingType.COLUMN_WISE:
+        if sharding_type not in _SPLIT_COLUMNS:
             return True
         managed = kernel in UVM_KERNELS  # its lookups only fuse updates
         return optimizer.may_split_columns and not (managed and optimizer.exchanges_row_state)
 
 
+_SPLIT_COLUMNS = frozenset(
+    (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD)
+)
 _NO_FACTS = {"path", "name", "constraints", "kernels"}
 _FACTS = operator.attrgetter(*(f.name for f in fields(PlannedTable) if f.name not in _NO_FACTS))

@@ -74,8 +74,14 @@ def test_managed_memory_is_the_hosts_but_for_row_states_and_the_cache() -> None:
     assert table(EmbOptimType.EXACT_SGD, CACHED).whole == Bytes(cache, 3200)
 
 
-def test_columns_are_split_only_where_the_optimizer_can_do_without_whole_rows() -> None:
-    columns = ShardingType.COLUMN_WISE
+@pytest.mark.parametrize(
+    "columns",
+    [ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD],
+    ids=str,
+)
+def test_columns_are_split_only_where_the_optimizer_can_do_without_whole_rows(
+    columns: ShardingType,
+) -> None:
     assert table(None).allows(columns, FUSED)
     assert table(EmbOptimType.ADAM, UVM).allows(columns, UVM)
     assert table(EmbOptimType.EXACT_ROWWISE_ADAGRAD).allows(columns, FUSED)
