@@ -343,18 +343,19 @@ class InputDist:
         """
         groups = self.layout.groups[self.env.rank]
         found = []
-        edges = np.concatenate([[0], np.cumsum(stream_ids)])
+        start = 0
         for group in groups:
             first, last = group.streams.start, group.streams.stop
             own = bags
             if len(groups) > 1:
-                ids = slice(int(edges[first]), int(edges[last]))
+                end = start + int(stream_ids[first:last].sum())
                 offsets = bags.offsets[first * num_samples : last * num_samples + 1]
                 own = Bags(
-                    bags.indices[ids],
-                    offsets - int(edges[first]),
-                    None if bags.weights is None else bags.weights[ids],
+                    bags.indices[start:end],
+                    offsets - start,
+                    None if bags.weights is None else bags.weights[start:end],
                 )
+                start = end
             if bags.indices.is_cuda:
                 of_tables = np.bincount(
                     group.feature_table_map, stream_ids[first:last], len(group.tables)

@@ -369,10 +369,10 @@ def _width(ranges: Ranges) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def _join(outputs: Sequence[Tensor], num_rows: int, device: torch.device) -> Tensor:
+def _join(outputs: Sequence[Tensor], batch_sizes: np.ndarray, device: torch.device) -> Tensor:
     """Join outputs `[T, C_g]` into `[T, C]`."""
     if not outputs:
-        return torch.empty(num_rows, 0, device=device)
+        return torch.empty(int(batch_sizes.sum()), 0, device=device)
     return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
 
 
@@ -526,8 +526,8 @@ class _PooledExchange(Exchange[OutputDist]):
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output lies behind what arrives."""
-        num_groups, num_samples = len(self.stage.group_widths), sum(self.batch_sizes.tolist())
-        sent = _join(lookups[:num_groups], num_samples, self.stage.device)
+        num_groups = len(self.stage.group_widths)
+        sent = _join(lookups[:num_groups], self.batch_sizes, self.stage.device)
         if len(lookups) > num_groups:
             sent = self._interleave(sent, lookups[num_groups])
         return self.start_sending(sent.reshape(-1), replicas)
@@ -650,8 +650,8 @@ class _HopExchange(Exchange[NodeHop]):
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange."""
-        num_samples = int(self.batch_sizes.sum())
-        by_rank = _join(lookups, num_samples, self.stage.device).split(self.batch_sizes.tolist())
+        parts_TC = _join(lookups, self.batch_sizes, self.stage.device)
+        by_rank = parts_TC.split(self.batch_sizes.tolist())
         return self.start_sending(torch.cat([by_rank[r].reshape(-1) for r in self.by_place]))
 
     def place(self, buffer: Tensor) -> Tensor:

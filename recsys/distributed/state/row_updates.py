@@ -83,11 +83,11 @@ class BackwardFinisher:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def forget_failed_backward(self) -> None:
-        """Drop, before a forward pass, what a backward that raised has left behind.
+        """Drop what a backward that raised has left behind; asked if one is `under_way`.
 
         Deferred tables keep what it has added to their gradients, as a parameter's `.grad` does.
         """
-        if self.under_way and torch._C._current_graph_task_id() < 0:
+        if torch._C._current_graph_task_id() < 0:
             self.under_way.clear()
             for kernel in self._unfinished:
                 kernel.deferred.drop()
