@@ -204,7 +204,7 @@ class Floor:
         from recsys.kernels.types import (
             EmbOptimType,
             OptimizerSpec,
-            PoolingMode,
+            PoolingType,
             TableSpec,
             UpdateMode,
         )
@@ -213,7 +213,7 @@ class Floor:
         self.tbe = TableBatchedEmbedding(
             [TableSpec(name=str(i), num_rows=NUM_ROWS, dim=DIM) for i in range(tables)],
             feature_table_map=list(range(tables)),
-            pooling=PoolingMode.SUM,
+            pooling=PoolingType.SUM,
             optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
             update_mode=UpdateMode.FUSED,
             device=CPU,

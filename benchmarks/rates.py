@@ -20,7 +20,7 @@ import torch
 from benchmarks import ranks
 from benchmarks.report import ratio
 from recsys.kernels.tbe import TableBatchedEmbedding
-from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingMode, TableSpec, UpdateMode
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingType, TableSpec, UpdateMode
 
 TABLES, ROWS, DIM = 26, 100_000, 32
 
@@ -30,7 +30,7 @@ def build(spec: OptimizerSpec, rates: Sequence[float]) -> TableBatchedEmbedding:
     tbe = TableBatchedEmbedding(
         [TableSpec(name=str(i), num_rows=ROWS, dim=DIM) for i in range(len(rates))],
         feature_table_map=range(len(rates)),
-        pooling=PoolingMode.SUM,
+        pooling=PoolingType.SUM,
         optimizer=spec,
         update_mode=UpdateMode.FUSED,
         device=torch.device("cpu"),

@@ -39,7 +39,7 @@ from recsys.distributed.planner.topology import Topology
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from recsys.kernels.tbe import TableBatchedEmbedding
-from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingMode, TableSpec, UpdateMode
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, PoolingType, TableSpec, UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -108,7 +108,7 @@ def _table(
     kernel = TableBatchedEmbedding(
         [TableSpec(name="t", num_rows=rows, dim=dim)],
         feature_table_map=[0],
-        pooling=PoolingMode.SUM,
+        pooling=PoolingType.SUM,
         optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
         update_mode=mode,
         device=device,

@@ -26,7 +26,7 @@ from recsys.kernels.types import (
     EmbOptimType,
     LookupSettings,
     OptimizerSpec,
-    PoolingMode,
+    PoolingType,
     UpdateMode,
 )
 
@@ -345,7 +345,7 @@ def print_kernels() -> None:
                 device=torch.device(device_type),
                 dims=[64],
                 feature_table_map=[0],
-                pooling=PoolingMode.SUM,
+                pooling=PoolingType.SUM,
                 optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD),
                 update_mode=UpdateMode.FUSED,
             )

@@ -18,13 +18,11 @@ from recsys.inference.quantized_collection import (
     quantized_rows,
 )
 from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
-from recsys.kernels.types import PoolingMode
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
     check_tables,
-    pooling_type_to_pooling_mode,
 )
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.modules.embedding_modules import (
@@ -112,7 +110,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
                 )
         super().__init__(
             tables,
-            [pooling_type_to_pooling_mode(config.pooling) for config in tables],
+            [config.pooling for config in tables],
             device,
             output_dtype,
             table_name_to_quantized_weights,
@@ -335,7 +333,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             )
         super().__init__(
             tables,
-            [PoolingMode.NONE] * len(tables),
+            [PoolingType.NONE] * len(tables),
             device,
             output_dtype,
             table_name_to_quantized_weights,

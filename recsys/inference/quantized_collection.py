@@ -26,7 +26,7 @@ from recsys.inference.quantized_tables import QuantizedTables, rows_left
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized import quantize_rows, row_bytes
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
@@ -195,7 +195,7 @@ class QuantizedCollection(nn.Module):
     def __init__(
         self,
         configs: Sequence[BaseEmbeddingConfig],
-        poolings: Sequence[PoolingMode],
+        poolings: Sequence[PoolingType],
         device: torch.device,
         output_dtype: torch.dtype,
         weights: Weights | None,

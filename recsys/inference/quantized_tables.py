@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from recsys.kernels import ops
 from recsys.kernels.arguments import whole
 from recsys.kernels.quantized_lookup import QuantizedLookup
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 
 __all__ = [
@@ -51,7 +51,7 @@ class QuantizedTables(nn.Module):
     def __init__(
         self,
         configs: Sequence[BaseEmbeddingConfig],
-        poolings: Sequence[PoolingMode],
+        poolings: Sequence[PoolingType],
         rows: Sequence[Tensor],
         shards: Sequence[int],
         output_dtype: torch.dtype,

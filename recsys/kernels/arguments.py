@@ -90,8 +90,8 @@ def choice(subject: str, value: object, choices: Iterable[_Choice]) -> _Choice:
         ValueError: There is no such member.
 
     Example:
-        >>> from recsys.kernels.types import PoolingMode
-        >>> choice("pooling", "mean", PoolingMode).name
+        >>> from recsys.kernels.types import PoolingType
+        >>> choice("pooling", "mean", PoolingType).name
         'MEAN'
     """
     text = value.name if isinstance(value, enum.Enum) else value

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 
 from recsys.kernels import ops
-from recsys.kernels.types import LookupSettings, PoolingMode
+from recsys.kernels.types import LookupSettings, PoolingType
 
 Role: TypeAlias = Literal["lookup", "update"]
 """What a backend may serve: values of ids; or gradients, and what is done with them."""
@@ -42,10 +42,12 @@ class Backend:
         return next((reason for reason, applies in limits.items() if applies(settings)), None)
 
 
-INSTALLED: Limits = {
-    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch": lambda s: not ops.FBGEMM_DEVICES
-}
 OUTPUT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
 """FBGEMM's numbers for the dtypes of a lookup's output."""
-POOLING_CODES = {PoolingMode.SUM: 0, PoolingMode.MEAN: 1, PoolingMode.NONE: 2}
+POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 """FBGEMM's numbers."""
+FBGEMM_LIMITS: Limits = {
+    "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch": lambda s: not ops.FBGEMM_DEVICES,
+    "it has no kernels of this pooling": lambda s: s.pooling not in POOLING_CODES,
+}
+"""What none of its kernels do."""

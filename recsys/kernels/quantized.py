@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.backend import INSTALLED, Backend, Limits
-from recsys.kernels.types import LookupSettings, PoolingMode
+from recsys.kernels.backend import FBGEMM_LIMITS, Backend, Limits
+from recsys.kernels.types import LookupSettings, PoolingType
 
 HEADER_BYTES = {32: 0, 16: 0, 8: 4, 4: 4, 2: 4}
 """Of scale and bias, by bits."""
@@ -145,7 +145,7 @@ class QuantizedInTorch(Backend):
             weights: `[N]` fp32, or None.
         """
         pooling, features = settings.pooling, settings.feature_table_map
-        is_pooled = pooling is not PoolingMode.NONE
+        is_pooled = pooling is not PoolingType.NONE
         num_bags = (offsets.numel() - 1) // len(features)
         if num_bags == 0:
             width = sum(settings.dims[t] for t in (features if is_pooled else features[:1]))
@@ -165,7 +165,7 @@ class QuantizedInTorch(Backend):
             if is_pooled:
                 bag_of = torch.repeat_interleave(lengths, output_size=len(ids))
                 values = values.new_zeros(num_bags, values.shape[1]).index_add_(0, bag_of, values)
-            if pooling is PoolingMode.MEAN:
+            if pooling is PoolingType.MEAN:
                 values /= lengths.clamp(min=1).unsqueeze(1)
             pieces.append(values.to(settings.output_dtype))
         return torch.cat(pieces, dim=1 if is_pooled else 0)
@@ -178,7 +178,7 @@ class QuantizedInFbgemm(QuantizedInTorch):
     name = "fbgemm"
     device_types = ("cpu", "cuda")
     lookup_limits: ClassVar[Limits] = {
-        **INSTALLED,
+        **FBGEMM_LIMITS,
         "the installed fbgemm_gpu has no kernels for this device": lambda s: (
             s.device.type not in ops.FBGEMM_DEVICES
         ),

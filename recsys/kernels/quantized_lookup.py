@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recsys.kernels.backend import OUTPUT_CODES, POOLING_CODES
 from recsys.kernels.quantized import HEADER_BYTES, SPARSE_TYPES, QuantizedInTorch, row_bytes
 from recsys.kernels.support import choose_backend
-from recsys.kernels.types import LookupSettings, PoolingMode, UpdateMode
+from recsys.kernels.types import LookupSettings, PoolingType, UpdateMode
 
 _ROW_ALIGNMENT = {"cuda": 16}  # FBGEMM's CUDA kernels load that many bytes at a time
 _ALIGNMENT = 128  # of a table's first byte, for vector loads on a GPU
@@ -40,7 +40,7 @@ class QuantizedLookup(nn.Module):
     Example:
         >>> from recsys.kernels.quantized import quantize_rows
         >>> rows = quantize_rows(torch.tensor([[0.0, 3.0, 3.0, 0.0]]), bits=4)
-        >>> lookup = QuantizedLookup([rows], [4], [0], PoolingMode.SUM)
+        >>> lookup = QuantizedLookup([rows], [4], [0], PoolingType.SUM)
         >>> lookup(torch.tensor([0, 0]), torch.tensor([0, 2]), None)
         tensor([[0.0000, 5.9985, 5.9985, 0.0000]])
     """
@@ -50,7 +50,7 @@ class QuantizedLookup(nn.Module):
         tables: Sequence[Tensor],
         bits: Sequence[int],
         feature_table_map: Sequence[int],
-        pooling: PoolingMode,
+        pooling: PoolingType,
         *,
         output_dtype: torch.dtype = torch.float32,
         row_alignment: int = 1,
@@ -59,6 +59,11 @@ class QuantizedLookup(nn.Module):
         if output_dtype not in OUTPUT_CODES:
             raise ValueError(
                 f"QuantizedLookup returns one of {[*OUTPUT_CODES]}; received {output_dtype}."
+            )
+        if pooling not in POOLING_CODES:
+            raise ValueError(
+                f"QuantizedLookup pools as one of {[p.name for p in POOLING_CODES]}; received "
+                f"{pooling.name}."
             )
         dims = [  # of floats in a row
             (rows.shape[1] - HEADER_BYTES[b]) * 8 // b for rows, b in zip(tables, bits, strict=True)

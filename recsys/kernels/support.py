@@ -59,10 +59,10 @@ def choose_backend(
         ValueError: There is no backend of the wanted name, or it does not serve the settings.
 
     Example:
-        >>> from recsys.kernels.types import PoolingMode
+        >>> from recsys.kernels.types import PoolingType
         >>> choose_backend(LookupSettings(
         ...     device=torch.device("cpu"), weights_dtype=torch.bfloat16,
-        ...     dims=[4], feature_table_map=[0], pooling=PoolingMode.SUM,
+        ...     dims=[4], feature_table_map=[0], pooling=PoolingType.SUM,
         ...     optimizer=None, update_mode=UpdateMode.GRADIENT)).backend
         'torch'
     """

@@ -21,7 +21,7 @@ from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,
     OptimizerSpec,
-    PoolingMode,
+    PoolingType,
     TableSpec,
     UpdateMode,
 )
@@ -66,7 +66,7 @@ class TableBatchedEmbedding:
         >>> tbe = TableBatchedEmbedding(
         ...     [TableSpec(name="t", num_rows=3, dim=2)],
         ...     feature_table_map=[0],
-        ...     pooling=PoolingMode.SUM,
+        ...     pooling=PoolingType.SUM,
         ...     update_mode=UpdateMode.GRADIENT,
         ...     device=torch.device("cpu"),
         ... )
@@ -80,7 +80,7 @@ class TableBatchedEmbedding:
         tables: Sequence[TableSpec],
         *,
         feature_table_map: Sequence[int],
-        pooling: PoolingMode,
+        pooling: PoolingType,
         weights_dtype: torch.dtype = torch.float32,
         output_dtype: torch.dtype = torch.float32,
         optimizer: OptimizerSpec | None = None,
@@ -214,9 +214,9 @@ class TableBatchedEmbedding:
             ValueError: Weights for a lookup without pooling.
         """
         if per_sample_weights is not None:
-            if self.pooling is PoolingMode.NONE:
+            if self.pooling is PoolingType.NONE:
                 raise ValueError(
-                    "PoolingMode.NONE takes no per_sample_weights; received weights of shape "
+                    "PoolingType.NONE takes no per_sample_weights; received weights of shape "
                     f"{list(per_sample_weights.shape)}. Multiply the output instead."
                 )
             per_sample_weights = per_sample_weights.float()
@@ -269,7 +269,7 @@ class TableBatchedEmbedding:
         self._updater.reset_rows(table, rows, values)
 
     def _meta_output(self, batch: Batch) -> Tensor:
-        if self.pooling is PoolingMode.NONE:
+        if self.pooling is PoolingType.NONE:
             shape = (batch.indices.numel(), self.layout.feature_dims[0])
         else:
             num_bags = (batch.offsets.numel() - 1) // self.layout.num_features

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limits
+from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
@@ -30,7 +30,7 @@ from recsys.kernels.tbe_torch import (
     row_ids_of,
     sum_bags,
 )
-from recsys.kernels.types import EmbOptimType, LookupSettings, PoolingMode
+from recsys.kernels.types import EmbOptimType, LookupSettings, PoolingType
 
 FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
     EmbOptimType.SGD: "sgd",
@@ -87,7 +87,7 @@ def has_cpu_ops() -> bool:
 
 
 def _features_are_scattered(s: LookupSettings) -> bool:
-    if s.pooling is PoolingMode.NONE:  # its backward is one of rows: see `FbgemmCpuKernel._as_sum`
+    if s.pooling is PoolingType.NONE:  # its backward is one of rows: see `FbgemmCpuKernel._as_sum`
         return False
     neighbours = zip(s.feature_table_map, s.feature_table_map[1:], strict=False)
     return sum(a != b for a, b in neighbours) + 1 > len(set(s.feature_table_map))
@@ -95,7 +95,7 @@ def _features_are_scattered(s: LookupSettings) -> bool:
 
 _HALF_OR_FULL = (torch.float32, torch.float16)
 _CPU_LIMITS: Limits = {  # measured with fbgemm_gpu_cpu 1.8.0
-    **INSTALLED,
+    **FBGEMM_LIMITS,
     "its CPU kernels do not read tables of this dtype (only fp32 and fp16)": lambda s: (
         s.weights_dtype not in _HALF_OR_FULL
     ),
@@ -134,7 +134,7 @@ class FbgemmCpuKernel(TorchKernel):
     lookup_limits: ClassVar[Limits] = {
         **_CPU_LIMITS,
         "its CPU kernels round means otherwise than PyTorch, which updates": lambda s: (
-            s.pooling is PoolingMode.MEAN and FbgemmCpuKernel.refusal(s, "update") is not None
+            s.pooling is PoolingType.MEAN and FbgemmCpuKernel.refusal(s, "update") is not None
         ),
     }
 
@@ -163,7 +163,7 @@ class FbgemmCpuKernel(TorchKernel):
 
     def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
-        if self.pooling is PoolingMode.NONE:
+        if self.pooling is PoolingType.NONE:
             return super().lookup(batch)  # as fast as FBGEMM's
         geometry = self._geometry
         # A missing `indice_weights` must be None: an empty tensor would be read out of bounds.
@@ -193,7 +193,7 @@ class FbgemmCpuKernel(TorchKernel):
             batch.offsets.to(batch.indices.dtype),
             geometry.ones,
         )
-        if self.pooling is PoolingMode.MEAN:
+        if self.pooling is PoolingType.MEAN:
             values = values * inverse_bag_length(batch.offsets, batch.indices.numel())
         return values.float()
 
@@ -291,12 +291,12 @@ class FbgemmCpuKernel(TorchKernel):
     def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
         """Return the batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
         indices, offsets, weights = batch
-        if self.pooling is PoolingMode.NONE:
+        if self.pooling is PoolingType.NONE:
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
             (group,) = (g for g in self.layout.groups if g.features)
             row_ids = row_ids_of(group, batch)
             return self._one_table, Batch(row_ids, torch.arange(row_ids.numel() + 1))
-        if self.pooling is PoolingMode.MEAN:
+        if self.pooling is PoolingType.MEAN:
             # FBGEMM's kernel forgets the bag length when the lookup is weighted.
             inverse = inverse_bag_length(offsets, indices.numel())
             weights = inverse if weights is None else weights * inverse
@@ -373,7 +373,7 @@ class Geometry:
             self.row_cumsum,
             self.hash_bits,
             *batch[:2],
-            POOLING_CODES[PoolingMode.SUM],
+            POOLING_CODES[PoolingType.SUM],
             batch.weights,
         )
 

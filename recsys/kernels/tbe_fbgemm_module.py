@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.backend import INSTALLED, OUTPUT_CODES, POOLING_CODES, Limits
+from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.tbe_fbgemm import Geometry, has_ops
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, Rates, TorchKernel, inverse_bag_length
@@ -25,7 +25,7 @@ from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
     LookupSettings,
-    PoolingMode,
+    PoolingType,
     WeightDecayMode,
 )
 
@@ -55,7 +55,7 @@ def has_cuda_ops() -> bool:
 
 # From fbgemm_gpu 1.8.0's own checks; tests/gpu compares the backends there.
 _CUDA_LIMITS: Limits = {
-    **INSTALLED,
+    **FBGEMM_LIMITS,
     "the installed fbgemm_gpu has no CUDA kernels": lambda s: not has_cuda_ops(),
     "its CUDA kernels need dims divisible by 4": lambda s: any(dim % 4 for dim in s.dims),
     "its CUDA kernels train tables of fp32 and fp16 only": lambda s: (
@@ -66,7 +66,7 @@ _CUDA_LIMITS: Limits = {
     ),
 }
 _MODULE_LIMITS: Limits = {
-    **INSTALLED,
+    **FBGEMM_LIMITS,
     "it has no CUDA kernel of this optimizer that was compared": lambda s: (
         s.fused is not None and s.fused.algorithm not in _DECAYS
     ),
@@ -97,7 +97,7 @@ class FbgemmCudaLookup(TorchKernel):
 
     def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
-        if self.pooling is PoolingMode.NONE or not batch.indices.numel():
+        if self.pooling is PoolingType.NONE or not batch.indices.numel():
             return super().lookup(batch)
         geometry = self._geometry
         pooled: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
@@ -188,7 +188,7 @@ class FbgemmCudaKernel(TorchKernel):
             before = int(self.steps_T[0]) + len(self._pending)
             self.module.iter_cpu.fill_(before)
             self.module.iter.fill_(before)
-        if self.pooling is PoolingMode.MEAN and weights is not None and weights.requires_grad:
+        if self.pooling is PoolingType.MEAN and weights is not None and weights.requires_grad:
             weights = self._with_mean_gradient(weights, batch.offsets)
         out: Tensor = self.module(batch.indices, batch.offsets, weights)
         if self._counts_steps and out.requires_grad:

@@ -21,7 +21,7 @@ from recsys.kernels.backend import Backend
 from recsys.kernels.ops import permute_1d, upload
 from recsys.kernels.row_update import advance_step, apply_dense_update, update_rows
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
-from recsys.kernels.types import LookupSettings, PoolingMode
+from recsys.kernels.types import LookupSettings, PoolingType
 
 
 class Batch(NamedTuple):
@@ -126,7 +126,7 @@ class TorchKernel(Backend):
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         layout = self.layout
         num_bags = (batch.offsets.numel() - 1) // layout.num_features
-        if self.pooling is PoolingMode.NONE:
+        if self.pooling is PoolingType.NONE:
             (group,) = layout.groups
             row_ids = row_ids_of(group, batch)
             return group.matrix(self.storage).index_select(0, row_ids).to(self.output_dtype)
@@ -134,9 +134,7 @@ class TorchKernel(Backend):
             return batch.indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
         pieces: list[Tensor | None] = [None] * layout.num_features
         for group, _, part in self._group_parts(batch):
-            pooled = sum_bags(group.matrix(self.storage), *part)
-            if self.pooling is PoolingMode.MEAN:
-                pooled = pooled / part.offsets.diff().clamp_(min=1).unsqueeze(1)
+            pooled = self._pool(group.matrix(self.storage), part)
             pooled_FBD = pooled.to(self.output_dtype).view(-1, num_bags, group.dim)
             if len(group.features) == layout.num_features:
                 return pooled_FBD.transpose(0, 1).reshape(num_bags, layout.total_dim)
@@ -355,6 +353,14 @@ class TorchKernel(Backend):
             for g in self.layout.groups
         ]
 
+    def _pool(self, matrix: Tensor, batch: Batch) -> Tensor:
+        """Pool rows of a matrix bag by bag, in fp32: [bags, D]."""
+        if self.pooling is PoolingType.SUM:
+            return sum_bags(matrix, *batch)
+        if self.pooling is PoolingType.MEAN:
+            return sum_bags(matrix, *batch) / batch.offsets.diff().clamp_(min=1).unsqueeze(1)
+        raise NotImplementedError(f"TorchKernel does not pool by {self.pooling}.")
+
     def _gradient_of_ids(
         self, grad: Tensor, group: DimGroup, part: Batch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -366,7 +372,7 @@ class TorchKernel(Backend):
         """
         num_ids = part.indices.numel()
         device = part.indices.device
-        if self.pooling is PoolingMode.NONE:
+        if self.pooling is PoolingType.NONE:
             return grad.float(), torch.arange(num_ids, device=device), part.weights
         num_bags, num_features = grad.shape[0], len(group.features)
         if num_features < self.layout.num_features:
@@ -381,7 +387,7 @@ class TorchKernel(Backend):
             .repeat_interleave(part.offsets.diff(), output_size=num_ids)
         )
         scale = part.weights
-        if self.pooling is PoolingMode.MEAN:
+        if self.pooling is PoolingType.MEAN:
             inverse = inverse_bag_length(part.offsets, num_ids)
             scale = inverse if scale is None else scale * inverse
         return grad.reshape(-1, group.dim).float(), source, scale

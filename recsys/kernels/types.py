@@ -17,7 +17,7 @@ __all__ = [
     "EmbeddingLocation",
     "LookupSettings",
     "OptimizerSpec",
-    "PoolingMode",
+    "PoolingType",
     "RowState",
     "TableSpec",
     "UpdateMode",
@@ -26,14 +26,14 @@ __all__ = [
 
 
 @final
-class PoolingMode(enum.Enum):
-    """What happens to the rows of one bag."""
+class PoolingType(enum.Enum):
+    """How the rows of one bag become one vector."""
 
-    SUM = "sum"
-    MEAN = "mean"
+    SUM = "SUM"
+    MEAN = "MEAN"
     """Sum divided by the number of ids, weighted or not."""
-    NONE = "none"
-    """Sequence lookup: one row per id."""
+    NONE = "NONE"
+    """They do not: a sequence lookup, one row per id."""
 
 
 @final
@@ -128,7 +128,7 @@ class LookupSettings:
     """[T] columns of each table; all equal without pooling."""
     feature_table_map: Sequence[int]
     """[F] the table number each feature reads."""
-    pooling: PoolingMode
+    pooling: PoolingType
     optimizer: OptimizerSpec | None
     """Needed unless `update_mode` is GRADIENT."""
     update_mode: UpdateMode
@@ -164,9 +164,9 @@ class LookupSettings:
                 f"UpdateMode.{self.update_mode.name} needs an optimizer; received None. Give "
                 "an OptimizerSpec, or use UpdateMode.GRADIENT and a torch optimizer."
             )
-        if self.pooling is PoolingMode.NONE and len(set(self.dims)) > 1:
+        if self.pooling is PoolingType.NONE and len(set(self.dims)) > 1:
             raise ValueError(
-                f"PoolingMode.NONE needs equal dims; received {sorted(set(self.dims))}. Build "
+                f"PoolingType.NONE needs equal dims; received {sorted(set(self.dims))}. Build "
                 "one lookup per dim."
             )
         if not self.weights_dtype.is_floating_point:

@@ -16,7 +16,6 @@ from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
     check_tables,
-    pooling_type_to_pooling_mode,
 )
 from recsys.modules.embedding_inputs import expand_bags, is_on_meta
 from recsys.modules.embedding_interfaces import (
@@ -82,7 +81,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
                     f"EmbeddingBagCollection pools bags; received PoolingType.NONE for table "
                     f"'{config.name}'. Use an EmbeddingCollection for one embedding per id."
                 )
-        poolings = [pooling_type_to_pooling_mode(config.pooling) for config in tables]
+        poolings = [config.pooling for config in tables]
         super().__init__(tables, poolings, device, bounds_check_mode)
         self._is_weighted = is_weighted
         by_table = get_embedding_names_by_table(tables)

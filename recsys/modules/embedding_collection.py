@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from recsys.kernels.types import BoundsCheckMode, PoolingMode
+from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import is_on_meta
@@ -70,7 +70,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
                 "EmbeddingCollection needs tables of one embedding_dim; received "
                 f"{dims}. Use one collection per dim."
             )
-        super().__init__(tables, [PoolingMode.NONE] * len(tables), device, bounds_check_mode)
+        super().__init__(tables, [PoolingType.NONE] * len(tables), device, bounds_check_mode)
         self._need_indices = need_indices
         self._names_by_table = get_embedding_names_by_table(tables)
         self.embeddings = self._new_tables()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, names, repeated, whole, wrong_type
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 
 __all__ = [
     "DATA_TYPE_NUM_BITS",
@@ -33,15 +33,6 @@ __all__ = [
     "pooling_type_to_pooling_mode",
     "pooling_type_to_str",
 ]
-
-
-@final
-class PoolingType(enum.Enum):
-    """How the rows of one bag become one vector."""
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-    NONE = "NONE"
 
 
 @final
@@ -122,14 +113,14 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
 
 def pooling_type_to_pooling_mode(
     pooling_type: PoolingType, sharding_type: object = None
-) -> PoolingMode:
-    """Return the kernels' word for a pooling.
+) -> PoolingType:
+    """Return the pooling itself, which is also the kernels' word for it.
 
     Args:
         pooling_type: The pooling.
         sharding_type: Means nothing: it is the same however a table is placed.
     """
-    return PoolingMode[pooling_type.name]
+    return pooling_type
 
 
 def pooling_type_to_str(pooling_type: PoolingType) -> str:

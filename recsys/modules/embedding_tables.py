@@ -24,7 +24,7 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.types import (
     BoundsCheckMode,
-    PoolingMode,
+    PoolingType,
     TableSpec,
     UpdateMode,
 )
@@ -176,7 +176,7 @@ class TableCollection(nn.Module):
     def __init__(
         self,
         configs: Sequence[BaseEmbeddingConfig],
-        poolings: Sequence[PoolingMode],
+        poolings: Sequence[PoolingType],
         device: torch.device | None,
         bounds_check_mode: BoundsCheckMode,
     ) -> None:
@@ -212,7 +212,7 @@ class TableCollection(nn.Module):
         """Return the tables, in order."""
         return list(self._configs)
 
-    def poolings(self) -> tuple[PoolingMode, ...]:
+    def poolings(self) -> tuple[PoolingType, ...]:
         """Return how each table's bags are reduced; NONE in a collection that does not pool."""
         return self._poolings
 
@@ -425,7 +425,7 @@ class TableCollection(nn.Module):
     def _lookup_dims(self) -> list[int]:
         """Return what besides pooling keeps tables apart: without pooling, their dim."""
         return [
-            config.embedding_dim if pooling is PoolingMode.NONE else 0
+            config.embedding_dim if pooling is PoolingType.NONE else 0
             for config, pooling in zip(self._configs, self._poolings, strict=True)
         ]
 

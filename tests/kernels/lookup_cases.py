@@ -11,7 +11,7 @@ from torch import Tensor
 from recsys.kernels.support import BACKENDS
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
-from recsys.kernels.types import OptimizerSpec, PoolingMode, TableSpec, UpdateMode
+from recsys.kernels.types import OptimizerSpec, PoolingType, TableSpec, UpdateMode
 
 CPU = torch.device("cpu")
 CPU_BACKENDS = [
@@ -29,7 +29,7 @@ class Case:
     rows: tuple[int, ...]
     dims: tuple[int, ...]
     feature_table_map: tuple[int, ...]
-    pooling: PoolingMode
+    pooling: PoolingType
     weighted: bool
     index_dtype: torch.dtype
     batch_size: int
@@ -105,15 +105,15 @@ def reference_lookup(
             rows = tables[table][indices[part].long()].float()
             if weights is not None:
                 rows = rows * weights[part].unsqueeze(1)
-            if case.pooling is PoolingMode.NONE:
+            if case.pooling is PoolingType.NONE:
                 bags.append(rows)
                 continue
             pooled = rows.sum(0)
-            if case.pooling is PoolingMode.MEAN:
+            if case.pooling is PoolingType.MEAN:
                 pooled = pooled / max(1, bounds[bag + 1] - bounds[bag])
             bags.append(pooled)
-        columns.append(torch.cat(bags) if case.pooling is PoolingMode.NONE else torch.stack(bags))
-    return torch.cat(columns, dim=0 if case.pooling is PoolingMode.NONE else 1)
+        columns.append(torch.cat(bags) if case.pooling is PoolingType.NONE else torch.stack(bags))
+    return torch.cat(columns, dim=0 if case.pooling is PoolingType.NONE else 1)
 
 
 def output_gradient(case: Case, step: int, shape: torch.Size) -> Tensor:
@@ -122,9 +122,9 @@ def output_gradient(case: Case, step: int, shape: torch.Size) -> Tensor:
 
 @st.composite
 def cases(draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3) -> Case:
-    pooling = draw(st.sampled_from(list(PoolingMode)))
+    pooling = draw(st.sampled_from(list(PoolingType)))
     num_tables = draw(st.integers(1, max_tables))
-    if pooling is PoolingMode.NONE:
+    if pooling is PoolingType.NONE:
         dims = (draw(st.integers(1, 9)),) * num_tables
     else:
         dims = tuple(draw(st.sampled_from([1, 3, 4, 8])) for _ in range(num_tables))
@@ -138,7 +138,7 @@ def cases(draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3) -> Cas
         dims=dims,
         feature_table_map=tuple(features),
         pooling=pooling,
-        weighted=pooling is not PoolingMode.NONE and draw(st.booleans()),
+        weighted=pooling is not PoolingType.NONE and draw(st.booleans()),
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         batch_size=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 1000)),

@@ -17,10 +17,10 @@ from recsys.kernels.arguments import (
     whole,
     whole_list,
 )
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 
 
-class PoolingType(enum.Enum):
+class OtherPooling(enum.Enum):
     """As another library has it."""
 
     MEAN = 7
@@ -38,10 +38,10 @@ class PoolingType(enum.Enum):
         (lambda: finite("x", 3), 3.0),
         (lambda: finite("x", np.float32(0.5)), 0.5),
         (lambda: finite("x", torch.tensor(0.5)), 0.5),
-        (lambda: choice("x", PoolingMode.SUM, PoolingMode), PoolingMode.SUM),
-        (lambda: choice("x", "sum", PoolingMode), PoolingMode.SUM),
-        (lambda: choice("x", "Sum", PoolingMode), PoolingMode.SUM),
-        (lambda: choice("x", PoolingType.MEAN, PoolingMode), PoolingMode.MEAN),
+        (lambda: choice("x", PoolingType.SUM, PoolingType), PoolingType.SUM),
+        (lambda: choice("x", "sum", PoolingType), PoolingType.SUM),
+        (lambda: choice("x", "Sum", PoolingType), PoolingType.SUM),
+        (lambda: choice("x", OtherPooling.MEAN, PoolingType), PoolingType.MEAN),
         (lambda: names("x", (n for n in "ab")), ["a", "b"]),
         (lambda: repeated(["b", "c", "a", "b", "a"]), ["a", "b"]),
     ],
@@ -76,14 +76,14 @@ def test_what_is_meant_is_returned(call: Callable[[], Any], expected: object) ->
         (lambda: finite("x", "1"), TypeError, "x must be a number; received '1'."),
         (lambda: finite("x", None), TypeError, "x must be a number; received None."),
         (
-            lambda: choice("x", "max", PoolingMode),
+            lambda: choice("x", "max", PoolingType),
             ValueError,
-            "x must be one of sum, mean, none; received 'max'.",
+            "x must be one of SUM, MEAN, NONE; received 'max'.",
         ),
         (
-            lambda: choice("x", 1, PoolingMode),
+            lambda: choice("x", 1, PoolingType),
             TypeError,
-            "x must be one of sum, mean, none; received 1.",
+            "x must be one of SUM, MEAN, NONE; received 1.",
         ),
         (lambda: names("x", "film"), TypeError, "received 'film'. Write ['film']."),
         (lambda: names("x", [1]), TypeError, "x must be a list of text; received [1]."),

@@ -7,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.kernels import ops, quantized_lookup
+from recsys.kernels.backend import POOLING_CODES
 from recsys.kernels.quantized import dequantize_rows, quantize_rows
 from recsys.kernels.quantized_lookup import QuantizedLookup
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -60,24 +61,24 @@ def test_a_single_row_of_an_odd_width_is_read(bits: int) -> None:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("pooling", PoolingMode)
+@pytest.mark.parametrize("pooling", PoolingType)
 @pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4], [16, 16], [16, 4], [32, 2]])
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("row_alignment", [1, 16])
 def test_fbgemm_and_torch_agree(
     monkeypatch: pytest.MonkeyPatch,
     bits: list[int],
-    pooling: PoolingMode,
+    pooling: PoolingType,
     is_weighted: bool,
     output: torch.dtype,
     row_alignment: int,
 ) -> None:
-    if is_weighted and pooling is PoolingMode.NONE:
+    if is_weighted and pooling is PoolingType.NONE:
         return
     generator = torch.Generator().manual_seed(0)
     tables = [
         quantize_rows(torch.randn(10, dim, generator=generator), b)
-        for dim, b in zip((16 if pooling is PoolingMode.NONE else 6, 16), bits, strict=True)
+        for dim, b in zip((16 if pooling is PoolingType.NONE else 6, 16), bits, strict=True)
     ]
     settings: Any = {"output_dtype": output, "row_alignment": row_alignment}
     lengths = torch.tensor([2, 0, 1, 3, 1, 1])
@@ -100,7 +101,7 @@ def _lookup() -> QuantizedLookup:
         quantize_rows(torch.randn(10, dim, generator=generator), bits)
         for dim, bits in ((6, 8), (16, 4))
     ]
-    return QuantizedLookup(tables, [8, 4], [0, 1], PoolingMode.SUM)
+    return QuantizedLookup(tables, [8, 4], [0, 1], PoolingType.SUM)
 
 
 def test_a_move_to_another_kind_of_device_lays_the_rows_out_anew(
@@ -168,11 +169,11 @@ def test_a_scripted_lookup_refuses_another_kind_of_device() -> None:
 def test_lookups_that_cannot_be_are_refused() -> None:
     rows = quantize_rows(torch.zeros(2, 4), 8), quantize_rows(torch.zeros(2, 8), 8)
     with pytest.raises(ValueError, match=r"NONE needs equal dims; received \[4, 8\]"):
-        QuantizedLookup(rows, [8, 8], [0, 1], PoolingMode.NONE)
+        QuantizedLookup(rows, [8, 8], [0, 1], PoolingType.NONE)
     with pytest.raises(ValueError, match="needs at least one table"):
-        QuantizedLookup([], [], [], PoolingMode.SUM)
+        QuantizedLookup([], [], [], PoolingType.SUM)
     with pytest.raises(ValueError, match=r"received torch\.float64"):
-        QuantizedLookup(rows, [8, 8], [0, 1], PoolingMode.SUM, output_dtype=torch.float64)
+        QuantizedLookup(rows, [8, 8], [0, 1], PoolingType.SUM, output_dtype=torch.float64)
 
 
 def test_a_lookup_that_was_emptied_knows_its_tables_again() -> None:
@@ -182,3 +183,9 @@ def test_a_lookup_that_was_emptied_knows_its_tables_again() -> None:
     other = _lookup().to_empty(device="cpu")
     other.load_state_dict(state)
     torch.testing.assert_close(other(*batch), expected, rtol=0, atol=0)
+
+
+def test_a_pooling_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(POOLING_CODES, PoolingType.NONE)
+    with pytest.raises(ValueError, match=r"one of \['SUM', 'MEAN'\]; received NONE"):
+        QuantizedLookup([quantize_rows(torch.ones(2, 4), 8)], [8], [0], PoolingType.NONE)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
+from recsys.kernels.backend import POOLING_CODES
 from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.support import (
     BACKENDS,
@@ -25,7 +26,7 @@ from recsys.kernels.types import (
     EmbOptimType,
     LookupSettings,
     OptimizerSpec,
-    PoolingMode,
+    PoolingType,
     TableSpec,
     UpdateMode,
     WeightDecayMode,
@@ -50,7 +51,7 @@ def settings(
     output: torch.dtype = torch.float32,
     dims: tuple[int, ...] = (4, 4),
     features: tuple[int, ...] = (0, 0, 1),
-    pooling: PoolingMode = PoolingMode.SUM,
+    pooling: PoolingType = PoolingType.SUM,
     optimizer: OptimizerSpec | None = None,
     mode: UpdateMode = UpdateMode.FUSED,
 ) -> LookupSettings:
@@ -105,7 +106,7 @@ def measured_settings() -> list[LookupSettings]:
         found.append(settings(optimizer=spec))
     for algorithm, dims in itertools.product(FUSED_ON_CPU, ((3, 3), (1, 1), (5, 4), (4, 12))):
         found.append(settings(dims=dims, optimizer=OptimizerSpec(algorithm=algorithm)))
-    for algorithm, pooling in itertools.product(FUSED_ON_CPU, PoolingMode):
+    for algorithm, pooling in itertools.product(FUSED_ON_CPU, PoolingType):
         found.append(settings(pooling=pooling, optimizer=OptimizerSpec(algorithm=algorithm)))
     rowwise = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     found.extend(
@@ -278,3 +279,10 @@ def test_element_types_of_fbgemm() -> None:
     assert fbgemm_element_type(torch.float16) is sparse_type.FP16
     with pytest.raises(ValueError, match="int64"):
         fbgemm_element_type("INT64")
+
+
+def test_fbgemm_refuses_a_pooling_it_has_no_number_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean = settings(features=(0, 1), pooling=PoolingType.MEAN)
+    assert choose_backend(mean).backend == "fbgemm"
+    monkeypatch.delitem(POOLING_CODES, PoolingType.MEAN)
+    assert choose_backend(mean)[:2] == ("torch", "not fbgemm: it has no kernels of this pooling")

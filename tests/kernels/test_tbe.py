@@ -13,7 +13,7 @@ from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
     OptimizerSpec,
-    PoolingMode,
+    PoolingType,
     TableSpec,
     UpdateMode,
     WeightDecayMode,
@@ -34,7 +34,7 @@ SMALL = Case(
     rows=(7, 5, 9),
     dims=(4, 8, 4),
     feature_table_map=(0, 1, 1, 2),
-    pooling=PoolingMode.SUM,
+    pooling=PoolingType.SUM,
     weighted=False,
     index_dtype=torch.int64,
     batch_size=3,
@@ -446,7 +446,7 @@ def test_meta_device_gives_shapes() -> None:
     tbe = TableBatchedEmbedding(
         SMALL.specs,
         feature_table_map=SMALL.feature_table_map,
-        pooling=PoolingMode.SUM,
+        pooling=PoolingType.SUM,
         optimizer=spec_of(EmbOptimType.ADAM),
         update_mode=UpdateMode.FUSED,
         device=torch.device("meta"),
@@ -525,7 +525,7 @@ def test_scattered_features_are_left_to_torch() -> None:
 def build_badly(**changes: object) -> None:
     arguments: dict[str, object] = {
         "feature_table_map": [0],
-        "pooling": PoolingMode.SUM,
+        "pooling": PoolingType.SUM,
         "update_mode": UpdateMode.GRADIENT,
         "device": CPU,
     }
@@ -537,7 +537,7 @@ def build_badly(**changes: object) -> None:
     ("changes", "message"),
     [
         ({"update_mode": UpdateMode.FUSED}, "needs an optimizer; received None"),
-        ({"pooling": PoolingMode.NONE}, r"needs equal dims; received \[4, 8\]"),
+        ({"pooling": PoolingType.NONE}, r"needs equal dims; received \[4, 8\]"),
         ({"feature_table_map": [2]}, r"table numbers in \[0, 2\); received \[2\]"),
         ({"feature_table_map": []}, "at least one table and one feature"),
         ({"location": EmbeddingLocation.DEVICE}, "does not fit device cpu"),
@@ -562,7 +562,7 @@ def test_weighted_sequence_lookup_raises() -> None:
     tbe = TableBatchedEmbedding(
         [TableSpec(name="a", num_rows=3, dim=4)],
         feature_table_map=[0],
-        pooling=PoolingMode.NONE,
+        pooling=PoolingType.NONE,
         update_mode=UpdateMode.GRADIENT,
         device=CPU,
     )

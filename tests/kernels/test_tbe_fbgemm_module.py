@@ -17,7 +17,7 @@ from recsys.kernels.types import (
     EmbOptimType,
     LookupSettings,
     OptimizerSpec,
-    PoolingMode,
+    PoolingType,
     UpdateMode,
 )
 from tests.kernels.lookup_cases import output_gradient
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not ins
 def build(
     spec: OptimizerSpec,
     cache_load_factor: float | None = None,
-    pooling: PoolingMode = PoolingMode.SUM,
+    pooling: PoolingType = PoolingType.SUM,
 ) -> FbgemmCudaKernel:
     layout = StorageLayout(SMALL.specs, SMALL.feature_table_map, torch.device("cpu"))
     settings = LookupSettings(
@@ -111,7 +111,7 @@ def test_each_backward_is_a_step_of_its_own() -> None:
 
 def test_weights_of_a_mean_get_their_share_of_the_gradient() -> None:
     spec = OptimizerSpec(algorithm=EmbOptimType.SGD, learning_rate=0.0)
-    module = build(spec, pooling=PoolingMode.MEAN)
+    module = build(spec, pooling=PoolingType.MEAN)
     tables = [weight.double() for weight in weights_of(module)]
     indices, offsets, _ = SMALL.batch(0)
     weights = torch.rand(indices.numel(), requires_grad=True)
@@ -189,17 +189,17 @@ def test_the_share_of_rows_in_the_cache_is_handed_on(
 @pytest.mark.parametrize(
     ("pooling", "weighted"),
     [
-        *itertools.product((PoolingMode.SUM, PoolingMode.MEAN), (False, True)),
-        (PoolingMode.NONE, False),
+        *itertools.product((PoolingType.SUM, PoolingType.MEAN), (False, True)),
+        (PoolingType.NONE, False),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_cuda_lookup_equals_torchs(
-    pooling: PoolingMode, weighted: bool, dtype: torch.dtype
+    pooling: PoolingType, weighted: bool, dtype: torch.dtype
 ) -> None:
     """Its op has a CPU twin of the same arguments."""
-    specs = SMALL.specs if pooling is not PoolingMode.NONE else SMALL.specs[:1]
-    features = SMALL.feature_table_map if pooling is not PoolingMode.NONE else (0, 0, 0, 0)
+    specs = SMALL.specs if pooling is not PoolingType.NONE else SMALL.specs[:1]
+    features = SMALL.feature_table_map if pooling is not PoolingType.NONE else (0, 0, 0, 0)
     layout = StorageLayout(specs, features, torch.device("cpu"))
     settings = LookupSettings(
         device=layout.device,

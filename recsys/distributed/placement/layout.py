@@ -21,7 +21,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,14 +75,14 @@ class RowParts:
     the number of ids in the bag if it `is_averaged`.
     """
 
-    pooling: PoolingMode
+    pooling: PoolingType
     is_averaged: bool = False
 
 
-ROW_PARTS: Mapping[PoolingMode, RowParts] = {
-    PoolingMode.SUM: RowParts(PoolingMode.SUM),
-    PoolingMode.MEAN: RowParts(PoolingMode.SUM, is_averaged=True),
-    PoolingMode.NONE: RowParts(PoolingMode.NONE),
+ROW_PARTS: Mapping[PoolingType, RowParts] = {
+    PoolingType.SUM: RowParts(PoolingType.SUM),
+    PoolingType.MEAN: RowParts(PoolingType.SUM, is_averaged=True),
+    PoolingType.NONE: RowParts(PoolingType.NONE),
 }
 """Per combine rule, what row blocks and the sum of them do. A rule that adds nothing up (a maximum)
 also needs its own reduction in the output stage."""
@@ -105,7 +105,7 @@ class PlacedTable:
     features: tuple[int, ...]
     group: Hashable
     rects: tuple[Rect, ...]
-    combine: PoolingMode = PoolingMode.SUM
+    combine: PoolingType = PoolingType.SUM
     one_width: bool = False
     id_space: IdRange | None = None
 
@@ -168,7 +168,7 @@ class Slot:
     feature: int
     col: int
     dim: int
-    combine: PoolingMode
+    combine: PoolingType
 
 
 @final
@@ -245,7 +245,7 @@ class Layout:
     @property
     def is_pooled(self) -> bool:
         """Whether rows are combined bag by bag; else each returns to its id."""
-        return all(table.combine is not PoolingMode.NONE for table in self.tables)
+        return all(table.combine is not PoolingType.NONE for table in self.tables)
 
     @property
     def averaged_slots(self) -> tuple[int, ...]:
@@ -305,7 +305,7 @@ def build_layout(
     slots = _number_slots(tables)
     num_blocks = [len(table.row_starts) for table in tables]
     split_slots = tuple(i for i, slot in enumerate(slots) if num_blocks[slot.table] > 1)
-    is_pooled = all(table.combine is not PoolingMode.NONE for table in tables)
+    is_pooled = all(table.combine is not PoolingType.NONE for table in tables)
     node_size = node_size or world_size
     in_node = frozenset(
         index

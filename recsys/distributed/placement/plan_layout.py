@@ -8,7 +8,7 @@ from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, build
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts, rects_of
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_tables import TableCollection
 
@@ -65,7 +65,7 @@ def layout_of_plan(
 
 def place_tables(
     configs: Sequence[BaseEmbeddingConfig],
-    poolings: Sequence[PoolingMode],
+    poolings: Sequence[PoolingType],
     plan: Mapping[str, ParameterSharding],
     world_size: int,
     local_size: int,

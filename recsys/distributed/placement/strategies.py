@@ -23,7 +23,7 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.kernels.arguments import whole_list
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 
 if TYPE_CHECKING:
     from recsys.distributed.placement.plan_json import ShardingPlan
@@ -275,10 +275,20 @@ def _rect_of(table: str, shard: ShardMetadata) -> Rect:
     )
 
 
-def pooling_of_parts(pooling: PoolingMode, rects: Sequence[Rect]) -> PoolingMode:
-    """Return how a table's parts are pooled: those of a mean are sums, divided at the end."""
-    splits_rows = len({rect.row_start for rect in rects}) > 1
-    return ROW_PARTS[pooling].pooling if splits_rows else pooling
+def pooling_of_parts(pooling: PoolingType, rects: Sequence[Rect]) -> PoolingType:
+    """Return how a table's parts are pooled: those of a mean are sums, divided at the end.
+
+    Raises:
+        ValueError: Parts of bags cannot be combined so.
+    """
+    if len({rect.row_start for rect in rects}) <= 1:
+        return pooling
+    if pooling not in ROW_PARTS:
+        raise ValueError(
+            f"Tables split by rows are pooled as one of {[p.name for p in ROW_PARTS]}; received "
+            f"PoolingType.{pooling.name}. Place such tables whole, or split them by columns."
+        )
+    return ROW_PARTS[pooling].pooling
 
 
 def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:

@@ -19,7 +19,7 @@ from recsys.distributed.planner.types import ParameterConstraints, PlannerError,
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.support import choose_backend
-from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingMode
+from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableCollection
 from recsys.optim.specs import TableOptimizer
@@ -110,7 +110,7 @@ class _ModuleReader:
         self._batch_size = batch_size
         self.weights = sharder.shardable_parameters(module)
         self._features = {name: [name] for name in self.weights}
-        self._poolings: dict[str, PoolingMode] = {}
+        self._poolings: dict[str, PoolingType] = {}
         self._is_weighted = False
         for part in module.modules():
             if isinstance(part, TableCollection):
@@ -118,7 +118,7 @@ class _ModuleReader:
                     self._features[config.name] = config.feature_names
                     self._poolings[config.name] = pooling
                 self._is_weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
-        self._is_pooled = PoolingMode.NONE not in self._poolings.values()
+        self._is_pooled = PoolingType.NONE not in self._poolings.values()
         none = ParameterConstraints()
         self.constraints = {name: constraints.get(name, none) for name in self.weights}
         for name, own in self.constraints.items():
@@ -171,7 +171,7 @@ class _ModuleReader:
                 num_features=len(of_table),
                 skews=tuple((t.draws / draws, t.skew) for t in of_table) if draws else (),
                 is_pooled=self._is_pooled,
-                is_mean=self._poolings.get(name) is PoolingMode.MEAN,
+                is_mean=self._poolings.get(name) is PoolingType.MEAN,
                 is_weighted=self._is_weighted or constraints.is_weighted,
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
                 constraints=constraints,
@@ -192,7 +192,7 @@ class _ModuleReader:
             output_dtype=torch.float32,
             dims=[weight.shape[1]],
             feature_table_map=[0],
-            pooling=self._poolings.get(name, PoolingMode.SUM),
+            pooling=self._poolings.get(name, PoolingType.SUM),
             optimizer=optimizer.spec,
             update_mode=optimizer.update_mode,
             location=EmbeddingLocation.HOST,

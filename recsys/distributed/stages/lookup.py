@@ -22,7 +22,7 @@ from recsys.kernels.types import (
     EmbOptimType,
     LookupSettings,
     OptimizerSpec,
-    PoolingMode,
+    PoolingType,
     TableSpec,
     UpdateMode,
 )
@@ -46,7 +46,7 @@ class GroupSettings:
         cache_load_factor: share of the rows that a device cache holds; None: FBGEMM's default.
     """
 
-    pooling: PoolingMode
+    pooling: PoolingType
     weights_dtype: torch.dtype
     optimizer: OptimizerSpec | None
     requires_grad: bool
@@ -113,7 +113,7 @@ def build_lookups(
     found = []
     for group in groups:
         settings: GroupSettings = group.key  # type: ignore[assignment]
-        pooled = settings.pooling is not PoolingMode.NONE
+        pooled = settings.pooling is not PoolingType.NONE
         kernel = TableBatchedEmbedding(
             [
                 TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)

@@ -15,7 +15,7 @@ from recsys.distributed.placement.layout import (
     build_layout,
     merge_ranges,
 )
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 
 # Tables are named by a letter; "g" is the one lookup group unless said otherwise.
 
@@ -170,7 +170,7 @@ def test_ids_are_the_range_of_the_rows_unless_told() -> None:
 
 def test_only_means_over_row_blocks_are_averaged_at_the_end() -> None:
     halves = [rect((0, 5), (0, 4), 0), rect((5, 10), (0, 4), 1)]
-    rules = [PoolingMode.MEAN, PoolingMode.SUM, PoolingMode.MEAN]
+    rules = [PoolingType.MEAN, PoolingType.SUM, PoolingType.MEAN]
     tables = [
         dataclasses.replace(table(name, rects), combine=rule)
         for name, rects, rule in zip("abc", ([rect(*WHOLE, 0)], halves, halves), rules, strict=True)
@@ -188,7 +188,7 @@ def test_without_pooling_lookups_serve_one_width_and_nodes_do_not_matter() -> No
     pooled = build_layout(pair, num_features=1, world_size=4, node_size=2)
     assert [len(groups) for groups in pooled.groups] == [1, 1, 0, 0]
     assert pooled.is_hierarchical
-    bare = [dataclasses.replace(each, combine=PoolingMode.NONE) for each in pair]
+    bare = [dataclasses.replace(each, combine=PoolingType.NONE) for each in pair]
     sequence = build_layout(bare, num_features=1, world_size=4, node_size=2)
     assert [len(groups) for groups in sequence.groups] == [2, 2, 0, 0]
     assert not sequence.is_hierarchical

@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 
-from recsys.distributed.placement.layout import PlacedTable, Rect
+from recsys.distributed.placement.layout import ROW_PARTS, PlacedTable, Rect
 from recsys.distributed.placement.strategies import (
     STRATEGIES,
     check_plan_covers,
     parameter_sharding,
     placement,
+    pooling_of_parts,
     rects_of,
     split_evenly,
 )
@@ -23,6 +24,7 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recsys.kernels.types import PoolingType
 from tests.offenders import check_each
 
 TW, RW, CW = ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE
@@ -174,3 +176,12 @@ def test_a_plan_names_every_table_and_no_other() -> None:
     check_plan_covers("ebc", plan, ["b", "a"])
     with pytest.raises(ValueError, match=r"missing: \['c'\], not in the module: \['b'\]"):
         check_plan_covers("ebc", plan, ["a", "c"])
+
+
+def test_a_pooling_without_a_rule_for_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ROW_PARTS, PoolingType.MEAN)
+    columns = [Rect(row_start=0, row_end=4, col_start=c, col_end=c + 4, rank=0) for c in (0, 4)]
+    assert pooling_of_parts(PoolingType.MEAN, columns) is PoolingType.MEAN
+    rows = [Rect(row_start=r, row_end=r + 2, col_start=0, col_end=8, rank=0) for r in (0, 2)]
+    with pytest.raises(ValueError, match=r"one of \['SUM', 'NONE'\]; received PoolingType.MEAN"):
+        pooling_of_parts(PoolingType.MEAN, rows)

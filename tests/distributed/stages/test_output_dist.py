@@ -19,7 +19,7 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.stages.output_dist import Backward, ColumnGather, OutputDist
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.scaled_loss import TableUpdates
-from recsys.kernels.types import PoolingMode
+from recsys.kernels.types import PoolingType
 from recsys.sparse import KeyedJaggedTensor
 from tests.ranks import RankPool
 
@@ -50,7 +50,7 @@ def test_a_gather_lays_out_blocks_and_adds_up_what_overlaps(seed: int) -> None:
     assert torch.equal(gather.spread(grad), spread)
 
 
-def _tables(world_size: int, combine: PoolingMode, seed: int) -> list[PlacedTable]:
+def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTable]:
     """A table on one rank, one split by rows, by columns, by both on one node, and a replica."""
     rng = random.Random(seed)
 
@@ -105,7 +105,7 @@ def _outputs(layout: Layout, groups: Any, streams: Any, samples: range) -> list[
     ]
 
 
-def _pooled(node_size: int, combine: PoolingMode, seed: int) -> None:
+def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     layout = build_layout(
         _tables(env.world_size, combine, seed), 5, env.world_size, node_size=node_size
@@ -162,7 +162,7 @@ def _pooled(node_size: int, combine: PoolingMode, seed: int) -> None:
             for at, (slot, col) in enumerate(columns):
                 number = layout.slots.index(slot)
                 divisor = env.world_size
-                if combine is PoolingMode.MEAN and number in layout.split_slots:
+                if combine is PoolingType.MEAN and number in layout.split_slots:
                     divisor *= max((number + i) % 4, 1)
                 assert lookup.grad is not None
                 assert lookup.grad[i, at].item() == pytest.approx((1 + i + col) / divisor)
@@ -172,10 +172,10 @@ def _pooled(node_size: int, combine: PoolingMode, seed: int) -> None:
         assert torch.equal(replica.grad, grads.view(len(own), layout.width)[:, cols])
 
 
-@pytest.mark.parametrize("combine", [PoolingMode.SUM, PoolingMode.MEAN], ids=str)
+@pytest.mark.parametrize("combine", [PoolingType.SUM, PoolingType.MEAN], ids=str)
 @pytest.mark.parametrize(("num_ranks", "node_size"), [(2, 2), (4, 4), (4, 2)])
 def test_pooled_embeddings_reach_their_samples_and_gradients_their_lookups(
-    ranks: RankPool, num_ranks: int, node_size: int, combine: PoolingMode
+    ranks: RankPool, num_ranks: int, node_size: int, combine: PoolingType
 ) -> None:
     for seed in range(2):
         ranks(num_ranks, _pooled, node_size, combine, seed)
@@ -186,7 +186,7 @@ def _sequence(seed: int) -> None:
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     whole_rows = [
         table
-        for table in _tables(env.world_size, PoolingMode.NONE, seed)
+        for table in _tables(env.world_size, PoolingType.NONE, seed)
         if len(table.row_starts) < 2  # whose ids are bucketized by the input stage
     ]
     tables = [
