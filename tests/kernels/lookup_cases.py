@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from recsys.kernels.backend import POOLING_CODES
 from recsys.kernels.support import BACKENDS
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
@@ -122,7 +123,7 @@ def output_gradient(case: Case, step: int, shape: torch.Size) -> Tensor:
 
 @st.composite
 def cases(draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3) -> Case:
-    pooling = draw(st.sampled_from(list(PoolingType)))
+    pooling = draw(st.sampled_from(list(POOLING_CODES)))
     num_tables = draw(st.integers(1, max_tables))
     if pooling is PoolingType.NONE:
         dims = (draw(st.integers(1, 9)),) * num_tables

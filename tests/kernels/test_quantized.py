@@ -61,7 +61,7 @@ def test_a_single_row_of_an_odd_width_is_read(bits: int) -> None:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("pooling", PoolingType)
+@pytest.mark.parametrize("pooling", POOLING_CODES)
 @pytest.mark.parametrize("bits", [[8, 8], [4, 4], [8, 4], [16, 16], [16, 4], [32, 2]])
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("row_alignment", [1, 16])

@@ -106,7 +106,7 @@ def measured_settings() -> list[LookupSettings]:
         found.append(settings(optimizer=spec))
     for algorithm, dims in itertools.product(FUSED_ON_CPU, ((3, 3), (1, 1), (5, 4), (4, 12))):
         found.append(settings(dims=dims, optimizer=OptimizerSpec(algorithm=algorithm)))
-    for algorithm, pooling in itertools.product(FUSED_ON_CPU, PoolingType):
+    for algorithm, pooling in itertools.product(FUSED_ON_CPU, POOLING_CODES):
         found.append(settings(pooling=pooling, optimizer=OptimizerSpec(algorithm=algorithm)))
     rowwise = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     found.extend(
