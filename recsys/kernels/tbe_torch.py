@@ -359,8 +359,6 @@ class TorchKernel(Backend):
             return sum_bags(matrix, *batch)
         if self.pooling is PoolingType.MEAN:
             return sum_bags(matrix, *batch) / batch.offsets.diff().clamp_(min=1).unsqueeze(1)
-        if self.pooling is PoolingType.MAX:
-            return greatest_of_bags(matrix, batch)[0]
         raise NotImplementedError(f"TorchKernel does not pool by {self.pooling}.")
 
     def _gradient_of_ids(
@@ -382,16 +380,13 @@ class TorchKernel(Backend):
             grad = torch.cat([pieces[f] for f in group.features], dim=1)
         # bag (f, b) of the input is row b * F + f of the gradients
         bags = torch.arange(num_bags * num_features, device=device)
-        bag_of_id = bags.repeat_interleave(part.offsets.diff(), output_size=num_ids)
-        source = bags.view(num_bags, num_features).t().reshape(-1).index_select(0, bag_of_id)
+        source = (
+            bags.view(num_bags, num_features)
+            .t()
+            .reshape(-1)
+            .repeat_interleave(part.offsets.diff(), output_size=num_ids)
+        )
         scale = part.weights
-        if self.pooling is PoolingType.MAX:
-            _, greatest = greatest_of_bags(group.matrix(self.storage), part)
-            hits = part.indices.unsqueeze(1).eq(greatest.index_select(0, bag_of_id)).float()
-            times = torch.zeros_like(greatest, dtype=torch.float32).index_add_(0, bag_of_id, hits)
-            own = grad.reshape(-1, group.dim).float().index_select(0, source)
-            own *= hits / times.index_select(0, bag_of_id).clamp_(min=1)
-            return own, torch.arange(num_ids, device=device), None
         if self.pooling is PoolingType.MEAN:
             inverse = inverse_bag_length(part.offsets, num_ids)
             scale = inverse if scale is None else scale * inverse
@@ -456,20 +451,6 @@ def sum_bags(matrix: Tensor, row_ids: Tensor, offsets: Tensor, weights: Tensor |
         per_sample_weights=weights,
         include_last_offset=True,
     )
-
-
-def greatest_of_bags(matrix: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Per bag and column the greatest value, in fp32, and the row that has it: [bags, D] both.
-
-    Raises:
-        ValueError: The ids have weights.
-    """
-    if batch.weights is not None:
-        raise ValueError("PoolingType.MAX takes no per_sample_weights; received some.")
-    found = torch.embedding_bag(
-        matrix, batch.indices, batch.offsets.long(), False, 2, False, None, True
-    )
-    return found[0].float(), found[3]
 
 
 def _sum_by_row(

@@ -32,8 +32,6 @@ class PoolingType(enum.Enum):
     SUM = "SUM"
     MEAN = "MEAN"
     """Sum divided by the number of ids, weighted or not."""
-    MAX = "MAX"
-    """The greatest of each column; of ids without weights."""
     NONE = "NONE"
     """They do not: a sequence lookup, one row per id."""
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.fused_params import optimizer_of_table
-from recsys.distributed.placement.layout import ROW_PARTS
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.constants import BATCH_SIZE
@@ -25,7 +24,6 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableCollection
 from recsys.optim.specs import TableOptimizer
 
-_SPLITS_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
 _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")
 
 
@@ -157,11 +155,6 @@ class _ModuleReader:
                 )
             draws = sum(t.draws for t in of_table)
             asked = constraints.sharding_types, constraints.compute_kernels
-            kernels = usual
-            if asked != (None, None):
-                kernels = _kernels(self._sharder, *asked, self._device)
-            if self._poolings.get(name, PoolingType.SUM) not in ROW_PARTS:
-                kernels = {kind: of for kind, of in kernels.items() if kind not in _SPLITS_ROWS}
             yield PlannedTable(
                 path=self._path,
                 name=name,
@@ -182,7 +175,9 @@ class _ModuleReader:
                 is_weighted=self._is_weighted or constraints.is_weighted,
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
                 constraints=constraints,
-                kernels=kernels,
+                kernels=usual
+                if asked == (None, None)
+                else _kernels(self._sharder, *asked, self._device),
             )
 
     def _runs_on_torch(
