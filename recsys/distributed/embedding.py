@@ -77,11 +77,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _adopt(self, module: Any) -> None:
         self._need_indices: bool = module.need_indices()
-        if isinstance(module, ShardedEmbeddingCollection):
-            self._use_index_dedup = module._use_index_dedup
-
-    def _input_options(self) -> dict[str, bool]:
-        return {"distinct": self._use_index_dedup}
 
     def _output_options(self) -> dict[str, bool]:
         return {"need_indices": self._need_indices}

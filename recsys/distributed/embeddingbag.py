@@ -34,10 +34,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     output_ops = POOLED_OPS
 
     def _adopt(self, module: Any) -> None:
-        self._is_weighted: bool = module.is_weighted()
-
-    def _input_options(self) -> dict[str, bool]:
-        return {"is_weighted": self._is_weighted}
+        self._is_weighted = module.is_weighted()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configuration of each table."""

@@ -22,14 +22,11 @@ from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
-    make_plan,
     materialize_dense,
     move_dense,
-    replace_modules,
-    resolve_device,
+    place_model,
     sharded_modules,
     sharded_names,
-    sharders_by_type,
     why_no_exchange,
 )
 from recsys.distributed.sharded_collection import canonical_device
@@ -213,28 +210,24 @@ class DistributedModelParallel(nn.Module):
         self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         with constructing(self.env):
             _check_not_wrapped(module)
-            self.device = resolve_device(self.env, device)
-            by_type = sharders_by_type(sharders)
-            if plan is None:
-                plan = make_plan(module, by_type, self.env, self.device, planner)
-            self._plan = plan
-            self._dmp_wrapped: nn.Module = replace_modules(
-                module, self._plan, by_type, self.env, self.device
+            module, self._plan, self.device = place_model(
+                module, self.env, device, plan, sharders, planner
             )
         if init_parameters:
-            materialize_dense(self._dmp_wrapped, self.device)
-        move_dense(self._dmp_wrapped, self.device)
-        self._optimizer = self._collect_fused_optimizers()
-        self._ahead = InputsAhead.of_model(self._dmp_wrapped)
-        self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            self._rename_for_load
-        )
+            materialize_dense(module, self.device)
+        move_dense(module, self.device)
+        self._hold(module)
         if init_data_parallel:
             self.init_data_parallel()
 
-    def _collect_fused_optimizers(self) -> CombinedOptimizer:
-        return CombinedOptimizer(
-            [(path, child.fused_optimizer) for path, child in sharded_modules(self._dmp_wrapped)]
+    def _hold(self, module: nn.Module) -> None:
+        self._dmp_wrapped = module
+        self._optimizer = CombinedOptimizer(
+            [(path, child.fused_optimizer) for path, child in sharded_modules(module)]
+        )
+        self._ahead = InputsAhead.of_model(module)
+        self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            self._rename_for_load
         )
 
     def init_data_parallel(self) -> None:
@@ -301,15 +294,10 @@ class DistributedModelParallel(nn.Module):
         copied._obstacle = why_no_exchange(copied.env, copied.device)
         module = self.module
         if isinstance(module, ShardedModule):
-            copied._dmp_wrapped = module.copy(copied.device)
+            copied._hold(module.copy(copied.device))
         else:
-            copied._dmp_wrapped = copy_around_sharded(module, copied.device)
-        copied._optimizer = copied._collect_fused_optimizers()
-        copied._ahead = InputsAhead.of_model(copied._dmp_wrapped)
+            copied._hold(copy_around_sharded(module, copied.device))
         copied.training = self.training
-        copied._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            copied._rename_for_load
-        )
         return copied
 
     def _rename_for_load(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

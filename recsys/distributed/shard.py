@@ -157,12 +157,7 @@ def shard_modules(
         'ShardedEmbeddingBagCollection'
     """
     env = env or ShardingEnv.default()
-    with constructing(env):
-        device = resolve_device(env, device)
-        by_type = sharders_by_type(sharders)
-        if plan is None:
-            plan = make_plan(module, by_type, env, device)
-        module = replace_modules(module, plan, by_type, env, device)
+    module, _, device = place_model(module, env, device, plan, sharders)
     if init_params:
         materialize_dense(module, device)
         move_dense(module, device)
@@ -204,27 +199,40 @@ def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
     )
 
 
-def sharders_by_type(
-    sharders: Sequence[ModuleSharder[Any]] | None,
-) -> dict[type[nn.Module], ModuleSharder[Any]]:
-    """Return the sharders, the default ones if None, by the module type that each replaces."""
-    chosen = get_default_sharders() if sharders is None else sharders
-    return {sharder.module_type: sharder for sharder in chosen}
-
-
-def make_plan(
+def place_model(
     module: nn.Module,
-    sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
     env: ShardingEnv,
-    device: torch.device,
+    device: torch.device | None,
+    plan: ShardingPlan | None,
+    sharders: Sequence[ModuleSharder[Any]] | None,
     planner: EmbeddingShardingPlanner | None = None,
-) -> ShardingPlan:
-    """Plans a model on its ranks; every rank gets the same plan."""
-    topology = Topology(world_size=env.world_size, compute_device=device.type)
-    planner = planner or EmbeddingShardingPlanner(topology=topology)
-    if env.world_size == 1:  # also one rank of a larger job by itself
-        return planner.plan(module, list(sharders.values()))
-    return planner.collective_plan(module, list(sharders.values()), env.process_group)
+) -> tuple[nn.Module, ShardingPlan, torch.device]:
+    """Replace, in place, what the plan names, as `replace_modules`; find what is not given.
+
+    Args:
+        module: the model.
+        env: the ranks.
+        device: where this rank works; the default one if None.
+        plan: if None, that of the planner; every rank gets the same.
+        sharders: the default ones if None.
+        planner: one for these ranks, with no constraints, if None.
+
+    Returns:
+        What `replace_modules` does, the plan, and this rank's device.
+    """
+    with constructing(env):
+        device = resolve_device(env, device)
+        chosen = get_default_sharders() if sharders is None else sharders
+        by_type = {sharder.module_type: sharder for sharder in chosen}
+        if plan is None:
+            topology = Topology(world_size=env.world_size, compute_device=device.type)
+            planner = planner or EmbeddingShardingPlanner(topology=topology)
+            of_types = list(by_type.values())
+            if env.world_size == 1:  # also one rank of a larger job by itself
+                plan = planner.plan(module, of_types)
+            else:
+                plan = planner.collective_plan(module, of_types, env.process_group)
+        return replace_modules(module, plan, by_type, env, device), plan, device
 
 
 def replace_modules(

@@ -87,6 +87,8 @@ class ShardedCollection(ShardedModule):
     """What sends embeddings back."""
     output_ops: ClassVar[Sequence[CommOp]]
     """The names of its exchange in a registry of codecs."""
+    _is_weighted = False
+    _use_index_dedup = False
 
     def __init__(
         self,
@@ -171,11 +173,7 @@ class ShardedCollection(ShardedModule):
         return facts
 
     def _adopt(self, module: Any) -> None:
-        """Take over the settings of the given module, or of a sharded one that is copied."""
-
-    def _input_options(self) -> dict[str, bool]:
-        """Return what the input stage is told besides what every collection tells it."""
-        return {}
+        """Take over the settings of the given module."""
 
     def _output_options(self) -> dict[str, bool]:
         """Return what the output stage is told besides what every collection tells it."""
@@ -200,8 +198,9 @@ class ShardedCollection(ShardedModule):
             env,
             device,
             self._bounds_check_mode,
+            is_weighted=self._is_weighted,
+            distinct=self._use_index_dedup,
             owner=type(self).__name__,
-            **self._input_options(),
         )
         own = layout.groups[env.rank]
         self._lookups = build_lookups(own, layout.tables, device, env.world_size)
@@ -395,16 +394,11 @@ class ShardedCollection(ShardedModule):
     def copy(self, device: torch.device) -> Self:
         """Return a copy on another device: same plan, weight, optimizer state, learning rates."""
         other = type(self).__new__(type(self))
+        # the settings; what is built of them is built anew
+        other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
         nn.Module.__init__(other)
-        other._configs = copy.deepcopy(self._configs)
-        other._poolings = self._poolings
-        other._plan = copy.deepcopy(self._plan)
-        other._qcomm_codecs_registry = self._qcomm_codecs_registry
-        other._env = self._env
-        other._bounds_check_mode = self._bounds_check_mode
-        other._output_dtype = self._output_dtype
+        other._configs, other._plan = copy.deepcopy((self._configs, self._plan))
         other._device = canonical_device(device)
-        other._adopt(self)
         other._build(self._options)
         own, others = self._tables(), other._tables()
         with torch.no_grad():

@@ -77,23 +77,7 @@ def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> li
     return KeyedTensor.regroup(keyed_tensors, groups)
 
 
-def permute_multi_embedding(
-    keyed_tensors: list[KeyedTensor], groups: list[list[str]]
-) -> list[Tensor]:
-    """Gather keys of several keyed tensors, as `regroup_kts` does.
-
-    Args:
-        keyed_tensors: sources, alike in all but the keys.
-        groups: the keys of each result, in order; a key may serve several groups.
-
-    Returns:
-        One `[B, sum of widths]` per group; differentiable.
-
-    Raises:
-        KeyError: no source has a key.
-        ValueError: two sources have it, sources differ in `key_dim`, or a group is empty.
-    """
-    return KeyedTensor.regroup(keyed_tensors, groups)
+permute_multi_embedding = regroup_kts
 
 
 def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

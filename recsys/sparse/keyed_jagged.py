@@ -122,8 +122,10 @@ class KeyedJaggedTensor(Bags):
         )
         if offset_per_key is not None and length_per_key is None:
             length_per_key = [b - a for a, b in itertools.pairwise(offset_per_key)]
-        if length_per_key is not None or index_per_key is not None:
-            validate.check_known_numbers(keys, values, length_per_key, index_per_key)
+        if length_per_key is not None:
+            validate.check_length_per_key(keys, length_per_key, values)
+        if index_per_key is not None:
+            validate.check_one_per_key("index_per_key", keys, index_per_key)
         self._keys = keys
         self._values = values
         self._weights = weights

@@ -206,7 +206,7 @@ def check_length_per_key(keys: Sequence[str], length_per_key: list[int], values:
     Raises:
         ValueError: if they do not, naming a feature whose lengths are negative.
     """
-    _check_one_per_key("length_per_key", keys, length_per_key)
+    check_one_per_key("length_per_key", keys, length_per_key)
     check_total("KeyedJaggedTensor", sum(length_per_key), values)
     if min(length_per_key, default=0) < 0:
         index = next(i for i, length in enumerate(length_per_key) if length < 0)
@@ -216,7 +216,12 @@ def check_length_per_key(keys: Sequence[str], length_per_key: list[int], values:
         )
 
 
-def _check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
+def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
+    """Check that there is a number for each key.
+
+    Raises:
+        ValueError: if not.
+    """
     if len(numbers) != len(keys):
         raise ValueError(
             f"KeyedJaggedTensor.{name} must have one entry per key; received {len(numbers)} for "
@@ -313,23 +318,6 @@ def check_strides(
     if stride is None:
         stride = max(stride_per_key, default=0)
     return stride if num_samples is None else num_samples, per_rank
-
-
-def check_known_numbers(
-    keys: Sequence[str],
-    values: Tensor,
-    length_per_key: list[int] | None,
-    index_per_key: dict[str, int] | None,
-) -> None:
-    """Check the numbers per key that the constructor was told.
-
-    Raises:
-        ValueError: if they are not one for each key, or do not account for all values.
-    """
-    if length_per_key is not None:
-        check_length_per_key(keys, length_per_key, values)
-    if index_per_key is not None:
-        _check_one_per_key("index_per_key", keys, index_per_key)
 
 
 def check_inverse_indices(

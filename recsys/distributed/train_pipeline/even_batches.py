@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recsys.distributed.ranks.agreement import agree
-from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
+from recsys.distributed.ranks.comm import broadcast_object, together
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.input_dist import LastBatches
 from recsys.kernels.arguments import choice
 from recsys.sparse import KeyedJaggedTensor
 
 B = TypeVar("B")
+_START = "start an epoch of EvenBatches"
 
 
 @unique
@@ -138,7 +139,8 @@ class EvenBatches(Generic[B]):
 
     def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
         """Return this rank's first batch, an empty one if it has none and others have."""
-        group = self._stages[0].env.process_group
+        env = self._stages[0].env
+        group = env.process_group
         batch: Any = missing
         facts: Exception | dict[str, str] = {"the policy": self._policy.value}
         try:
@@ -150,7 +152,7 @@ class EvenBatches(Generic[B]):
         self.is_filler = batch is missing
         have = [not self.is_filler]
         if group is not None:
-            have = agree(group, "start an epoch of EvenBatches", facts, have[0])
+            have = agree(group, _START, facts, have[0])
         if not any(have):
             raise ValueError(
                 "EvenBatches needs at least one batch; received none"
@@ -166,24 +168,18 @@ class EvenBatches(Generic[B]):
                 "'join', or give each rank data."
             )
         source = have.index(True)
-        sample: Any = None
-        failed: Exception | None = None
-        if group.rank() == source:
-            try:
-                sample = pickle.dumps(empty_batch(batch))
-            except Exception as raised:  # the other ranks wait for it
-                failed = raised
-                sample = failure_of(raised)
-        sample = broadcast_object(group, "start an epoch of EvenBatches", sample, source)
-        if not isinstance(sample, bytes):
-            raise_failure(source, sample, failed)
+
+        def sample() -> bytes:
+            return pickle.dumps(empty_batch(batch)) if env.rank == source else b""
+
+        packed = together(env, _START, sample)  # an error of the source is raised on all
+        received = broadcast_object(group, _START, packed, source)
         if not self.is_filler:
             return batch
-        device = self._stages[
-            0
-        ].device  # what lay on the GPU of the source goes to that of this rank
+        # what lay on the GPU of the source goes to that of this rank
+        device = self._stages[0].device
         return _map_batch(
-            pickle.loads(sample), lambda part: part.to(device) if part.is_cuda else part
+            pickle.loads(received), lambda part: part.to(device) if part.is_cuda else part
         )
 
 
