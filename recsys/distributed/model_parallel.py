@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Protocol, final
 
@@ -78,6 +79,7 @@ class DataParallelWrapper(Protocol):
 
 
 @final
+@dataclass(eq=False)
 class DefaultDataParallelWrapper:
     """Wraps the dense parts in DistributedDataParallel, as many as there are trainable.
 
@@ -90,18 +92,10 @@ class DefaultDataParallelWrapper:
             buffers are taken to stay as they are.
     """
 
-    def __init__(
-        self,
-        bucket_cap_mb: int = 25,
-        static_graph: bool = False,
-        find_unused_parameters: bool = False,
-        *,
-        broadcast_buffers: bool | None = None,
-    ) -> None:
-        self._bucket_cap_mb = bucket_cap_mb
-        self._static_graph = static_graph
-        self._find_unused_parameters = find_unused_parameters
-        self._broadcast_buffers = broadcast_buffers
+    bucket_cap_mb: int = 25
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool | None = field(default=None, kw_only=True)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap the inner module in place, if there are several ranks and dense parameters."""
@@ -123,7 +117,7 @@ class DefaultDataParallelWrapper:
                 "apply_optimizer_in_backward the tables only, and step the others' optimizer."
             )
         exclude_sharded_from_ddp(module)
-        broadcasts = self._broadcast_buffers
+        broadcasts = self.broadcast_buffers
         if broadcasts is None:
             broadcasts = any(_has_running_statistics(child) for child in module.modules())
         settings: dict[str, Any] = {_BROADCAST_BUFFERS: broadcasts}
@@ -133,9 +127,9 @@ class DefaultDataParallelWrapper:
             process_group=env.process_group,
             gradient_as_bucket_view=True,
             **settings,
-            bucket_cap_mb=self._bucket_cap_mb,
-            static_graph=self._static_graph,
-            find_unused_parameters=self._find_unused_parameters,
+            bucket_cap_mb=self.bucket_cap_mb,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused_parameters,
         )
         dmp._dmp_wrapped.training = module.training
 

@@ -147,6 +147,7 @@ class JaggedTensor(Bags):
 
     _values: Tensor | None  # type: ignore[assignment]  # None: still to be cut out of the views
     _views: FeatureViews | None
+    _index: int  # of the feature in the views
 
     def __init__(
         self,
@@ -165,7 +166,6 @@ class JaggedTensor(Bags):
         self._lengths = lengths
         self._offsets = offsets
         self._views = None
-        self._index = 0
         if validate.is_checked_in_full(values, lengths, offsets):
             self.validate()
 
@@ -197,7 +197,6 @@ class JaggedTensor(Bags):
         jt._lengths = lengths
         jt._offsets = offsets
         jt._views = None
-        jt._index = 0
         return jt
 
     @staticmethod
@@ -470,7 +469,6 @@ class JaggedTensor(Bags):
     ) -> None:
         self._values, self._weights, self._lengths, self._offsets = state
         self._views = None
-        self._index = 0
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "JaggedTensor":
         parts = (None if part is None else function(part) for part in self.__getstate__())

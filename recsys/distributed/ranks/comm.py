@@ -10,8 +10,9 @@ from __future__ import annotations
 import abc
 import builtins
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, final
 
 import torch
@@ -26,10 +27,11 @@ T = TypeVar("T")
 
 
 @final
+@dataclass(eq=False, slots=True)
 class Pending:
     """A tensor that an exchange is filling.
 
-    Args:
+    Attributes:
         tensor: what is being filled.
         work: the exchange, if there is one.
         keep: the input, which must outlive the exchange.
@@ -38,21 +40,12 @@ class Pending:
         what: the ranks do in the exchange, for messages.
     """
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        work: dist.Work | None = None,
-        keep: Tensor | None = None,
-        decode: Callable[[Tensor], Tensor] | None = None,
-        env: ShardingEnv | None = None,
-        what: str = "",
-    ) -> None:
-        self._env = env
-        self._what = what
-        self._tensor = tensor
-        self._work = work
-        self._keep = keep
-        self._decode = decode
+    tensor: Tensor
+    work: dist.Work | None = None
+    keep: Tensor | None = None
+    decode: Callable[[Tensor], Tensor] | None = None
+    env: ShardingEnv | None = None
+    what: str = ""
 
     def wait(self) -> Tensor:
         """Wait for the exchange and return the tensor.
@@ -60,17 +53,17 @@ class Pending:
         Raises:
             LostContactError: if contact with another rank is lost.
         """
-        if self._work is not None:
+        if self.work is not None:
             try:
-                self._work.wait()
+                self.work.wait()
             except RuntimeError as error:
-                assert self._env is not None
-                raise_explained(error, self._env.process_group, self._what)
-            self._work = self._keep = None
-        if self._decode is not None:
-            self._tensor = self._decode(self._tensor)
-            self._decode = None
-        return self._tensor
+                assert self.env is not None
+                raise_explained(error, self.env.process_group, self.what)
+            self.work = self.keep = None
+        if self.decode is not None:
+            self.tensor = self.decode(self.tensor)
+            self.decode = None
+        return self.tensor
 
 
 def all_to_all(
@@ -208,13 +201,18 @@ _met_outside: ContextVar[bool] = ContextVar("met_outside", default=False)
 
 
 @contextmanager
-def met_outside() -> Iterator[None]:
-    """Leave it to the caller to tell the other ranks of errors: `together` only works."""
-    token = _met_outside.set(True)
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value for as long as the block runs."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _met_outside.reset(token)
+        variable.reset(token)
+
+
+def met_outside() -> AbstractContextManager[None]:
+    """Leave it to the caller to tell the other ranks of errors: `together` only works."""
+    return holding(_met_outside, True)
 
 
 def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:

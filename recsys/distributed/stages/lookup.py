@@ -114,6 +114,7 @@ def build_lookups(
     for group in groups:
         settings: GroupSettings = group.key  # type: ignore[assignment]
         pooled = settings.pooling is not PoolingType.NONE
+        optimizer, mode = _updates(settings, replicated)
         kernel = TableBatchedEmbedding(
             [
                 TableSpec(name=tables[t].name, num_rows=r.num_rows, dim=r.num_cols)
@@ -123,8 +124,8 @@ def build_lookups(
             * (num_sources if reads_by_rank(group, pooled=pooled) else 1),
             pooling=settings.pooling,
             weights_dtype=settings.weights_dtype,
-            optimizer=_kernel_optimizer(settings, replicated),
-            update_mode=_update_mode(settings, replicated),
+            optimizer=optimizer,
+            update_mode=mode,
             device=device,
             location=settings.location,
             cache_load_factor=settings.cache_load_factor,
@@ -149,6 +150,7 @@ def needs_one_width(
         device: the GPU.
         replicated: whether the tables are replicated.
     """
+    optimizer, mode = _updates(settings, replicated)
     choice = choose_backend(
         LookupSettings(
             device=device,
@@ -157,8 +159,8 @@ def needs_one_width(
             dims=list(dims),
             feature_table_map=list(range(len(dims))),
             pooling=settings.pooling,
-            optimizer=_kernel_optimizer(settings, replicated),
-            update_mode=_update_mode(settings, replicated),
+            optimizer=optimizer,
+            update_mode=mode,
             location=settings.location or EmbeddingLocation.DEVICE,
         )
     )
@@ -168,17 +170,13 @@ def needs_one_width(
 _PLACEHOLDER = OptimizerSpec(algorithm=EmbOptimType.SGD)
 
 
-def _update_mode(settings: GroupSettings, replicated: bool) -> UpdateMode:
+def _updates(settings: GroupSettings, replicated: bool) -> tuple[OptimizerSpec | None, UpdateMode]:
+    """Return what a lookup's kernel is told of the optimizer, and when it uses it."""
     if not settings.requires_grad:
-        return UpdateMode.GRADIENT
-    if replicated or settings.deferred or settings.exchanges_row_statistics:
-        return UpdateMode.DEFERRED
-    return UpdateMode.GRADIENT if settings.optimizer is None else UpdateMode.FUSED
-
-
-def _kernel_optimizer(settings: GroupSettings, replicated: bool) -> OptimizerSpec | None:
-    if not settings.requires_grad:
-        return None
-    if settings.optimizer is None and replicated:
-        return _PLACEHOLDER  # row gradients are collected, then put into `.grad`
-    return settings.optimizer
+        return None, UpdateMode.GRADIENT
+    if replicated:  # row gradients are collected; without an optimizer they are put into `.grad`
+        return settings.optimizer or _PLACEHOLDER, UpdateMode.DEFERRED
+    if settings.deferred or settings.exchanges_row_statistics:
+        return settings.optimizer, UpdateMode.DEFERRED
+    own = settings.optimizer
+    return own, UpdateMode.GRADIENT if own is None else UpdateMode.FUSED

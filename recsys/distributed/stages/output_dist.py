@@ -43,6 +43,8 @@ _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of columns, half open."""
+MeanSlot = tuple[int, int, int]
+"""A position among the row-split slots, and the first and last column of its output."""
 
 
 @final
@@ -77,6 +79,31 @@ class Stage(Protocol):
     has_exchange: bool
     backward: Backward | None
     grad_scale: float
+
+
+class PooledStage(Stage, Protocol):
+    """A stage that exchanges columns of samples, and adds up what arrives.
+
+    What a rank sends are the rows of all samples, or blocks of rows, side by side.
+
+    Attributes:
+        group_widths: columns of each lookup of this rank that takes part.
+        sent_widths: `[R]` elements for each rank, a sample of it.
+        widths: `[R]` elements from each rank, a sample.
+        gather: lays out what arrives.
+        mean_slots: what is divided by the lengths of bags.
+        blocks: per block the ranks whose samples it has rows of, and its columns.
+        order: the parts of the blocks, one for each rank, in the order they are sent; None: a
+            single block is sent as it is.
+    """
+
+    group_widths: list[int]
+    sent_widths: np.ndarray
+    widths: np.ndarray
+    gather: ColumnGather
+    mean_slots: Sequence[MeanSlot]
+    blocks: list[tuple[np.ndarray, int]]
+    order: np.ndarray | None
 
 
 S = TypeVar("S", bound=Stage)
@@ -440,7 +467,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         layout, env, device = self.layout, self.env, self.device
         self._dims = [slot.dim for slot in layout.slots]
         self._bags = tuple(self._dims), tuple(self.feature_names[s.feature] for s in layout.slots)
-        self.mean_slots = [  # positions in split_slots, and first and last column
+        self.mean_slots: Sequence[MeanSlot] = [
             (place, slot.col, slot.col + slot.dim)
             for place in layout.averaged_slots
             for slot in [layout.slots[layout.split_slots[place]]]
@@ -462,7 +489,15 @@ class OutputDist(OutputStage[KeyedTensor]):
         self.gather = ColumnGather(blocks, layout.width, device)
         self.codecs = codecs.fitted(self.gather.chunk)
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
-        self.flat_width = sum(self.group_widths)
+        ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
+        self.sent_widths = np.full(env.world_size, flat_width)
+        self.blocks = [(ranks, flat_width)]
+        self.order: np.ndarray | None = None
+        if self.hop is not None and self.hop.width:
+            stands_for = np.array(self.hop.stands_for)
+            self.sent_widths[stands_for] += self.hop.width
+            self.blocks.append((stands_for, self.hop.width))
+            self.order = np.argsort(np.concatenate([ranks, stands_for]), kind="stable")
         self._is_identity = (
             env.world_size == 1
             and not self.mean_slots
@@ -479,12 +514,13 @@ class OutputDist(OutputStage[KeyedTensor]):
             return lambda: self._keyed(whole, trip)
         outputs: list[Tensor] = []
         if self.hop is not None and self.hop.width:
-            in_node = list(islice(lookups, self.hop.num_lookups))
+            in_node = list(islice(lookups, len(self.hop.group_widths)))
             sums = self.hop.start(trip, in_node, trains)
             outputs = [*lookups, sums()]  # looked up while the node's parts travel
         else:
             outputs = list(lookups)
-        wait = _PooledExchange(self, trip).start(outputs, replicas, trains, trip.anchor)
+        exchange = _PooledExchange(self, self.env, trip, trip.batch_sizes)
+        wait = exchange.start(outputs, replicas, trains, trip.anchor)
         return lambda: self._keyed(wait(), trip)
 
     def _keyed(self, pooled_BD: Tensor, trip: Trip) -> KeyedTensor:
@@ -496,21 +532,26 @@ class OutputDist(OutputStage[KeyedTensor]):
 
 
 @final
-class _PooledExchange(Exchange[OutputDist]):
-    """One batch's way through the stage, forward and backward.
+class _PooledExchange(Exchange[PooledStage]):
+    """One batch's way through the stage, or through a hop before it, forward and backward.
 
-    Where there is a hop, the last of the lookups' outputs are the node's sums.
+    Args:
+        stage: whose batch it is.
+        env: the ranks: all, or those of a node.
+        trip: of the batch.
+        samples: that each of them collects: its own, or in a node those of its peers too.
     """
 
-    def __init__(self, stage: OutputDist, trip: Trip) -> None:
-        sizes_R = self.batch_sizes = trip.batch_sizes
-        self.batch_size = int(sizes_R[stage.env.rank])
-        self.flat = sizes_R * stage.flat_width  # elements for each rank that are no sums of a node
-        sends = self.flat
-        if stage.hop is not None:
-            sends = sends + sizes_R * stage.hop.sum_widths
+    def __init__(
+        self, stage: PooledStage, env: ShardingEnv, trip: Trip, samples: np.ndarray
+    ) -> None:
+        self.batch_sizes = trip.batch_sizes
+        self.num_samples = int(samples[env.rank])
         super().__init__(
-            stage, stage.env, sends.tolist(), (stage.widths * self.batch_size).tolist()
+            stage,
+            env,
+            (samples * stage.sent_widths).tolist(),
+            (stage.widths * self.num_samples).tolist(),
         )
         self._bag_counts = trip.bag_counts
 
@@ -526,26 +567,19 @@ class _PooledExchange(Exchange[OutputDist]):
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output lies behind what arrives."""
-        num_groups = len(self.stage.group_widths)
-        sent = _join(lookups[:num_groups], self.batch_sizes, self.stage.device)
-        if len(lookups) > num_groups:
-            sent = self._interleave(sent, lookups[num_groups])
+        stage, num_groups = self.stage, len(self.stage.group_widths)
+        sent = _join(lookups[:num_groups], self.batch_sizes, stage.device)
+        if stage.order is not None:
+            blocks = zip((sent, *lookups[num_groups:]), stage.blocks, strict=True)
+            sizes = self.batch_sizes
+            parts = [part for x, (ranks, _) in blocks for part in x.split(sizes[ranks].tolist())]
+            sent = torch.cat([parts[i].reshape(-1) for i in stage.order])
         return self.start_sending(sent.reshape(-1), replicas)
-
-    def _interleave(self, flat_TC: Tensor, sums: Tensor) -> Tensor:
-        """Put the rows that each rank is sent together: its own samples' and the node's sums."""
-        assert self.stage.hop is not None
-        sizes, stands_for = self.batch_sizes.tolist(), self.stage.hop.stands_for
-        pieces: list[list[Tensor]] = [[rows] for rows in flat_TC.split(sizes)]
-        of_ranks = sums.split([sizes[rank] for rank in stands_for])
-        for rank, rows in zip(stands_for, of_ranks, strict=True):
-            pieces[rank].append(rows)
-        return torch.cat([rows.reshape(-1) for to_rank in pieces for rows in to_rank])
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
         self.wait()
-        output = self.stage.gather.collect(buffer, self.batch_size)
+        output = self.stage.gather.collect(buffer, self.num_samples)
         if self.stage.mean_slots:
             self._scale_means(output)
         return output
@@ -562,13 +596,15 @@ class _PooledExchange(Exchange[OutputDist]):
         stage, arrived, sums = self.stage, self.wait_for_grads(), []
         if arrived is None:
             return self.replica_grads(grad)
-        if stage.hop is not None and stage.hop.width:
-            pairs = zip(arrived.split(self.sends), self.flat.tolist(), strict=True)
-            flat, in_node = zip(*((part[:end], part[end:]) for part, end in pairs), strict=True)
-            arrived, sums = torch.cat(flat), [torch.cat(in_node).view(-1, stage.hop.width)]
+        if stage.order is not None:
+            sizes = [self.batch_sizes[ranks] * width for ranks, width in stage.blocks]
+            sent = arrived.split(np.concatenate(sizes)[stage.order].tolist())
+            whole = torch.cat([sent[i] for i in np.argsort(stage.order)])
+            arrived, *others = whole.split([int(of_block.sum()) for of_block in sizes])
+            sums = [x.view(-1, w) for x, (_, w) in zip(others, stage.blocks[1:], strict=True)]
         parts: Sequence[Tensor] = ()
-        if stage.flat_width:
-            parts = arrived.view(-1, stage.flat_width).split(stage.group_widths, dim=1)
+        if stage.group_widths:
+            parts = arrived.view(-1, stage.blocks[0][1]).split(stage.group_widths, dim=1)
         return [*(part.contiguous() for part in parts), *sums, *self.replica_grads(grad)]
 
 
@@ -598,6 +634,7 @@ class NodeHop:
     has_exchange = True
     grad_scale = 1.0
     backward: Backward | None = None
+    mean_slots: Sequence[MeanSlot] = ()
 
     def __init__(
         self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
@@ -605,14 +642,14 @@ class NodeHop:
         self.device = device
         self._whole_env, self.size = env, layout.node_size
         self._env: ShardingEnv | None = None  # of the node
-        node, self.place = divmod(env.rank, self.size)
-        self.stands_for = range(self.place, env.world_size, self.size)
-        in_node = [group.width for group in layout.groups[env.rank] if group.in_node]
-        self.group_widths, self.num_lookups = in_node, len(in_node)
+        node, place = divmod(env.rank, self.size)
+        self.stands_for = range(place, env.world_size, self.size)
+        self.group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
+        ranks, width = np.arange(env.world_size), sum(self.group_widths)
+        self.sent_widths, self.blocks = np.full(self.size, width), [(ranks, width)]
+        self.order: np.ndarray | None = ranks.reshape(-1, self.size).T.flatten()  # by place
         columns = node_columns(layout, node)
         self.width = _width(columns)
-        self.sum_widths = np.zeros(env.world_size, dtype=np.int64)  # for each rank, of a sample
-        self.sum_widths[self.place :: self.size] = self.width
         members = range(node * self.size, (node + 1) * self.size)
         blocks = [_ranges(layout, layout.streams[rank], in_node=True) for rank in members]
         self.widths = np.array([_width(block) for block in blocks])
@@ -632,46 +669,8 @@ class NodeHop:
         """
         if self._env is None:  # all ranks are here; while they are built, one may have failed
             self._env = self._whole_env.of_node(self.size)
-        return _HopExchange(self, self._env, trip).start(lookups, (), trains)
-
-
-@final
-class _HopExchange(Exchange[NodeHop]):
-    """One batch's hop, forward and backward."""
-
-    def __init__(self, stage: NodeHop, env: ShardingEnv, trip: Trip) -> None:
-        self.batch_sizes = trip.batch_sizes
-        samples = self.batch_sizes.reshape(-1, stage.size).sum(0)  # of each place in a node
-        self.num_sums = int(samples[stage.place])
-        sends = samples * stage.widths[stage.place]
-        super().__init__(stage, env, sends.tolist(), (stage.widths * self.num_sums).tolist())
-        ranks = np.arange(len(self.batch_sizes)).reshape(-1, stage.size)
-        self.by_place = ranks.T.flatten()
-
-    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange."""
-        parts_TC = _join(lookups, self.batch_sizes, self.stage.device)
-        by_rank = parts_TC.split(self.batch_sizes.tolist())
-        return self.start_sending(torch.cat([by_rank[r].reshape(-1) for r in self.by_place]))
-
-    def place(self, buffer: Tensor) -> Tensor:
-        """Wait, and add up."""
-        self.wait()
-        return self.stage.gather.collect(buffer, self.num_sums)
-
-    def spread(self, grad: Tensor) -> Tensor:
-        """Transposed `place`."""
-        return self.start_sending_back(self.stage.gather.spread(grad))
-
-    def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed `send`."""
-        arrived = self.wait_for_grads()
-        if arrived is None or not self.stage.group_widths:
-            return []
-        width = sum(self.stage.group_widths)
-        pieces = arrived.view(-1, width).split(self.batch_sizes[self.by_place].tolist())
-        parts_TC = torch.cat([pieces[place] for place in np.argsort(self.by_place)])
-        return [part.contiguous() for part in parts_TC.split(self.stage.group_widths, dim=1)]
+        samples = trip.batch_sizes.reshape(-1, self.size).sum(0)
+        return _PooledExchange(self, self._env, trip, samples).start(lookups, (), trains)
 
 
 def _within(outer: Ranges, inner: Ranges) -> Ranges:

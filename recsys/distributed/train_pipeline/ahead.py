@@ -14,13 +14,14 @@ same model, so they observe the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
+from recsys.distributed.ranks.comm import holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.input_dist import Trip, start_together
 from recsys.sparse import KeyedJaggedTensor
@@ -77,7 +78,7 @@ class InputsAhead:
                 calls.append((module, id(features)))
 
         paths = {id(features): path for path, features in _features_in((args, kwargs))}
-        with _asking(note):
+        with holding(started_ahead, note):
             yield
         modules = [module for module, _ in calls]
         self._paths = {
@@ -101,20 +102,11 @@ class InputsAhead:
                 return None
             return sent.pop(module, None)
 
-        with _asking(take):
+        with holding(started_ahead, take):
             yield
         for module, trip in sent.items():  # the model takes another way by now
             trip.ids()
             del self._paths[module]
-
-
-@contextmanager
-def _asking(ask: Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None]) -> Iterator[None]:
-    token = started_ahead.set(ask)
-    try:
-        yield
-    finally:
-        started_ahead.reset(token)
 
 
 def _features_in(given: object, path: _Path = ()) -> Iterator[tuple[_Path, KeyedJaggedTensor]]:
