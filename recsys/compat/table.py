@@ -609,7 +609,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.train_pipeline": "Write the loop by hand, as README does; embeddings "
     "are under way while dense layers work.",
     "torchrec.distributed.TrainPipeline": "Write the loop by hand, as README does.",
-    "torchrec.modules.mc_modules": "Ids must lie in their table: hash them before the model, "
+    "torchrec.modules.mc_modules": "Ids must be in their table: hash them before the model, "
     "by recsys.sparse.hash_ids.",
     "torchrec.modules.mc_embedding_modules": "Use EmbeddingBagCollection or EmbeddingCollection, "
     "and hash ids before the model by recsys.sparse.hash_ids.",

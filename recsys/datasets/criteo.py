@@ -72,7 +72,7 @@ def parse_criteo(lines: Sequence[bytes], path: str, first_line: int = 1) -> Crit
         Their fields.
 
     Raises:
-        ValueError: a line is cut off, or a field is not a number.
+        ValueError: a line is truncated, or a field is not a number.
     """
     text_C = np.frombuffer(b"".join(lines), np.uint8)
     ends = np.flatnonzero((text_C == _TAB) | (text_C == _NEWLINE))
@@ -136,7 +136,7 @@ def _blame_line(lines: Sequence[bytes], path: str, first_line: int) -> NoReturn:
                 f"{path}, line {number}: must have {_NUM_FIELDS} fields between tabs (a label, "
                 f"{INT_FEATURE_COUNT} counts, {CAT_FEATURE_COUNT} categories) and a newline; "
                 f"received {num_fields} fields and {ended}. "
-                "The file is cut off or damaged: download it again."
+                "The file is truncated or damaged: download it again."
             )
     raise AssertionError("some line must have had a wrong number of fields")
 
@@ -159,7 +159,7 @@ class CriteoDataset(IterableDataset[Batch]):
         FileNotFoundError: a file is missing.
         TypeError: the paths are one path, or the numbers of rows no whole ones.
         ValueError: a number is out of its range; while iterating, a file is empty, or a line is
-            damaged or cut off.
+            damaged or truncated.
 
     Example:
         >>> CriteoDataset([], batch_size=2, num_embeddings_per_feature=1000).keys[:2]
@@ -237,7 +237,7 @@ def _read_steps(path: Path, num_lines: int) -> Iterator[tuple[int, list[bytes]]]
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(
                     f"{path}, after line {first_line - 1}: must be a whole gzip file; received: "
-                    f"{error}. The file is cut off or damaged: download it again."
+                    f"{error}. The file is truncated or damaged: download it again."
                 ) from error
             if not lines:
                 if first_line == 1:

@@ -54,7 +54,7 @@ class BinaryCriteoUtils:
 
         Raises:
             FileNotFoundError: the file is missing.
-            ValueError: a line is damaged or cut off, there is none, or another data set is named.
+            ValueError: a line is damaged or truncated, there is none, or another data set is named.
         """
         check_path_manager_key(path_manager_key)
         if dataset_name not in ("criteo_1tb", "criteo_kaggle"):

@@ -69,7 +69,7 @@ class _Rows(IterableDataset[Any]):
             except ValueError as error:
                 raise ValueError(
                     f"{where}: must be a whole line of the data set; received "
-                    f"{' | '.join(fields)[:80]!r}: {error}. The file is damaged or cut off, or "
+                    f"{' | '.join(fields)[:80]!r}: {error}. The file is damaged or truncated, or "
                     "row_mapper is for another."
                 ) from error
             yield row
@@ -100,7 +100,7 @@ def criteo_terabyte(
 
     Raises:
         FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is cut off or damaged.
+        ValueError: while iterating, a line is truncated or damaged.
 
     Example:
         >>> import tempfile
@@ -132,7 +132,7 @@ def criteo_kaggle(
 
     Raises:
         FileNotFoundError: while iterating, the file is missing.
-        ValueError: while iterating, a line is cut off or damaged.
+        ValueError: while iterating, a line is truncated or damaged.
     """
     return criteo_terabyte([path], row_mapper=row_mapper, **open_kw)
 
@@ -181,7 +181,7 @@ def movielens_20m(
 
     Raises:
         FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is cut off or damaged, or rates an unknown film.
+        ValueError: while iterating, a line is truncated or damaged, or rates an unknown film.
 
     Example:
         >>> import tempfile
@@ -214,6 +214,6 @@ def movielens_25m(
 
     Raises:
         FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is cut off or damaged, or rates an unknown film.
+        ValueError: while iterating, a line is truncated or damaged, or rates an unknown film.
     """
     return _movielens(root, include_movies_data, row_mapper, open_kw)

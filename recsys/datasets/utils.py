@@ -93,7 +93,7 @@ class Batch:
         """Copy to a device.
 
         Args:
-            device: where the copy lies.
+            device: where the copy is.
             non_blocking: return before the copy has ended (needs pinned memory).
 
         Returns:
@@ -196,5 +196,5 @@ def check_path_manager_key(key: str) -> None:
     if key != PATH_MANAGER_KEY:
         raise ValueError(
             f"path_manager_key must be {PATH_MANAGER_KEY!r}, the machine's own files; received "
-            f"{key!r}. Mount or copy files that lie elsewhere."
+            f"{key!r}. Mount or copy files that are elsewhere."
         )

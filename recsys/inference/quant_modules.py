@@ -153,7 +153,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             [B, sum of D] in the output dtype, keys in the order of the float collection.
 
         Raises:
-            IndexError: An id lies outside its table.
+            IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
             TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: The batch has no weights or inverse indices where they are needed, or
@@ -372,7 +372,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             dtype, the feature's lengths, and its ids as weights if asked for.
 
         Raises:
-            IndexError: An id lies outside its table.
+            IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
             TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: Lengths do not fit.

@@ -180,7 +180,7 @@ class QuantizedBags(QuantizedTables):
             `[B, sum of dims]`, on the ids' device.
 
         Raises:
-            IndexError: if an id lies outside its table.
+            IndexError: if an id is outside its table.
             TypeError: if the ids are not integers.
             ValueError: if ids or weights have two dims, or the lengths do not fit the ids or the
                 features.

@@ -1,4 +1,4 @@
-"""A quantized model whose tables lie on several devices of one process."""
+"""A quantized model whose tables are on several devices of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shard_quant_model(
 
     Args:
         model: as `quantize_embeddings` returns it; left as it is.
-        world_size: the number of devices; on "cpu" all shards lie in host memory.
+        world_size: the number of devices; on "cpu" all shards are in host memory.
         compute_device: "cuda" or "cpu".
         sharding_device: "meta", "cuda" or "cpu", and all the same: each table goes straight to the
             device that looks it up.
@@ -82,7 +82,7 @@ def shard_quant_model(
     if compute_device == "cuda" and world_size > torch.cuda.device_count():
         raise ValueError(
             f"world_size must not exceed the CUDA devices, {torch.cuda.device_count()} here; "
-            f"received {world_size}. With compute_device='cpu' all shards lie in host memory."
+            f"received {world_size}. With compute_device='cpu' all shards are in host memory."
         )
     plan = sharding_plan or _spread(found, world_size, compute_device)
     sharded: dict[int, nn.Module] = {}

@@ -9,7 +9,7 @@ class SwishLayerNorm(nn.Module):
 
     Args:
         input_dims: sizes of the last dimensions, over which is normalized.
-        device: where the parameters lie.
+        device: where the parameters are.
 
     Example:
         >>> SwishLayerNorm(4)(torch.zeros(2, 4)).shape

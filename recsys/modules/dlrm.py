@@ -97,7 +97,7 @@ class DenseArch(nn.Module):
     Args:
         in_features: columns of the dense features.
         layer_sizes: of the MLP; the last is `D`.
-        device: where the parameters lie.
+        device: where the parameters are.
         batch_norm: as in `MLP`.
         dropout: as in `MLP`.
 
@@ -138,7 +138,7 @@ class InteractionArch(nn.Module):
 
     Args:
         num_sparse_features: `F`; with 0 the dense feature is given back.
-        device: where the pairs' positions lie; they move with the module.
+        device: where the pairs' positions are; they move with the module.
 
     Raises:
         ValueError: the number is negative.
@@ -208,7 +208,7 @@ class OverArch(nn.Module):
     Args:
         in_features: columns of the interactions.
         layer_sizes: of the MLP, ending in 1; the last layer has no activation.
-        device: where the parameters lie.
+        device: where the parameters are.
         batch_norm: as in `MLP`, for all layers but the last.
         dropout: as in `MLP`, for all layers but the last.
 
@@ -264,7 +264,7 @@ class DLRM(nn.Module):
             their place.
         dense_arch_layer_sizes: of the first MLP; the last must be `D`.
         over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
-        dense_device: where the MLPs' parameters lie.
+        dense_device: where the MLPs' parameters are.
         batch_norm: whether the MLPs' layers, but for the logit's, have batch norm; see `MLP`.
         dropout: share of those layers' outputs that are set to 0 in training, in [0, 1).
 

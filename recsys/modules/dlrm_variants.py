@@ -121,7 +121,7 @@ class DLRM_DCN(DLRM):
         over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
         dcn_num_layers: layers of the cross network.
         dcn_low_rank_dim: rank of its matrices.
-        dense_device: where the MLPs' and the cross network's parameters lie.
+        dense_device: where the MLPs' and the cross network's parameters are.
         batch_norm: as in `DLRM`.
         dropout: as in `DLRM`.
 
@@ -179,7 +179,7 @@ class DLRM_Projection(DLRM):
         over_arch_layer_sizes: of the last MLP; the last is 1 for a logit.
         interaction_branch1_layer_sizes: of one projection; the last is a multiple of `D`.
         interaction_branch2_layer_sizes: of the other; the last is a multiple of `D`.
-        dense_device: where the MLPs' parameters lie.
+        dense_device: where the MLPs' parameters are.
         batch_norm: as in `DLRM`, for the projections too.
         dropout: as in `DLRM`, for the projections too.
 

@@ -10,11 +10,11 @@ from torch import nn
 
 
 def pair_positions(num_vectors: int, device: torch.device | None = None) -> torch.Tensor:
-    """Say where the pairs lie in a flattened `V x V` matrix: its upper triangle, row by row.
+    """Say where the pairs are in a flattened `V x V` matrix: its upper triangle, row by row.
 
     Args:
         num_vectors: `V`.
-        device: where the positions lie.
+        device: where the positions are.
 
     Returns:
         `[P]` int64.
@@ -29,11 +29,11 @@ def pair_positions(num_vectors: int, device: torch.device | None = None) -> torc
 
 
 def pair_of_position(num_vectors: int, device: torch.device | None = None) -> torch.Tensor:
-    """Say which pair lies at each place of a flattened, symmetric `V x V` matrix.
+    """Say which pair is at each place of a flattened, symmetric `V x V` matrix.
 
     Args:
         num_vectors: `V`.
-        device: where the answer lies.
+        device: where the answer is.
 
     Returns:
         `[V * V]` int64; `P`, which is no pair, on the diagonal.

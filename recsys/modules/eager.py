@@ -21,7 +21,7 @@ def _run(collection: nn.Module, features: Any) -> Any:
     """
     output = collection.forward(features)
     output = output.wait() if hasattr(type(output), "wait") else output
-    if isinstance(output, dict):  # of jagged tensors, which are cut when they are first read
+    if isinstance(output, dict):  # of jagged tensors, which are made when they are first read
         for jagged in output.values():
             jagged.values(), jagged.lengths()
     return output

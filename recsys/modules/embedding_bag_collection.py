@@ -109,7 +109,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
             TypeError: Ids are not integers.
             ValueError: The batch is on another device, or has no weights or inverse indices where
                 they are needed.
-            IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
+            IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]

@@ -92,7 +92,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             KeyError: A feature is missing.
             TypeError: Ids are not integers.
             ValueError: The batch is on another device.
-            IndexError: An id lies outside its table (`BoundsCheckMode.FATAL`).
+            IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]

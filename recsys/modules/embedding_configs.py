@@ -152,7 +152,7 @@ class BaseEmbeddingConfig:
     """
 
     num_embeddings: int
-    """Rows; ids lie in [0, num_embeddings)."""
+    """Rows; ids are in [0, num_embeddings)."""
     embedding_dim: int
     """Columns."""
     name: str = ""

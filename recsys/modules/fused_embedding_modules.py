@@ -72,7 +72,7 @@ class _OwnsOptimizer(TableCollection):
         name = getattr(location, "name", None)
         if name not in (None, "DEVICE", "HOST"):
             raise ValueError(
-                f"A {type(self).__name__} lies on its device; received location {name}. Leave it "
+                f"A {type(self).__name__} is on its device; received location {name}. Leave it "
                 "out, and shard the model with compute kernel 'fused_uvm' or 'fused_uvm_caching'."
             )
         # One that tables do not know is an error now, not at the first lookup.
@@ -106,7 +106,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _OwnsOptimizer):
         optimizer_kwargs: Its arguments, such as `{"lr": 0.1}`.
         is_weighted: As of `EmbeddingBagCollection`.
         device: As of `EmbeddingBagCollection`.
-        location: None, `DEVICE` or `HOST`: the tables lie on `device`.
+        location: None, `DEVICE` or `HOST`: the tables are on `device`.
         bounds_check_mode: As of `EmbeddingBagCollection`.
 
     Raises:
@@ -150,7 +150,7 @@ class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
         optimizer_kwargs: Its arguments, such as `{"lr": 0.1}`.
         device: As of `EmbeddingCollection`.
         need_indices: As of `EmbeddingCollection`.
-        location: None, `DEVICE` or `HOST`: the tables lie on `device`.
+        location: None, `DEVICE` or `HOST`: the tables are on `device`.
         bounds_check_mode: As of `EmbeddingCollection`.
 
     Raises:

@@ -22,7 +22,7 @@ class Perceptron(nn.Module):
         out_size: columns of the output.
         bias: whether the layer adds a learned constant.
         activation: applied to the layer's output.
-        device: where the parameters lie.
+        device: where the parameters are.
         dtype: of the parameters.
         batch_norm: whether a `BatchNorm1d` stands between layer and activation.
         dropout: share of the outputs that are set to 0 in training, in [0, 1).
@@ -94,7 +94,7 @@ class MLP(nn.Module):
         activation: a function; a module, shared by all layers; a module class or a function without
             arguments, of which each layer gets its own; or one of the names `"relu"`,
             `"sigmoid"`, `"swish_layernorm"`.
-        device: where the parameters lie.
+        device: where the parameters are.
         dtype: of the parameters.
         activation_on_last: whether the last layer has the activation too; without it the last layer
             has no batch norm and no dropout either.

@@ -73,7 +73,7 @@ class PositionWeights(nn.ParameterDict):
 
 
 class _Route(NamedTuple):
-    """Where the weights of a batch's features lie among those of all features."""
+    """Where the weights of a batch's features are among those of all features."""
 
     table_3K: Tensor
     """Place of the first weight, place of the last one, and how many ids a bag may have."""
@@ -188,7 +188,7 @@ class PositionGather:
         raise ValueError(
             f"{self._owner}: a bag must not have more ids than its feature has position weights, "
             f"{limits[index]}; received {length} ids in {where} ({bags.numel()} such in the "
-            "batch). Cut the bags, or raise the feature's maximum length."
+            "batch). Shorten the bags, or raise the feature's maximum length."
         )
 
 

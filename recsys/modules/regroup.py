@@ -15,7 +15,7 @@ __all__ = ["KTRegroupAsDict"]
 class KTRegroupAsDict(nn.Module):
     """Gathers keys of several keyed tensors into new tensors, named: `KeyedTensor.regroup_as_dict`.
 
-    Where the columns of each key lie is found once for each order of keys. Sharded outputs that
+    The place of the columns of each key is found once for each order of keys. Sharded outputs that
     are still under way are awaited.
 
     Args:

@@ -88,7 +88,7 @@ class HardwarePerfConfig:
             compute_kernel: an `EmbeddingComputeKernel` value.
             hbm_mem_bw: of device memory.
             ddr_mem_bw: of host memory.
-            ssd_mem_bw: means nothing: no table lies on a disk.
+            ssd_mem_bw: means nothing: no table is on a disk.
             hbm_to_ddr_mem_bw: between device and host.
             caching_ratio: share of the rows that a cache holds; FBGEMM's default if None.
             prefetch_pipeline: whether rows that a cache lacks are fetched beforehand.

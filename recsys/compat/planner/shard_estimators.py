@@ -36,7 +36,7 @@ from recsys.distributed.types import (
 )
 
 KV_CACHING_RATIO = UVM_CACHING_RATIO
-"""Share of a table's rows that a cache holds: no table lies in a key-value store here."""
+"""Share of a table's rows that a cache holds: no table is in a key-value store here."""
 _T = TypeVar("_T")
 
 

@@ -334,7 +334,7 @@ class InputDist:
         return Bags(indices, ops.complete_cumsum(payload[:num_lengths]), weights)
 
     def split_bags(self, bags: Bags, stream_ids: np.ndarray, num_samples: int) -> list[Bags]:
-        """Split the bags of all streams of this rank into those of its lookup groups.
+        """Shorten the bags of all streams of this rank into those of its lookup groups.
 
         Args:
             bags: of all streams.
