@@ -1,6 +1,6 @@
 """Recommendation models with huge embedding tables, in PyTorch.
 
-The packages, in the order in which a batch walks through them; each imports only from those before it:
+The packages, in the order in which a batch walks through them; each imports only those before it:
 
 `kernels` (fused lookups on plain tensors) -> `sparse` (jagged data) -> `optim` -> `modules`
 (authored on one device) -> `distributed` (placed on many) -> `inference` (quantized, exported).

@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _looked_up(_unsharded, [1, 10], [1, 1]),
         IndexError,
         "Id 10 of feature 'film' is out of range for table 'films' with 10 rows (position 0 ..., "
-        "sample 0; 1 bad id in the batch). Ids must lie in [0, 10): hash or remap them, ...",
+        "sample 0; 1 bad id in the batch). Ids must be in [0, 10): hash or remap them, ...",
     ),
     "id = num_embeddings, sharded": (
         _looked_up(_sharded, [1, 10], [1, 1]),
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _looked_up(_unsharded, [3, -1, 2], [2, 1]),
         IndexError,
         "Id -1 of feature 'user' is out of range for table 'users' with 10 rows (position 1 ..., "
-        "sample 0; 1 bad id in the batch). Ids must lie in [0, 10): hash or remap them, ...",
+        "sample 0; 1 bad id in the batch). Ids must be in [0, 10): hash or remap them, ...",
     ),
     "negative id, sharded": (
         _looked_up(_sharded, [3, -1, 2], [2, 1]),
@@ -227,7 +227,7 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _truncated_dataset,
         ValueError,
         "/.../day_0, line 3: must have 40 fields between tabs (...) and a newline; received 19 "
-        "fields and no newline at the end. The file is cut off or damaged: download it again.",
+        "fields and no newline at the end. The file is truncated or damaged: download it again.",
     ),
     "table missing from a hand-written plan": (
         lambda _: _sharded(_plan(users=0)),

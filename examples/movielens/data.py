@@ -338,7 +338,7 @@ def _scaled(dense_ND: NDArray[np.float32], train_ND: NDArray[np.float32]) -> NDA
     mean_D = train_ND.mean(axis=0, dtype=np.float64)
     deviation_D = train_ND.std(axis=0, dtype=np.float64)
     scaled_ND = (dense_ND - mean_D) / np.where(deviation_D > 0, deviation_D, 1.0)
-    # A film's first day lies 20 deviations from the others and would drown them.
+    # A film's first day is 20 deviations from the others and would drown them.
     clipped_ND: NDArray[np.float32] = np.clip(scaled_ND, -5.0, 5.0).astype(np.float32)
     return clipped_ND
 

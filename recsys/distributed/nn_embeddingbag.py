@@ -97,7 +97,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             `output_dtype` if it names one.
 
         Raises:
-            IndexError: on every rank, if an id on any rank lies outside the table.
+            IndexError: on every rank, if an id on any rank is outside the table.
             TypeError: on every rank, if ids are not integers.
             ValueError: on every rank, if shapes or offsets of a rank do not fit, or weights come
                 where the bag takes none.

@@ -336,7 +336,7 @@ class ShardedCollection(ShardedModule):
             What the unsharded collection returns, pending.
 
         Raises:
-            IndexError: on every rank, if an id on any rank lies outside its table.
+            IndexError: on every rank, if an id on any rank is outside its table.
             KeyError: on every rank, if a batch lacks a feature.
             TypeError: on every rank, if a rank's features are no KeyedJaggedTensor or ids are not
                 integers.

@@ -88,7 +88,7 @@ def copy_around_sharded(
 
 
 def copy_to_device(module: M, current_device: torch.device, to_device: torch.device) -> M:
-    """Return a deep copy whose tensors on one device lie on another; others stay where they are.
+    """Return a deep copy whose tensors on one device are on another; others stay where they are.
 
     Args:
         module: a model, or a part of one. Sharded modules in it are copied to `to_device`.

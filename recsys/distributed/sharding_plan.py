@@ -94,7 +94,7 @@ def row_wise(
         sizes_placement: the rows of rank 0, 1, ..., and the kind of device that the plan names, one
             for all or one for each. The sizes must add up to the table's rows; 0 leaves a rank out.
         compute_kernel: as for `table_wise`.
-        num_buckets: cut the rows into this many buckets of equal size, and never split one.
+        num_buckets: split the rows into this many buckets of equal size, and never split one.
 
     Returns:
         The generator. It raises ValueError if sizes or buckets do not fit the table or the ranks.
@@ -117,11 +117,11 @@ def row_wise(
         )
     _check_one_each("row_wise", sizes=sizes, placement=devices)
 
-    def cut(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
+    def split(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
         own = _bucket_rows(rows, num_buckets or 0, world_size) if sizes is None else sizes
         return grid_of(_blocks("row_wise", "rows", rows, own), [(0, dim)], range(len(own)))
 
-    return _generator(ShardingType.ROW_WISE, cut, devices, compute_kernel)
+    return _generator(ShardingType.ROW_WISE, split, devices, compute_kernel)
 
 
 def column_wise(
@@ -162,10 +162,10 @@ def column_wise(
         return _on_ranks(ShardingType.COLUMN_WISE, lambda *_: owners, device_types, compute_kernel)
     sizes, places = size_per_rank, range(len(size_per_rank)) if ranks is None else ranks
 
-    def cut(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
+    def split(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
         return grid_of([(0, rows)], _blocks("column_wise", "columns", dim, sizes), places)
 
-    return _generator(ShardingType.COLUMN_WISE, cut, device_types, compute_kernel)
+    return _generator(ShardingType.COLUMN_WISE, split, device_types, compute_kernel)
 
 
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
@@ -380,17 +380,17 @@ def calculate_shard_sizes_and_offsets(
     device_memory_sizes: Sequence[int] | None = None,
     num_buckets: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut a table as a sharding type does, before anybody knows who owns the parts.
+    """Split a table as a sharding type does, before anybody knows who owns the parts.
 
-    Rows are cut evenly, the last parts smaller or empty. Columns are cut into parts of one width,
-    a multiple of 4; where no such width fits, there is one part.
+    Rows are split evenly, the last parts smaller or empty. Columns are split into parts of one
+    width, a multiple of 4; where no such width fits, there is one part.
 
     Args:
         tensor: the table, `[rows, columns]`; only its shape is read.
         world_size: ranks: the parts of `row_wise`, the copies of `data_parallel`.
         local_world_size: ranks per node: the row parts of `table_row_wise` and `grid_shard`.
         sharding_type: a `ShardingType` value.
-        col_wise_shard_dim: the least width of a part that is cut by columns; 128 if None.
+        col_wise_shard_dim: the least width of a part that is split by columns; 128 if None.
         device_memory_sizes: for `row_wise`, one number per rank: rows are in proportion.
         num_buckets: for `row_wise`, as for `row_wise`.
 
@@ -450,7 +450,7 @@ def _in_proportion(num_rows: int, sizes: Sequence[int], world_size: int) -> list
 
 def _generator(
     kind: ShardingType,
-    cut: Callable[[int, int, int, int], list[Rect]],
+    split: Callable[[int, int, int, int], list[Rect]],
     devices: str | list[str] | None = None,
     compute_kernel: str | None = None,
 ) -> ParameterShardingGenerator:
@@ -467,7 +467,7 @@ def _generator(
         if kind is ShardingType.DATA_PARALLEL:
             kernel = EmbeddingComputeKernel.DENSE
             return parameter_sharding(kind, rows, dim, range(world_size), compute_kernel=kernel)
-        rects = cut(rows, dim, local_size, world_size)
+        rects = split(rows, dim, local_size, world_size)
         named = devices or device_type
         kinds = [named] * len(rects) if isinstance(named, str) else named
         placements = [
@@ -490,10 +490,10 @@ def _on_ranks(
 ) -> ParameterShardingGenerator:
     """Make a generator from `(ranks per node, ranks)` to the owners."""
 
-    def cut(num_rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
+    def split(num_rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
         return STRATEGIES[kind](num_rows, dim, ranks_of(local_size, world_size), local_size)
 
-    return _generator(kind, cut, devices, compute_kernel)
+    return _generator(kind, split, devices, compute_kernel)
 
 
 def _node(index: int, local_size: int) -> range:

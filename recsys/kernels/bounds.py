@@ -109,7 +109,7 @@ def bad_id_message(
     return (
         f"Id {int(indices[place])} of feature '{feature_names[feature]}' is out of range for table "
         f"'{table_names[feature]}' with {rows} rows (position {position} of the feature's ids, "
-        f"sample {sample}; {places.numel()} bad id{plural} in the batch). Ids must lie in [0, "
+        f"sample {sample}; {places.numel()} bad id{plural} in the batch). Ids must be in [0, "
         f"{rows}): hash or remap them, enlarge num_embeddings, or choose another BoundsCheckMode."
     )
 

@@ -1,7 +1,7 @@
 """Optimizers: of embedding tables (in backward), for plain parameters, and keyed by name.
 
 A table's optimizer is a specification (`recsys.kernels.types.OptimizerSpec`) that its kernel
-applies. This room turns optimizer classes into specifications, attaches them to parameters, and
+applies. This package turns optimizer classes into specifications, attaches them to parameters, and
 wraps optimizers so that their state is saved by parameter name.
 """
 

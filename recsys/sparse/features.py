@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(eq=False, repr=False)
 class FeatureViews:
-    """Views of every feature's part of a buffer, cut for all features at once when first needed.
+    """Views of every feature's part of a buffer, made for all features at once when first needed.
 
     A JaggedTensor per feature that slices for itself would make a thousand slices per buffer cost
     more than the lookup they feed: one `split_with_sizes` costs a third of that.

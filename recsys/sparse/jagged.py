@@ -48,7 +48,7 @@ class Bags:
     def lengths(self) -> Tensor:
         """Return the number of values in each bag, `[M]`.
 
-        Those of several features lie feature by feature: `[F * B]`, or the sum of the strides.
+        Those of several features stand feature by feature: `[F * B]`, or the sum of the strides.
 
         Raises:
             ValueError: on CPU, if the offsets decrease.
@@ -145,7 +145,7 @@ class JaggedTensor(Bags):
 
     __slots__ = ("_index", "_views")
 
-    _values: Tensor | None  # type: ignore[assignment]  # None: still to be cut out of the views
+    _values: Tensor | None  # type: ignore[assignment]  # None: still to be made of the views
     _views: FeatureViews | None
     _index: int  # of the feature in the views
 
@@ -201,7 +201,7 @@ class JaggedTensor(Bags):
 
     @staticmethod
     def from_views(keys: Sequence[str], views: FeatureViews) -> "dict[str, JaggedTensor]":
-        """Build the features of a buffer, whose parts are cut when first asked for.
+        """Build the features of a buffer, whose parts are made when first asked for.
 
         All at once: a call for each feature would take a third longer.
 
@@ -383,7 +383,7 @@ class JaggedTensor(Bags):
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
-        """Return one row per bag, padded or cut to one length.
+        """Return one row per bag, padded or truncated to one length.
 
         Args:
             desired_length: columns; the longest bag if None (which waits for a GPU).

@@ -35,7 +35,7 @@ def validate_keyed_jagged_tensor(
             not looked at. Features that are not in the batch are passed over.
 
     Returns:
-        Whether every id lies in its table. For the first that does not, a warning names feature,
+        Whether every id is in its table. For the first that does not, a warning names feature,
         table and id.
 
     Raises:

@@ -21,7 +21,7 @@ class KeyedTensor:
         keys: unique names, in the order of the columns.
         length_per_key: `F` widths.
         values: `[B, D]`, or any shape whose `key_dim` has size `D`, the sum of the widths.
-        key_dim: the dimension along which the keys lie.
+        key_dim: the dimension along which the keys are.
         offset_per_key: `F + 1`, the running sum of `length_per_key`, where known.
         index_per_key: position of each key, where known.
 
@@ -120,7 +120,7 @@ class KeyedTensor:
         Args:
             keys: unique names.
             tensors: one per key, equal in all sizes but that of `cat_dim`.
-            key_dim: the dimension along which the keys lie.
+            key_dim: the dimension along which the keys are.
             cat_dim: the dimension to concatenate; the same unless the result is reshaped.
 
         Returns:
@@ -147,7 +147,7 @@ class KeyedTensor:
         return self._values
 
     def key_dim(self) -> int:
-        """Return the dimension along which the keys lie."""
+        """Return the dimension along which the keys are."""
         return self._key_dim
 
     def length_per_key(self) -> list[int]:

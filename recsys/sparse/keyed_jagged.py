@@ -497,7 +497,7 @@ class KeyedJaggedTensor(Bags):
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return every feature as views of the buffer; waits for a GPU the first time.
 
-        The views are cut when first looked at, all at once, so that a thousand features of which
+        The views are made when first looked at, all at once, so that a thousand features of which
         few are read cost little.
 
         Args:
@@ -517,7 +517,7 @@ class KeyedJaggedTensor(Bags):
         return rearrange.features(self)
 
     def split(self, segments: list[int]) -> "list[KeyedJaggedTensor]":
-        """Cut into runs of consecutive features; waits for a GPU the first time.
+        """Split into runs of consecutive features; waits for a GPU the first time.
 
         Args:
             segments: how many features each part gets; adds up to `F`.

@@ -113,7 +113,7 @@ def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
 
 
 def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """Every feature as views of the buffer, cut when first looked at."""
+    """Every feature as views of the buffer, made when first looked at."""
     sizes, strides = kjt.length_per_key(), kjt.stride_per_key()
     views = FeatureViews(kjt._values, kjt._weights, kjt.lengths(), sizes, strides)
     return JaggedTensor.from_views(kjt._keys, views)

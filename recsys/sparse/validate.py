@@ -303,8 +303,8 @@ def check_strides(
             raise ValueError(
                 "KeyedJaggedTensor needs one length for each key and sample; received "
                 f"{num_bags} lengths for {len(keys)} keys"
-                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths lie key by "
-                "key; features with different batch sizes need stride_per_key."
+                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths stand "
+                "key by key; features with different batch sizes need stride_per_key."
             )
         if num_samples is None:
             return stride, None

@@ -65,7 +65,7 @@ DIFFERENT = {
     r"EmbeddingShardingPlanner\.hash_planner_context_inputs\w*": (
         "ranks compare what they were asked for"
     ),
-    r"Topology\(ssd_cap\)": "no table lies on a disk",
+    r"Topology\(ssd_cap\)": "no table is on a disk",
     r"Topology\(\w+_(mem_bw|host_bw)\)": (
         "other machines are measured or taken by name: docs/planner.md"
     ),
@@ -86,7 +86,7 @@ DIFFERENT = {
     r"ShardPerfContext\.build_shard_perf_contexts\(use_\w+\)": "of TorchRec's formulas",
     r"EnumerableShardingSpec\.(build_metadata|shard)": "of torch's ShardedTensor",
     r"ShardedTensor[.(]\w+(\(\w+)?\)?": "torch's class; ours is ShardedTable",
-    r"shard_quant_model\(\w+\)": "tables lie whole on the devices of one process",
+    r"shard_quant_model\(\w+\)": "tables are whole on the devices of one process",
     (
         r"\w+Metric\.(LABELS|PREDICTIONS|WEIGHTS|clone_update_inputs|get_memory_usage|"
         r"load_state_dict_hook|state_dict_hook)"

@@ -161,7 +161,7 @@ def test_star_import(torchrec: Any) -> None:
         ),
         (
             "from torchrec.modules.mc_modules import ManagedCollisionModule",
-            "no counterpart of torchrec.modules.mc_modules. Ids must lie in their table: hash them",
+            "no counterpart of torchrec.modules.mc_modules. Ids must be in their table: hash them",
         ),
         ("import torchrec.github", "no counterpart of torchrec.github."),
         ("import torchrec.github.scripts", "no counterpart of torchrec.github."),

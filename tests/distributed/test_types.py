@@ -375,7 +375,7 @@ class TestCacheParams:
 
     @pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
     def test_a_load_factor_is_a_share(self, share: float) -> None:
-        with pytest.raises(ValueError, match=r"load_factor must lie in \(0, 1\]; received"):
+        with pytest.raises(ValueError, match=r"load_factor must be in \(0, 1\]; received"):
             CacheParams(load_factor=share)
 
     def test_it_reaches_the_lookup(self) -> None:
@@ -407,9 +407,7 @@ class TestEnv:
         assert ranks(2, _default_env) == [(0, 2), (1, 2)]
 
     def test_refuses_what_cannot_be(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"rank must lie in \[0, world_size\); received rank=2"
-        ):
+        with pytest.raises(ValueError, match=r"rank must be in \[0, world_size\); received rank=2"):
             ShardingEnv(world_size=2, rank=2)
         with pytest.raises(ValueError, match="needs a process group for world_size=2"):
             ShardingEnv(world_size=2, rank=0)
@@ -434,7 +432,7 @@ def test_where_the_rows_of_a_kernel_lie() -> None:
 def test_a_copy_moves_what_lies_on_one_device() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    stayed = copy_to_device(model, meta, cpu)  # what lies on meta has nothing to move
+    stayed = copy_to_device(model, meta, cpu)  # what is on meta has nothing to move
     assert [p.device.type for p in stayed.parameters()] == ["cpu", "cpu", "meta", "meta"]
     moved = copy_to_device(model, cpu, meta)
     assert {p.device.type for p in moved.parameters()} == {"meta"}

@@ -29,7 +29,7 @@ def test_the_message_names_feature_table_id_position_and_size() -> None:
         guard(BoundsCheckMode.FATAL)(indices, offsets)
     assert str(caught.value) == (
         "Id 3 of feature 'item' is out of range for table 'items' with 3 rows (position 1 of the "
-        "feature's ids, sample 1; 2 bad ids in the batch). Ids must lie in [0, 3): hash or remap "
+        "feature's ids, sample 1; 2 bad ids in the batch). Ids must be in [0, 3): hash or remap "
         "them, enlarge num_embeddings, or choose another BoundsCheckMode."
     )
 

@@ -69,7 +69,7 @@ class IdRange:
 @final
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """How the rows of a bag that lie in several row blocks are combined.
+    """How the rows of a bag that are in several row blocks are combined.
 
     Each block's rows are pooled as `pooling` says, the results added up, and the sum divided by
     the number of ids in the bag if it `is_averaged`.
@@ -295,8 +295,8 @@ def build_layout(
             lookup serves rectangles of one width only, and nothing is added up, so that nodes do
             not matter.
         num_features: number of the module's distinct features.
-        world_size: number of ranks; every rectangle's owner lies below it.
-        node_size: ranks per node; ranks of one node are neighbours. A table whose row parts all lie
+        world_size: number of ranks; every rectangle's owner is below it.
+        node_size: ranks per node; ranks of one node are neighbours. A table whose row parts are all
             on one node (per column block) is added up there before it travels on. None: one node.
 
     Returns:
@@ -353,7 +353,7 @@ def build_layout(
 
 
 def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
-    """Return whether the row parts of every column block lie on one node."""
+    """Return whether the row parts of every column block are on one node."""
     nodes: dict[int, set[int]] = {}
     for rect in table.rects:
         nodes.setdefault(rect.col_start, set()).add(rect.rank // node_size)

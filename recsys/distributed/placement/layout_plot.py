@@ -1,4 +1,4 @@
-"""Draws a layout: its tables cut into rectangles, what each rank holds, and who sends what to whom.
+"""Draws a layout: its tables as rectangles, what each rank holds, and who sends what to whom.
 
 matplotlib is imported when a picture is asked for.
 """

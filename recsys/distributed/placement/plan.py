@@ -61,7 +61,7 @@ class EmbeddingComputeKernel(Enum):
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
-    """Return where the rows of a table with this compute kernel lie.
+    """Return where the rows of a table with this compute kernel are.
 
     Args:
         compute_kernel: of the table.
@@ -127,7 +127,7 @@ class ShardMetadata:
 
 @final
 class Placement(str):
-    """Where a shard lies: the text `"rank:<rank>/<device>"`, which knows its parts.
+    """Where a shard is: the text `"rank:<rank>/<device>"`, which knows its parts.
 
     Example:
         >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
@@ -233,7 +233,7 @@ class CacheParams:
     def __post_init__(self) -> None:
         if self.load_factor is not None and not 0 < self.load_factor <= 1:
             raise ValueError(
-                f"CacheParams.load_factor must lie in (0, 1]; received {self.load_factor}."
+                f"CacheParams.load_factor must be in (0, 1]; received {self.load_factor}."
             )
         for own in fields(self):
             value = getattr(self, own.name)
@@ -253,7 +253,7 @@ class ParameterSharding:
         sharding_spec: the rectangles. `None` for data-parallel tables, or to let them follow from
             `sharding_type` and `ranks`.
         cache_params: of `fused_uvm_caching`; FBGEMM's defaults if None.
-        enforce_hbm: means nothing: a cached table's states lie where its kernel puts them.
+        enforce_hbm: means nothing: a cached table's states are where its kernel puts them.
         stochastic_rounding: whether the optimizer of a table of fp16 or bf16 rounds at random, as
             in `OptimizerSpec`; None: as the optimizer says. For other
             tables it means nothing.
@@ -262,7 +262,7 @@ class ParameterSharding:
             (None), float16 or bfloat16, also as a
             `DataType`. Sums are made in float32 and
             converted at the end; what travels is chosen by `qcomm_codecs_registry`.
-        key_value_params: means nothing: no table lies in a key-value store.
+        key_value_params: means nothing: no table is in a key-value store.
 
     True or a value for what means nothing warns, once per process.
 
@@ -293,12 +293,12 @@ class ParameterSharding:
         if isinstance(given, DataType):
             self.output_dtype = data_type_to_dtype(given)
         if self.enforce_hbm:
-            warn_once(f"{where}.enforce_hbm", True, "States lie where the compute kernel says.")
+            warn_once(f"{where}.enforce_hbm", True, "States are where the compute kernel says.")
         if self.key_value_params is not None:
             warn_once(
                 f"{where}.key_value_params",
                 self.key_value_params,
-                "Tables lie in device or host memory: compute kernels fused, fused_uvm, "
+                "Tables are in device or host memory: compute kernels fused, fused_uvm, "
                 "fused_uvm_caching.",
             )
 

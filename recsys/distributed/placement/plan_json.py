@@ -388,7 +388,7 @@ def _rank(subject: str, value: object, world_size: int) -> int:
     rank = files.whole_of(subject, value, least=0)
     if rank >= world_size:
         raise ValueError(
-            f"{subject} must lie in 0..{world_size - 1}, as the plan's world_size is {world_size}; "
+            f"{subject} must be in 0..{world_size - 1}, as the plan's world_size is {world_size}; "
             f"received {rank}."
         )
     return rank

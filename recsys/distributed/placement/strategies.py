@@ -32,7 +32,7 @@ MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
 
 
 def even_block(size: int, parts: int, multiple: int = 1) -> int:
-    """Return the size of the blocks that `split_evenly` cuts, but for the last.
+    """Return the size of the blocks that `split_evenly` makes, but for the last.
 
     Example:
         >>> even_block(10, 4)
@@ -43,10 +43,10 @@ def even_block(size: int, parts: int, multiple: int = 1) -> int:
 
 
 def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Cut `0..size` into blocks of equal size, the last ones smaller; empty blocks are left out.
+    """Split `0..size` into blocks of equal size, the last ones smaller; empty blocks are left out.
 
     Args:
-        size: what to cut.
+        size: what to split.
         parts: the number of blocks wanted.
         multiple: every block but the last is a multiple of this.
 
@@ -292,11 +292,11 @@ def pooling_of_parts(pooling: PoolingType, rects: Sequence[Rect]) -> PoolingType
 
 
 def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
-    """Merge column neighbours of the same rows on the same rank, where all rows are cut alike."""
-    cuts: dict[tuple[int, int], list[Rect]] = {}
+    """Merge column neighbours of the same rows on the same rank, where all rows are split alike."""
+    splits: dict[tuple[int, int], list[Rect]] = {}
     for rect in rects:
-        cuts.setdefault((rect.row_start, rect.row_end), []).append(rect)
-    if len(cuts) > 1:
+        splits.setdefault((rect.row_start, rect.row_end), []).append(rect)
+    if len(splits) > 1:
         return list(rects)
     merged: list[Rect] = []
     for rect in sorted(rects, key=lambda r: r.col_start):

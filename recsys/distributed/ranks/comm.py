@@ -108,7 +108,7 @@ def all_to_all(
     send_sizes, recv_sizes = list(send_sizes), list(recv_sizes)
     sent, received = send, out
     if send.device.type == "cpu" and rank in (0, env.world_size - 1):
-        # gloo moves a rank's own stretch slower than a copy does; at either end it can be cut off
+        # gloo moves a rank's own stretch slower than a copy does; at either end it can be left out
         own = send_sizes[rank]
         kept = slice(own, None) if rank == 0 else slice(0, send.numel() - own)
         into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)

@@ -34,7 +34,7 @@ class ShardingEnv:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(
-                f"ShardingEnv.rank must lie in [0, world_size); received rank={rank}, "
+                f"ShardingEnv.rank must be in [0, world_size); received rank={rank}, "
                 f"world_size={world_size}."
             )
         if pg is None and world_size > 1:

@@ -213,7 +213,7 @@ class QCommsConfig:
         backward_precision: of gradients.
         forward_loss_scale: multiplies embeddings while they travel; None: 1.
         backward_loss_scale: multiplies gradients while they travel; None: 1. Choose it for fp16 so
-            that gradients lie well within 6e-5 to 65,504.
+            that gradients are well within 6e-5 to 65,504.
         fp8_quantize_dim: embeddings' values that share a scale, for fp8 and int8; None: as many as
             every table's columns are a multiple of, at least 32.
         fp8_quantize_dim_bwd: the same for gradients.

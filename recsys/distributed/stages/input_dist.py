@@ -440,7 +440,7 @@ class Trip:
         lengths: of the whole features' bags and of the row blocks' bags, where there are any.
         values: their ids.
         weights: their weights, if weighted.
-        places: where `values` lie in `bags`, if something returns to the ids.
+        places: where `values` are in `bags`, if something returns to the ids.
         weights_need_grad: whether a gradient must return to the weights.
         counts: `[G]` ids of each segment, whole features first, then row blocks; `counts_G`
             on the host.
@@ -565,7 +565,7 @@ class Trip:
         return None
 
     def _describe_bad_ids(self) -> str:
-        """Return the text for the first of the ids that lie outside their tables."""
+        """Return the text for the first of the ids that are outside their tables."""
         assert self.bad_N is not None
         stage, keys = self.stage, self.given.keys()
         tables = [smallest_table(stage.layout, stage.feature_names, key) for key in keys]

@@ -1,12 +1,12 @@
 """Third stage, pooled: looked-up embeddings go back to their samples, into their final columns.
 
 One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank `q`
-the rows of `q`'s samples as they lie in its lookups' output. What arrives is one buffer; one
+the rows of `q`'s samples as they are in its lookups' output. What arrives is one buffer; one
 gather lays it out as the unsharded module would have it, adding up the parts of row-split tables on
 the way. Backward is the transposed gather, which starts the reverse exchange, and later its end.
 What a model computes between the call and the first use of the output runs meanwhile, both ways.
 
-Where a table's rows lie on the ranks of one node among several, there is a hop before: the ranks
+Where a table's rows are on the ranks of one node among several, there is a hop before: the ranks
 of a node add up their parts for the samples of the ranks with one place in their nodes, and the
 rank with that place sends the sums on (see `NodeHop`).
 
@@ -185,7 +185,7 @@ class Exchange(abc.ABC, Generic[S]):
         return finish
 
     def start_sending(self, sent: Tensor, replicas: Sequence[Tensor] = ()) -> Tensor:
-        """Send into one buffer; the replicas' outputs lie behind what arrives."""
+        """Send into one buffer; the replicas' outputs are behind what arrives."""
         stage, at = self.stage, self.num_received
         size = at
         for replica in replicas:
@@ -309,7 +309,7 @@ class ColumnGather:
 
     Columns that several blocks hold are added up. The buffer is read as rows of `chunk` columns,
     the largest width that divides every stretch of columns. Entry `e` of `E` is a chunk that a
-    block holds of each sample: chunk `place_E` of `width_E` in the block, before which lie
+    block holds of each sample: chunk `place_E` of `width_E` in the block, before which are
     `first_E` chunks of each sample; it goes to chunk `chunk_E` of the output. Entries are in
     the order of the output, then of the blocks.
 
@@ -566,7 +566,7 @@ class _PooledExchange(Exchange[PooledStage]):
             values_BD[:, start:end].mul_(self._scales[place])
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange into one buffer; the replicas' output lies behind what arrives."""
+        """Start the exchange into one buffer; the replicas' output is behind what arrives."""
         stage, num_groups = self.stage, len(self.stage.group_widths)
         sent = _join(lookups[:num_groups], self.batch_sizes, stage.device)
         if stage.order is not None:
@@ -617,7 +617,7 @@ def node_columns(layout: Layout, node: int) -> Ranges:
 
 @final
 class NodeHop:
-    """Adds up the row parts of tables that lie within one node, before they leave it.
+    """Adds up the row parts of tables that are within one node, before they leave it.
 
     Each rank stands for the samples of the ranks that have its own place in their nodes: for those
     it collects the node's parts, sums them, and sends the sums on. What takes no hop is looked up,

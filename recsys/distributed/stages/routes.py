@@ -51,13 +51,13 @@ def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRound:
-    """Features whose ids are cut by rows, each for one table, in one call of the kernel.
+    """Features whose ids are split by rows, each for one table, in one call of the kernel.
 
     Attributes:
         select: positions in the batch of the features; None: the whole batch as it is.
         blocks: by the ids' dtype the rows per block of each feature's table, and the blocks'
-            boundaries where a table is cut unevenly.
-        num_blocks: that the features are cut into.
+            boundaries where a table is split unevenly.
+        num_blocks: that the features are split into.
     """
 
     select: Tensor | None
@@ -70,7 +70,7 @@ class SplitRound:
 class Routes:
     """Index tensors for batches with one particular order of keys, on the device."""
 
-    rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are cut
+    rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are split
     split_keys: Tensor | None  # positions in the batch of the row-split slots' features
     replicas: tuple[Tensor, ...]  # per replica group, positions in the batch of its features
     replica_positions: tuple[np.ndarray, ...]
@@ -93,11 +93,11 @@ def index_tensor(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> list[list[int]]:
-    """Return which row-split slot each feature of a round is cut for; -1: for none.
+    """Return which row-split slot each feature of a round is split for; -1: for none.
 
     To pick features out of a batch, the host must know how many ids they have. On a CPU it does,
     so one round takes just the slots' features. On a GPU it would wait for that number, so
-    `whole` batches are cut: once, or where several tables cut a feature as often as these are.
+    `whole` batches are split: once, or where several tables split a feature as often as these are.
     """
     if not whole:
         return [list(range(len(split_keys)))] if split_keys else []
@@ -140,7 +140,7 @@ def _blocks_of(
 def _rounds(
     layout: Layout, split: Sequence[int], num_keys: int, device: torch.device
 ) -> tuple[tuple[SplitRound, ...], np.ndarray]:
-    """Find the rounds in which row-split slots are cut, and where their blocks come to lie.
+    """Find the rounds in which row-split slots are split, and where their blocks stand.
 
     Args:
         layout: the compiled placement.

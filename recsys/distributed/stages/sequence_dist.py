@@ -174,7 +174,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         return torch.cat([inverse_of_keys[k] + int(shift) for k, shift in pairs])
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange into one buffer; the replicas' output lies behind what arrives."""
+        """Start the exchange into one buffer; the replicas' output is behind what arrives."""
         stage = self.stage
         self.widths = [x.shape[1] for x in lookups]
         rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=stage.device)]

@@ -6,7 +6,7 @@ together before the model runs. Which features a module reads is observed, not t
 forward pass runs plainly and notes which of the model's inputs each module was called with, by
 object identity; from the second on those inputs are sent ahead.
 
-What a module reads of its own making (features that the model permuted, weighted or cut) is not
+What a module reads of its own making (features that the model permuted, weighted or split) is not
 among the inputs; such a module sends when it is called, as in the first pass. All ranks run the
 same model, so they observe the same.
 """

@@ -46,8 +46,8 @@ WORLD = NODES * LOCAL
 
 
 def sizes_of(draw: st.DrawFn, size: int, parts: int) -> list[int]:
-    cuts = sorted(draw(st.integers(0, size)) for _ in range(parts - 1))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+    splits = sorted(draw(st.integers(0, size)) for _ in range(parts - 1))
+    return [b - a for a, b in zip([0, *splits], [*splits, size], strict=True)]
 
 
 @st.composite
@@ -218,9 +218,9 @@ A, B = "module 'ebc', table 'a'", "module 'ebc', table 'b'"
         ),
         (
             of_a(ranks=[0, 4]),
-            rf"{A}: ranks must lie in 0..3, as the plan's world_size is 4; .* 4\.",
+            rf"{A}: ranks must be in 0..3, as the plan's world_size is 4; .* 4\.",
         ),
-        (of_a(ranks=["0-9"]), rf"{A}: ranks must lie in 0..3.* received 9\."),
+        (of_a(ranks=["0-9"]), rf"{A}: ranks must be in 0..3.* received 9\."),
         (of_a(ranks=["3-0"]), f"{A}: ranks must hold numbers, and runs .* received '3-0'"),
         (of_a(ranks=[-1]), f"{A}: ranks must not be negative; received -1"),
         (of_a(ranks=[]), f"{A}: ranks must name at least one rank"),
@@ -249,7 +249,7 @@ A, B = "module 'ebc', table 'a'", "module 'ebc', table 'b'"
         (of_a(bounds_check_mode="WARN"), "bounds_check_mode must be .* The nearest is 'WARNING'"),
         (of_a(output_dtype="fp16"), "output_dtype must name a torch dtype.* received 'fp16'"),
         (of_shard(row=[0, 1]), rf"{B}: shards\[0\] has keys among .* The nearest is 'rows'"),
-        (of_shard(rank=7), rf"{B}: shards\[0\]: rank must lie in 0..3"),
+        (of_shard(rank=7), rf"{B}: shards\[0\]: rank must be in 0..3"),
         (of_shard(rows=[8, 0]), rf"{B}: shards\[0\]: rows and columns must not end before"),
         (of_shard(placement="rank:1/cpu"), rf"{B}: shards\[0\]: placement must be on .* rank, 0"),
     ],
@@ -287,7 +287,7 @@ def test_wrong_types_are_named(edit: Callable[[dict[str, Any]], object], message
             "Plan file: world_size must be at most 1048576; received 1000000000",
         ),
         (edited(lambda d: d.update(world_size=2**63)), "world_size must be at most 1048576"),
-        (edited(of_a(ranks=["0-" + "9" * 17])), "ranks must lie in 0..3, .* received 9{17}"),
+        (edited(of_a(ranks=["0-" + "9" * 17])), "ranks must be in 0..3, .* received 9{17}"),
         (edited(of_a(ranks=["0-3"] * 300_000)), "ranks must name at most 1048576 ranks"),
         (edited(of_a(size=[2**63, 4])), f"size must be at most {2**63 - 1}; received {2**63}"),
     ],

@@ -61,13 +61,13 @@ RATINGS = {"100k": "u.data", "1m": "ratings.dat", "25m": "ratings.csv", "recbole
 
 
 @pytest.mark.parametrize(("layout", "name"), RATINGS.items())
-@pytest.mark.parametrize("cut", [1, 3, 12])
-def test_cut_off_ratings_are_named(tmp_path, layout, name, cut):
+@pytest.mark.parametrize("missing", [1, 3, 12])
+def test_truncated_ratings_are_named(tmp_path, layout, name, missing):
     write(tmp_path, layout)
     text = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(text[:-cut])
+    (tmp_path / name).write_bytes(text[:-missing])
     last_line = text.count(b"\n")
-    with pytest.raises(ValueError, match=rf"{name}, line {last_line}: must be .* cut off"):
+    with pytest.raises(ValueError, match=rf"{name}, line {last_line}: must be .* truncated"):
         read_movielens(tmp_path)
 
 
@@ -132,5 +132,5 @@ def test_missing_files(tmp_path):
         read_movielens(tmp_path)
     write(tmp_path, "100k")
     (tmp_path / "u.item").unlink()
-    with pytest.raises(FileNotFoundError, match=r"u.item must lie beside the ratings"):
+    with pytest.raises(FileNotFoundError, match=r"u.item must be beside the ratings"):
         read_movielens(tmp_path)
