@@ -148,7 +148,7 @@ def permute_1d(
     lengths_P = lengths.index_select(0, permute_P)
     starts_M = complete_cumsum(lengths)
     starts_P = complete_cumsum(lengths_P)
-    # A picked value lies as far from its segment's start as in the source.
+    # A picked value is as far from its segment's start as in the source.
     shift_P = starts_M.index_select(0, permute_P) - starts_P[:-1]
     index = shift_P.repeat_interleave(lengths_P, output_size=total)
     index += torch.arange(index.numel(), device=index.device)
@@ -261,7 +261,7 @@ def block_bucketize(
 def jagged_to_padded_dense(
     values_N: Tensor, offsets_M1: Tensor, max_length: int, padding_value: float = 0.0
 ) -> Tensor:
-    """Lay segments out as the rows of a rectangle, padded or cut to `max_length`.
+    """Lay segments out as the rows of a rectangle, padded or truncated to `max_length`.
 
     Args:
         values_N: `[N]`, or `[N, D]` rows, of any dtype; differentiable.

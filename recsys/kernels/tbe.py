@@ -31,7 +31,7 @@ from recsys.kernels.types import (
 class TableBatchedEmbedding:
     """Many tables looked up, differentiated and updated as one.
 
-    All tables lie in one flat storage; `weights[t]` are views of it. The object holds plain
+    All tables are in one flat storage; `weights[t]` are views of it. The object holds plain
     tensors and is no nn.Module: modules wrap it and decide about parameters and names.
 
     Args:
@@ -52,7 +52,7 @@ class TableBatchedEmbedding:
         weights: [sum of R*D] storage to adopt, laid out as `layout` says; None: allocated here.
 
     Attributes:
-        layout: Where each table lies in the storage.
+        layout: Where each table is in the storage.
         storage: The flat weights.
         weights: Per table a [R, D] view.
         states: Per table its optimizer state by name, live views.

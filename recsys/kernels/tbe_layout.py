@@ -1,4 +1,4 @@
-"""Where each table lies in the one flat storage of a lookup, and the index tensors derived from it.
+"""Where each table is in the one flat storage of a lookup, and the index tensors derived from it.
 
 Tables are stored ordered by dim (stable), so that tables of one dim form one [rows, dim] matrix: a
 `DimGroup`. A lookup over F features of one dim is then a lookup into one matrix with shifted ids,
@@ -99,7 +99,7 @@ class StorageLayout:
             )
         order = sorted(range(num_tables), key=lambda t: self.tables[t].dim)
         self.storage_order = tuple(order)
-        """Table numbers in the order in which they lie in the storage."""
+        """Table numbers in the order in which they stand in the storage."""
         sizes = [self.tables[t].num_rows * self.tables[t].dim for t in order]
         rows = [self.tables[t].num_rows for t in order]
         self.first_element = dict(zip(order, accumulate(sizes, initial=0), strict=False))
@@ -145,7 +145,7 @@ class StorageLayout:
         ]
 
     def new_states(self, optimizer: OptimizerSpec | None) -> dict[str, Tensor]:
-        """Flat optimizer state by name, zeros; what there is one of per table lies on the host."""
+        """Flat optimizer state by name, zeros; what there is one of per table is on the host."""
         sizes = {"element": self.num_elements, "row": self.num_rows, "table": len(self.tables)}
         host = None if self.device.type != "meta" else self.device
         return {

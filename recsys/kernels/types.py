@@ -1,4 +1,4 @@
-"""The vocabulary of the kernels room: enums and frozen descriptions of tables and optimizers."""
+"""The vocabulary of the kernels: enums and frozen descriptions of tables and optimizers."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class LookupSettings:
 
     @property
     def owned(self) -> OptimizerSpec | None:
-        """The optimizer whose state lies beside the tables, if any."""
+        """The optimizer whose state is beside the tables, if any."""
         return self.optimizer if self.update_mode is not UpdateMode.GRADIENT else None
 
     def __post_init__(self) -> None:

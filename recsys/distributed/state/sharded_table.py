@@ -34,7 +34,7 @@ class Shard:
 
     Args:
         tensor: the values.
-        metadata: where they lie in the table, and on which rank.
+        metadata: where they are in the table, and on which rank.
 
     Raises:
         ValueError: if the tensor has another shape than the metadata says.
@@ -103,7 +103,7 @@ class ShardedTable(Tensor):
     Args:
         size: shape of the whole, `[rows, columns]` or, for row-wise states, `[rows]`.
         shards: `(offsets, tensor)` for each part this rank holds. Parts may repeat, on one rank
-            or on several (a row-wise state lies with every column owner): one is saved, all are
+            or on several (a row-wise state is with every column owner): one is saved, all are
             loaded.
         dtype: of the parts.
         device: of the parts.
@@ -231,7 +231,7 @@ class ShardedTable(Tensor):
             non_blocking: as in `copy_`.
 
         Raises:
-            ValueError: if shapes differ or the parts lie differently.
+            ValueError: if shapes differ or the parts have other places.
         """
         if source.shape != self.shape:
             raise ValueError(

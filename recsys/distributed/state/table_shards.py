@@ -114,7 +114,7 @@ class TableShards(nn.Module):
 
     @torch.no_grad()
     def fill(self, rows: slice, values: Tensor) -> None:
-        """Copy `values` (whole width) of a stretch of rows into the parts that lie there."""
+        """Copy `values` (whole width) of a stretch of rows into the parts that are there."""
         for shard in self.shards:
             first, last = max(rows.start, shard.rect.row_start), min(rows.stop, shard.rect.row_end)
             if first < last:
@@ -163,7 +163,7 @@ class TableShards(nn.Module):
 def _copy(own: Tensor, given: Tensor) -> None:
     if isinstance(given, ShardedTable) and not isinstance(own, ShardedTable):
         raise ValueError(
-            f"This table lies whole on every rank; the source is {given}. To load under another "
+            f"This table is whole on every rank; the source is {given}. To load under another "
             "plan, save and load with torch.distributed.checkpoint."
         )
     own.copy_(given if isinstance(given, ShardedTable) else given.detach())
