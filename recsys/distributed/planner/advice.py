@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from operator import sub
 from typing import NamedTuple, final
 
@@ -258,8 +257,7 @@ def _order(alternative: Alternative) -> tuple[int, float, float]:
 def _shape(option: TableOption) -> tuple[object, ...]:
     """Return what tells options apart, also where a given plan lists alike shards one by one."""
     sizes = [(alike.rows, alike.cols) for alike in option.shards for _ in range(alike.count)]
-    runs = tuple((size, len(list(alike))) for size, alike in groupby(sizes))
-    return option.sharding_type, option.compute_kernel, runs
+    return option.sharding_type, option.compute_kernel, sizes
 
 
 # -- when nothing fits -----------------------------------------------------------------------------
@@ -350,10 +348,12 @@ class Misfit:
     def _remedies(self, error: InfeasibleError) -> str:
         """Return the changes that make everything fit, each found by planning with it."""
         deadline = time.monotonic() + _SECONDS
-        found = []
-        for text, tables in self._other_tables():
-            if time.monotonic() < deadline and self._fits(tables, self.lister.topology):
-                found.append(text)
+        nodes = self.lister.topology.num_nodes
+        found = [
+            text
+            for text, tables in self._other_tables()
+            if time.monotonic() < deadline and self._fits(tables, nodes)
+        ]
         world_size = self._ranks_that_do(error, deadline)
         if world_size is not None:
             found.append(f"{world_size} ranks like these")
@@ -384,26 +384,24 @@ class Misfit:
 
     def _ranks_that_do(self, error: InfeasibleError, deadline: float) -> int | None:
         """Return the least number of ranks, in whole nodes, that was found to do."""
-        node, nodes = self.lister.topology.local_world_size, self.lister.topology.num_nodes
-
-        def fits(num_nodes: int) -> bool:
-            return self._fits(self._tables, self.lister.topology.with_nodes(num_nodes))
-
-        too_few = nodes
+        node, too_few = self.lister.topology.local_world_size, self.lister.topology.num_nodes
+        tables = self._tables
         enough = max(-(-(error.ranks_needed or 0) // node), too_few + 1)
         while enough * node <= _MOST_RANKS and time.monotonic() < deadline:
-            if fits(enough):
+            if self._fits(tables, enough):
                 break
             too_few, enough = enough, 2 * enough
         else:
             return None
         while enough - too_few > 1 and time.monotonic() < deadline:
             middle = (too_few + enough) // 2
-            too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+            fits = self._fits(tables, middle)
+            too_few, enough = (too_few, middle) if fits else (middle, enough)
         return enough * node
 
-    def _fits(self, tables: Sequence[PlannedTable], topology: Topology) -> bool:
-        """Return whether tables are found to fit on this machine, or on one with more nodes."""
+    def _fits(self, tables: Sequence[PlannedTable], num_nodes: int) -> bool:
+        """Return whether tables are found to fit on this machine with so many nodes."""
+        topology = self.lister.topology.with_nodes(num_nodes)
         budgets = [self.budgets[r % len(self.budgets)] for r in range(topology.world_size)]
         limits = {"seconds": _SEARCH_SECONDS, "tolerance": _ANY_GAP}
         return plan_again(self.lister.on(topology), tables, budgets, **limits) is not None
@@ -424,12 +422,7 @@ def check_fits(rating: Rating) -> None:
     if not over:
         return
     rank, pool = worst = max(over, key=lambda place: over[place])
-    sizes = [
-        (shard.memory[pool], rated.table)
-        for rated in rating.tables
-        for owner, shard in rated.shards()
-        if owner == rank
-    ]
+    sizes = [(shard.memory[pool], rated.table) for shard, rated in rating.placed[rank]]
     largest = sorted(sizes, key=lambda entry: -entry[0])
     tables = [f"{table.name!r} of module {table.path!r} ({mib(size)})" for size, table in largest]
     memory = "host" if pool else rating.topology.compute_device

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from typing import final
 
 from recsys.distributed.placement.plan import ParameterSharding
@@ -91,25 +91,31 @@ class Rating:
         """Samples per rank and step."""
         return self.lister.batch_size
 
-    @functools.cached_property
+    @cached_property
+    def placed(self) -> list[list[tuple[Shards, RatedTable]]]:
+        """The shards on each rank, and of which table each is."""
+        placed: list[list[tuple[Shards, RatedTable]]] = [[] for _ in self.topology.hardware]
+        for table in self.tables:
+            for rank, shard in table.shards():
+                placed[rank].append((shard, table))
+        return placed
+
+    @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """Milliseconds of a step, per rank."""
-        costs, kinds = [Cost()] * self.topology.world_size, self.topology.kinds
-        for table in self.tables:
-            for rank, shard in table.shards():
-                costs[rank] = costs[rank].plus(shard.costs[kinds[rank]])
-        return tuple(costs)
+        ranks = zip(self.topology.kinds, self.placed, strict=True)
+        return tuple(
+            reduce(Cost.plus, (s.costs[kind] for s, _ in on), Cost()) for kind, on in ranks
+        )
 
-    @functools.cached_property
+    @cached_property
     def storage(self) -> tuple[Storage, ...]:
         """Memory, per rank."""
-        storage = [Storage()] * self.topology.world_size
-        for table in self.tables:
-            for rank, shard in table.shards():
-                storage[rank] = storage[rank].plus(shard.storage)
-        return tuple(storage)
+        return tuple(
+            reduce(Storage.plus, (s.storage for s, _ in on), Storage()) for on in self.placed
+        )
 
-    @functools.cached_property
+    @cached_property
     def memory(self) -> list[tuple[Bytes, Bytes]]:
         """What tables take, and what is free for them, per rank."""
         return [(used.total, free) for used, free in zip(self.storage, self.budgets, strict=True)]
@@ -123,12 +129,7 @@ class Rating:
     def times_on(self, rank: int) -> list[tuple[float, RatedTable]]:
         """Return the milliseconds of each table that has a shard on a rank."""
         kind = self.topology.kinds[rank]
-        return [
-            (shard.cost_ms[kind], table)
-            for table in self.tables
-            for owner, shard in table.shards()
-            if owner == rank
-        ]
+        return [(shard.cost_ms[kind], table) for shard, table in self.placed[rank]]
 
     @property
     def step_ms(self) -> float:
@@ -136,7 +137,7 @@ class Rating:
         phases: list[float] = [max(of) for of in zip(*(c.parts for c in self.costs), strict=True)]
         return self.topology.slowest.step_ms + sum(phases)
 
-    @functools.cached_property
+    @cached_property
     def slowest_rank(self) -> int:
         """The rank that is done last."""
         return max(range(len(self.costs)), key=lambda rank: self.costs[rank].total)
