@@ -158,11 +158,9 @@ def _freed(
 ) -> Iterator[tuple[str, tuple[PlannedTable, ...]]]:
     """Yield what it is to lift the constraints on one costly table, and on all."""
     freed = {(table.path, table.name): table for table in rating.unconstrained}
-    times = {
-        (rated.table.path, rated.table.name): ms
-        for ms, rated in rating.times_on(rating.slowest_rank)
-    }
-    costly = sorted(freed.keys() & times.keys(), key=lambda key: -times[key])[:2]
+    longest = sorted(rating.times_on(rating.slowest_rank), key=lambda entry: -entry[0])
+    keys = dict.fromkeys((rated.table.path, rated.table.name) for _, rated in longest)
+    costly = [key for key in keys if key in freed][:2]
     lifts = [(f"table {key[1]!r}", {key: freed[key]}) for key in costly]
     if set(costly) != freed.keys():
         lifts.append((f"all {len(freed)} tables that have some", freed))

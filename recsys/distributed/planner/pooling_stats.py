@@ -17,7 +17,7 @@ follow, with `f_k` the number of ids that were seen `k` times:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import TypeAlias, final
@@ -119,7 +119,7 @@ class PoolingStats:
         ids: dict[str, list[torch.Tensor]] = {}
         samples: dict[str, list[int]] = {}
         for batch in batches:
-            found = list(_features_of(batch))
+            found = _features_of(batch)
             if not found:
                 raise TypeError(
                     "PoolingStats.from_batches needs batches that are a KeyedJaggedTensor or hold "
@@ -134,19 +134,17 @@ class PoolingStats:
         return cls(features={key: _stats(ids[key], samples[key]) for key in ids})
 
 
-def _features_of(batch: object) -> Iterator[KeyedJaggedTensor]:
+def _features_of(batch: object) -> list[KeyedJaggedTensor]:
+    parts: Iterable[object] = getattr(batch, "__dict__", {}).values()
     if isinstance(batch, KeyedJaggedTensor):
-        yield batch
-        return
-    if isinstance(batch, Mapping):
-        parts = list(batch.values())
+        parts = [batch]
+    elif isinstance(batch, Mapping):
+        parts = batch.values()
     elif isinstance(batch, tuple | list):
-        parts = list(batch)
+        parts = batch
     elif is_dataclass(batch):
         parts = [getattr(batch, field.name) for field in fields(batch)]
-    else:
-        parts = list(getattr(batch, "__dict__", {}).values())
-    yield from (part for part in parts if isinstance(part, KeyedJaggedTensor))
+    return [part for part in parts if isinstance(part, KeyedJaggedTensor)]
 
 
 def _stats(ids: Sequence[torch.Tensor], samples: Sequence[int]) -> FeatureStats:

@@ -187,8 +187,9 @@ class Topology:
         on_cpu = compute_device == "cpu"
         if numbers["hbm_cap"] is None:  # a GPU is asked only then
             numbers["hbm_cap"] = 0 if on_cpu else _device_bytes()
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         defaults = {
-            "ddr_cap": _host_bytes() // local_world_size,
+            "ddr_cap": host_bytes // local_world_size,
             "intra_host_latency_ms": 0.1 if on_cpu else 0.02,
             "inter_host_latency_ms": 0.15 if on_cpu else 0.04,
         }
@@ -320,10 +321,8 @@ class Topology:
         Raises:
             ValueError: if a point comes twice.
         """
-        return self._with(
-            lookup=self.lookup if lookup is None else lookup,
-            collectives=self.collectives if collectives is None else collectives,
-        )
+        tables = {"lookup": lookup, "collectives": collectives}
+        return self._with(**{name: of for name, of in tables.items() if of is not None})
 
     def with_nodes(self, num_nodes: int) -> Self:
         """Return a topology with another number of nodes, alike in turn to those there are."""
@@ -522,7 +521,3 @@ def _device_bytes() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return _CUDA_DEFAULT_BYTES
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
