@@ -81,20 +81,21 @@ class Assignment:
 
     def add(self, option: int, ranks_N: Ints) -> None:
         """Place a table that is not placed."""
-        self.option_T[self.arrays.table_O[option]] = option
+        table = int(self.arrays.table_O[option])
+        self.option_T[table] = option
         if self.arrays.is_fixed_O[option]:
-            self._shift_fixed(option, 1.0)
+            self._shift(self.ranks_of(table), *self.arrays.fixed(option), 1.0)
         else:
             self.put(self.arrays.shards_of(option), ranks_N)
 
     def remove(self, table: int) -> None:
         """Take a placed table away."""
         option = int(self.option_T[table])
-        self.option_T[table] = -1
         if self.arrays.is_fixed_O[option]:
-            self._shift_fixed(option, -1.0)
+            self._shift(self.ranks_of(table), *self.arrays.fixed(option), -1.0)
         else:
             self.lift(self.arrays.shards_of(option))
+        self.option_T[table] = -1
 
     def ranks_of(self, table: int) -> Ints:
         """Return the ranks of the shards of a placed table, in order."""
@@ -112,7 +113,7 @@ class Assignment:
         self._slot_P[shards_N] = slots_N
         self.rank_P[shards_N] = ranks_N
         self.count_R[ranks_N] += 1
-        self._shift_shards(shards_N, ranks_N, 1.0)
+        self._shift(ranks_N, *self.arrays.added_by(shards_N, ranks_N), 1.0)
 
     def lift(self, shards_N: Ints) -> None:
         """Take shards off their ranks, no two off one."""
@@ -124,28 +125,19 @@ class Assignment:
         self.slots_RS[ranks_N, last_N] = -1
         self.count_R[ranks_N] = last_N
         self.rank_P[shards_N] = -1
-        self._shift_shards(shards_N, ranks_N, -1.0)
+        self._shift(ranks_N, *self.arrays.added_by(shards_N, ranks_N), -1.0)
 
-    def _shift_fixed(self, option: int, sign: float) -> None:
-        cost_N, memory_NM = self.arrays.fixed(option)
-        self._shift(slice(len(cost_N)), cost_N, memory_NM, sign)
-
-    def _shift_shards(self, shards_N: Ints, ranks_N: Ints, sign: float) -> None:
-        cost_N = self.arrays.cost_PK[shards_N, self.arrays.kind_R[ranks_N]]
-        self._shift(ranks_N, cost_N, self.arrays.memory_PM[shards_N], sign)
-
-    def _shift(self, ranks: Ints | slice, cost_N: Floats, memory_NM: Floats, sign: float) -> None:
-        self._ms_R[ranks] += sign * cost_N
-        self._free_RM[ranks] -= sign * memory_NM
-        self.load_R[ranks] = self.loads(self._ms_R[ranks], self._free_RM[ranks])
+    def _shift(self, ranks_N: Ints, cost_N: Floats, memory_NM: Floats, sign: float) -> None:
+        self._ms_R[ranks_N] += sign * cost_N
+        self._free_RM[ranks_N] -= sign * memory_NM
+        self.load_R[ranks_N] = self.loads(self._ms_R[ranks_N], self._free_RM[ranks_N])
 
     def best_ranks(self, option: int) -> tuple[Ints, float]:
         """Return ranks for the shards of a table that is not placed, and the slowest's load."""
         arrays, reach = self.arrays, self.arrays.options[option].reach
         if reach is Reach.FIXED:
-            cost_N, memory_NM = arrays.fixed(option)
-            ranks = np.arange(len(cost_N))
-            return ranks, float(self.loads_after(ranks, cost_N, memory_NM).max())
+            ranks = np.arange(arrays.options[option].num_ranks)
+            return ranks, float(self.loads_after(ranks, *arrays.fixed(option)).max())
         shards = arrays.shards_of(option)
         if reach is Reach.ANYWHERE:
             return self._best_anywhere(shards)
@@ -206,9 +198,7 @@ class Assignment:
         else:
             ranks_JN = np.argsort(before_JS, axis=1, kind="stable")[:, : len(shards)]
             ranks_JN = ranks_JN + np.arange(len(before_JS))[:, None] * size
-            sorted_N = shards[order]
-            cost_JN = arrays.cost_PK[sorted_N, arrays.kind_R[ranks_JN]]
-            load_JN = self.loads_after(ranks_JN, cost_JN, arrays.memory_PM[sorted_N])
+            load_JN = self.loads_after(ranks_JN, *arrays.added_by(shards[order], ranks_JN))
         load_J = np.where(free_J, load_JN.max(axis=1), np.inf)
         node = int(load_J.argmin())
         ranks = np.empty_like(shards)

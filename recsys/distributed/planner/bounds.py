@@ -84,16 +84,20 @@ class Relaxation:
         most_TM = np.maximum.reduceat(most_OM, arrays.first_T[:-1])
         self._scarce_KM = most_TM.sum(axis=0) > self._free_KM
 
-    def least_memory(self) -> tuple[float, Floats]:
-        """Return the least fullness, and the bytes [M] then taken.
+    def check_memory(self) -> float:
+        """Raise if all memory together is too little.
 
-        Fullness is the bytes of all tables over those of all ranks, of the pool of memory where
-        that is more. Above 1 no placement fits.
+        Returns:
+            The least fullness: the bytes of all tables over those of all ranks, of the pool of
+            memory where that is more.
+
+        Raises:
+            InfeasibleError: with the bytes and the number of ranks that would do, if it is above 1.
         """
         memory_OM = self._bundles.memory_OM
         sorts = memory_OM.shape[1]
         if not sorts:
-            return 0.0, np.zeros(0)
+            return 0.0
         free_M = np.maximum(self._free_KM.sum(axis=0), 0.5)
         values: list[Floats] = []
         best, taken_M = -1.0, np.zeros(sorts)
@@ -108,21 +112,9 @@ class Relaxation:
             upper, share_M, _ = _master(np.array(values), sorts, np.zeros(0), 1.0)
             if upper <= best * (1 + _TOLERANCE) + 1e-12:
                 break
-        return best, taken_M
-
-    def check_memory(self) -> float:
-        """Raise if all memory together is too little.
-
-        Returns:
-            The share of all memory that has to be taken.
-
-        Raises:
-            InfeasibleError: with the bytes and the number of ranks that would do.
-        """
-        fullness, taken_M = self.least_memory()
-        if fullness > 1 + _ROUNDING:
-            raise self.infeasible(fullness, taken_M - self._arrays.free_RM.sum(axis=0))
-        return fullness
+        if best > 1 + _ROUNDING:
+            raise self.infeasible(best, taken_M - self._arrays.free_RM.sum(axis=0))
+        return best
 
     def infeasible(
         self, fullness: float, over_M: Floats, *, proven: bool = True

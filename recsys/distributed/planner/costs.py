@@ -116,9 +116,9 @@ class CostModel:
         ids, bags = table.load(self._samples)
         ids *= num_rows / max(table.rows, 1)
         values = (bags if table.is_pooled else ids) * num_cols
-        prefetch, forward, backward = self._lookup(table, part, ids, bags)
+        looked_up = self._lookup(table, part, ids, bags)
         if self._world_size == 1:
-            return Cost(prefetch=prefetch, forward=forward, backward=backward)
+            return Cost(**looked_up)
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
         # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
@@ -134,9 +134,7 @@ class CostModel:
         if table.trains and table.adds_up_rows(num_cols):
             sums = 2 * table.touched(num_rows, ids) * _VALUE_BYTES
         return Cost(
-            prefetch=prefetch,
-            forward=forward,
-            backward=backward,
+            **looked_up,
             input=ids_in * self._exchange + found,
             output=moved + placed,
             update=sums * self._exchange,
@@ -146,21 +144,16 @@ class CostModel:
         """Return what a copy of a whole table costs each rank."""
         ids, bags = table.load(self._own_samples)
         whole = Part(table.rows, table.dim, kernel)
-        prefetch, forward, backward = self._lookup(table, whole, ids, bags)
-        placed = update = 0.0
-        if self._world_size > 1:
-            values = (bags if table.is_pooled else ids) * table.dim
-            placed = 2 * values * _VALUE_BYTES * self._copy
-            if table.trains:
-                passes = REPLICA_PASSES / self._hardware.memory_bw
-                update = table.gradient_bytes * (self._all_reduce + passes)
-        return Cost(
-            prefetch=prefetch, forward=forward, backward=backward, output=placed, update=update
-        )
+        looked_up = self._lookup(table, whole, ids, bags)
+        if self._world_size == 1:
+            return Cost(**looked_up)
+        values = (bags if table.is_pooled else ids) * table.dim
+        placed = 2 * values * _VALUE_BYTES * self._copy
+        passes = REPLICA_PASSES / self._hardware.memory_bw
+        update = table.gradient_bytes * (self._all_reduce + passes) if table.trains else 0.0
+        return Cost(**looked_up, output=placed, update=update)
 
-    def _lookup(
-        self, table: PlannedTable, part: Part, ids: float, bags: float
-    ) -> tuple[float, float, float]:
+    def _lookup(self, table: PlannedTable, part: Part, ids: float, bags: float) -> dict[str, float]:
         """Return the milliseconds of prefetch, forward and backward."""
         num_rows, num_cols, kernel, _ = part
         hardware = self._hardware
@@ -181,7 +174,11 @@ class CostModel:
             missed = min((1 - table.hit_rate) * ids, touched)
             fetched = (2 if table.trains else 1) * missed * row_bytes  # the row before goes back
         learning = backward / backward_bw if table.trains else 0.0
-        return fetched / host_bw, forward / speed.forward_bw, learning
+        return {
+            "prefetch": fetched / host_bw,
+            "forward": forward / speed.forward_bw,
+            "backward": learning,
+        }
 
 
 def lookup_bytes(

@@ -215,29 +215,25 @@ class _Program:
 
     def _add_ranks(self) -> None:
         """Add the load and the memory of each rank."""
-        arrays = self._arrays
-        unit_M = np.maximum(arrays.free_RM.max(axis=0, initial=0), 1)
-        loads: list[_Terms] = [[(0, -1.0)] for _ in arrays.kind_R]
-        sizes: list[list[_Terms]] = [[[] for _ in unit_M] for _ in arrays.kind_R]
+        arrays, all_R = self._arrays, np.arange(self._arrays.num_ranks)
+        unit_X = np.append(self._unit_ms, np.maximum(arrays.free_RM.max(axis=0, initial=0), 1))
+        free_RX = np.column_stack([-arrays.base_R, arrays.free_RM]) / unit_X
+        terms = [[[(0, -1.0)], *(_Terms() for _ in arrays.pools)] for _ in arrays.kind_R]
         for option, column in self._column_of.items():
             parts = []
             if arrays.is_fixed_O[option]:
-                of_ranks = enumerate(zip(*arrays.fixed(option), strict=True))
-                parts = [(rank, column, cost, size_M) for rank, (cost, size_M) in of_ranks]
+                parts = [([column] * arrays.num_ranks, *arrays.fixed(option))]
             for run in self._runs[option]:
-                cost_K, size_M = arrays.cost_PK[run.shards[0]], arrays.memory_PM[run.shards[0]]
-                parts += [
-                    (rank, where, cost_K[arrays.kind_R[rank]], size_M)
-                    for rank, where in enumerate(run.column_of_rank)
-                ]
-            for rank, where, cost, size_M in parts:
-                loads[rank].append((where, cost / self._unit_ms))
-                for of_pool, size in zip(sizes[rank], size_M / unit_M, strict=True):
-                    of_pool.append((where, size))
-        for rank, terms in enumerate(loads):
-            self._add(terms, -np.inf, -arrays.base_R[rank] / self._unit_ms)
-            for of_pool, free in zip(sizes[rank], arrays.free_RM[rank] / unit_M, strict=True):
-                self._add(of_pool, -np.inf, free)
+                alike_R = np.full(arrays.num_ranks, run.shards[0])
+                parts.append((run.column_of_rank, *arrays.added_by(alike_R, all_R)))
+            for columns, cost_N, memory_NM in parts:
+                taken_NX = np.column_stack([cost_N, memory_NM]) / unit_X
+                for of_rank, where, taken_X in zip(terms, columns, taken_NX, strict=False):
+                    for of_row, taken in zip(of_rank, taken_X, strict=True):
+                        of_row.append((where, taken))
+        for of_rank, free_X in zip(terms, free_RX, strict=True):
+            for of_row, free in zip(of_rank, free_X, strict=True):
+                self._add(of_row, -np.inf, free)
 
     def assignment(self, values: Floats, unit_ms: float) -> Assignment:
         """Return the placement that a solution describes."""

@@ -12,8 +12,8 @@ sets of shards on each of them; a set is a row of shard numbers, padded with -1.
 
 from __future__ import annotations
 
-import itertools
 import time
+from itertools import count, pairwise
 from typing import final
 
 import numpy as np
@@ -60,7 +60,7 @@ class LocalSearch:
         self._single_P = np.append(np.repeat(sizes == 1, sizes), True)
         self._cost_PK = np.vstack([arrays.cost_PK, np.zeros(arrays.num_kinds)])
         self._memory_PM = np.vstack([arrays.memory_PM, np.zeros(arrays.memory_PM.shape[1])])
-        self._cheap_T: dict[int, Ints] = {}
+        self._cheap_T = [self._cheap_options(*ends) for ends in pairwise(arrays.first_T.tolist())]
 
     def descend(self, assignment: Assignment, max_steps: int) -> int:
         """Take steps until none helps, the target or the deadline is reached.
@@ -89,7 +89,7 @@ class LocalSearch:
         """
         best, score = assignment, self._score(assignment)
         mark, since = score, 0
-        for number in itertools.count():
+        for number in count():
             if best.peak <= self._target or since >= patience or self._is_over():
                 break
             trial = assignment.copy()
@@ -116,16 +116,15 @@ class LocalSearch:
             now, ranks_now = int(assignment.option_T[table]), assignment.ranks_of(table).copy()
             limit = assignment.peak
             assignment.remove(table)
-            for option in self._cheap_options(table).tolist():
+            chosen = now, ranks_now
+            for option in self._cheap_T[table].tolist():
                 if self._price_O[option] >= self._price_O[now]:
-                    assignment.add(now, ranks_now)
                     break
                 ranks, peak = assignment.best_ranks(option)
                 if peak < limit:
-                    assignment.add(option, ranks)
+                    chosen = option, ranks
                     break
-            else:
-                assignment.add(now, ranks_now)
+            assignment.add(*chosen)
 
     def _force_cheaper(self, assignment: Assignment) -> None:
         """Give a few tables their cheapest option, even where that does not fit."""
@@ -138,7 +137,7 @@ class LocalSearch:
         share_T = saved_T[tables] / saved_T[tables].sum()
         for table in self._random.choice(tables, most, replace=False, p=share_T).tolist():
             assignment.remove(table)
-            option = int(self._cheap_options(table)[0])
+            option = int(self._cheap_T[table][0])
             assignment.add(option, assignment.best_ranks(option)[0])
 
     def _saved(self, assignment: Assignment) -> Floats:
@@ -161,11 +160,9 @@ class LocalSearch:
         """Make the best exchange with the slowest rank, if one helps."""
         mine = assignment.slots_RS[rank, : assignment.count_R[rank]]
         mine = mine[self._movable_P[mine]]
-        if not len(mine):
+        if not len(mine) or len(assignment.load_R) == 1:
             return False
         ranks_S = self._partners(assignment, rank, _PAIR_RANKS if pairs else _MANY_RANKS)
-        if not len(ranks_S):
-            return False
         width = int(assignment.count_R[ranks_S].max())
         single_SB = assignment.slots_RS[ranks_S, :width]
         none_S = np.full((len(ranks_S), 1), -1)
@@ -175,15 +172,7 @@ class LocalSearch:
         else:
             sets_A2 = mine[:, None]
             sets_SB2 = np.hstack([none_S, single_SB])[:, :, None]
-        found = self._best_exchange(assignment, rank, sets_A2, ranks_S, sets_SB2)
-        if found is None:
-            return False
-        given, partner, taken = found
-        for shards, goal in ((given, partner), (taken, rank)):
-            for shard in shards:
-                assignment.lift(np.array([shard]))
-                assignment.put(np.array([shard]), np.array([goal]))
-        return True
+        return self._exchange_sets(assignment, rank, sets_A2, ranks_S, sets_SB2)
 
     def _partners(self, assignment: Assignment, rank: int, most: int) -> Ints:
         """Return the other ranks to try: all, or half of them least loaded and half random."""
@@ -195,10 +184,10 @@ class LocalSearch:
         others = self._random.choice(len(order) - most // 2, most - most // 2, replace=False)
         return np.concatenate([order[: most // 2], order[most // 2 :][others]])
 
-    def _best_exchange(
+    def _exchange_sets(
         self, assignment: Assignment, rank: int, sets_A: Ints, ranks_S: Ints, sets_SB: Ints
-    ) -> tuple[list[int], int, list[int]] | None:
-        """Return the shards to give, the rank to give them to, and the shards to take from it."""
+    ) -> bool:
+        """Give the set of shards, and take the one, with which an exchange helps most, if any."""
         kind, kind_S = self._arrays.kind_R[rank], self._arrays.kind_R[ranks_S]
         cost_PK, memory_PM = self._cost_PK, self._memory_PM
         # what rank loses: [A], [S, B]; what the partner wins: [A, S], [S, B]
@@ -230,11 +219,13 @@ class LocalSearch:
                 peak_ASB[row, used_R[ranks_S]] = np.inf
         best = int(peak_ASB.argmin())
         if peak_ASB.flat[best] >= assignment.load_R[rank] - _LEAST_GAIN:
-            return None
+            return False
         a, s, b = np.unravel_index(best, peak_ASB.shape)
-        given = [shard for shard in sets_A[a].tolist() if shard >= 0]
-        taken = [shard for shard in sets_SB[s, b].tolist() if shard >= 0]
-        return given, int(ranks_S[s]), taken
+        for shards, goal in ((sets_A[a], ranks_S[s]), (sets_SB[s, b], rank)):
+            for shard in shards[shards >= 0]:
+                assignment.lift(np.array([shard]))
+                assignment.put(np.array([shard]), np.array([goal]))
+        return True
 
     def _replace(self, assignment: Assignment, rank: int) -> bool:
         """Place one table of the slowest rank in another way, if that helps."""
@@ -247,7 +238,7 @@ class LocalSearch:
         best_score, best_option, best_ranks = np.inf, -1, shards
         for table in (*tables.tolist(), *fixed):
             now = int(assignment.option_T[table])
-            options = self._cheap_options(table)
+            options = self._cheap_T[table]
             options = options[self._price_O[options] - self._price_O[now] <= slack]
             ranks_now = assignment.ranks_of(table).copy()
             assignment.remove(table)
@@ -273,15 +264,11 @@ class LocalSearch:
             fixed = self._random.choice(fixed, _FIXED_TABLES, replace=False)
         return [int(table) for table in fixed if rank in assignment.ranks_of(int(table))]
 
-    def _cheap_options(self, table: int) -> Ints:
-        """Return the cheapest options of a table."""
-        cheap = self._cheap_T.get(table)
-        if cheap is None:
-            first, last = self._arrays.first_T[table], self._arrays.first_T[table + 1]
-            price_N = self._price_O[first:last]
-            order = np.argsort(price_N, kind="stable")[:_OPTIONS]
-            cheap = self._cheap_T[table] = first + order[np.isfinite(price_N[order])]
-        return cheap
+    def _cheap_options(self, first: int, last: int) -> Ints:
+        """Return the cheapest of some options."""
+        price_N = self._price_O[first:last]
+        order = np.argsort(price_N, kind="stable")[:_OPTIONS]
+        return first + order[np.isfinite(price_N[order])]
 
     def _reassign(self, assignment: Assignment) -> None:
         """Take the tables off the slowest and a few other ranks and put them back otherwise."""
@@ -296,7 +283,7 @@ class LocalSearch:
         for table in tables:
             option = int(assignment.option_T[table])
             assignment.remove(table)
-            cheap = self._cheap_options(table)
+            cheap = self._cheap_T[table]
             if len(cheap) > 1 and self._random.random() < 0.5:
                 # mostly the first
                 option = int(cheap[min(int(self._random.exponential(0.8)), len(cheap) - 1)])

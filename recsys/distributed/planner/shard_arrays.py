@@ -156,7 +156,10 @@ class ShardArrays:
         """Return what an option adds to the ranks of its shards, [N] and [N, M]."""
         if self.is_fixed_O[option]:
             return self.fixed(option)
-        shards_N = self.shards_of(option)
+        return self.added_by(self.shards_of(option), ranks_N)
+
+    def added_by(self, shards_N: Ints, ranks_N: Ints) -> tuple[Floats, Floats]:
+        """Return what shards add to their ranks, [N] and [N, M]."""
         return self.cost_PK[shards_N, self.kind_R[ranks_N]], self.memory_PM[shards_N]
 
     def fixed(self, option: int) -> tuple[Floats, Floats]:
@@ -173,11 +176,10 @@ class ShardArrays:
 
     def _numbers(self, runs: Sequence[Shards]) -> tuple[Floats, Floats]:
         """Return the cost on each kind and the bytes of every shard of some runs."""
-        counts = [run.count for run in runs]
-        costs = np.array([run.cost_ms for run in runs], dtype=np.float64)
-        sizes = np.array([run.memory for run in runs], dtype=np.float64)
-        cost_PK = np.repeat(costs.reshape(len(runs), self.num_kinds), counts, axis=0)
-        return cost_PK, np.repeat(sizes.reshape(len(runs), 2)[:, self.pools], counts, axis=0)
+        kinds = self.num_kinds
+        both_PX = _numbers(runs).reshape(-1, kinds + 2)
+        pools = [kinds + pool for pool in self.pools]
+        return np.array(both_PX[:, :kinds], order="C"), np.array(both_PX[:, pools], order="C")
 
 
 def _undominated(options: Sequence[TableOption]) -> list[int]:
@@ -187,7 +189,11 @@ def _undominated(options: Sequence[TableOption]) -> list[int]:
         alike.setdefault((option.reach, option.num_ranks), []).append(index)
     kept = []
     for group in alike.values():
-        numbers = [_numbers(options[index]) for index in group] if len(group) > 1 else [np.zeros(1)]
+        numbers = (
+            [_numbers(options[index].shards) for index in group]
+            if len(group) > 1
+            else [np.zeros(1)]
+        )
         # in order of the sum, what beats an option comes before it
         left: list[int] = []
         for place in np.argsort([of.sum() for of in numbers], kind="stable").tolist():
@@ -197,6 +203,7 @@ def _undominated(options: Sequence[TableOption]) -> list[int]:
     return sorted(kept)
 
 
-def _numbers(option: TableOption) -> Floats:
-    runs = np.array([[*run.cost_ms, *run.memory] for run in option.shards], dtype=np.float64)
-    return np.repeat(runs, [run.count for run in option.shards], axis=0).ravel()
+def _numbers(runs: Sequence[Shards]) -> Floats:
+    """Return, in one row, the costs and the bytes of every shard of some runs."""
+    of_runs = np.array([[*run.cost_ms, *run.memory] for run in runs], dtype=np.float64)
+    return np.repeat(of_runs, [run.count for run in runs], axis=0).ravel()

@@ -60,9 +60,7 @@ class Storage:
     @property
     def total(self) -> Bytes:
         """All of it."""
-        (w, host_w), (s, host_s), (g, host_g) = self.weights, self.state, self.gradients
-        (c, host_c), (b, host_b) = self.cache, self.buffers
-        return Bytes(w + s + g + c + b, host_w + host_s + host_g + host_c + host_b)
+        return sum_of((self.weights, self.state, self.gradients, self.cache, self.buffers))
 
     def plus(self, other: Storage) -> Storage:
         """Return the sum of both."""

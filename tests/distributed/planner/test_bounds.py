@@ -33,7 +33,7 @@ def test_is_never_above_the_optimum(problem: Problem) -> None:
     if best == math.inf:
         return
     relaxed = relaxation(problem)
-    assert relaxed.least_memory()[0] <= 1 + 1e-9
+    assert relaxed.check_memory() <= 1 + 1e-9
     assert relaxed.lower_bound().bound_ms <= best + 1e-9
     assert relaxed.lower_bound(deadline=0.0).bound_ms <= best + 1e-9
 
