@@ -15,7 +15,7 @@ With `N` ids and `G` bags that reach a part of `r x c` values (`e` bytes each):
 - *input*: `N` ids (and weights) are sorted by owner; they and `G` lengths arrive;
 - *output*: `G c` values leave (`N c` where they are not pooled), and as many gradients arrive,
   in the precision of the wire. Of what leaves a rank, `(W - L) / W` crosses between nodes of
-  `L` ranks among `W`. If the rows of a pooled table lie within one node, the node's sums cross
+  `L` ranks among `W`. If the rows of a pooled table are within one node, the node's sums cross
   only once: `1 / L` of it. Values are placed in the output, and gradients taken from it;
 - *update*: replicas of a table add up whole gradients: `2 (W - 1) / W` of its size is sent, and
   it is read or written nine times. Owners of columns send one number per touched row, if need be.

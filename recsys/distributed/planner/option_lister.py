@@ -152,7 +152,7 @@ class OptionLister:
             sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
             blocks = [(len(list(alike)), *size) for size, alike in sizes]
             reach, ranks = Reach.ANYWHERE, tuple(rect.rank for rect in rects)
-            # row_wise that happens to lie in one node is rated as the search counts it: anywhere
+            # row_wise that happens to be in one node is rated as the search counts it: anywhere
             in_node = kind in _BY_NODE and adds_up_in_node(placed, node_size)
         [option] = self.estimated(
             table, [self._option(table, kind, kernel, reach, blocks, in_node)]
@@ -176,7 +176,7 @@ class OptionLister:
             kernel: where the shards live.
             reach: where they may go.
             blocks: so many shards of rows x columns each.
-            in_node: whether all row shards of some columns lie in one node.
+            in_node: whether all row shards of some columns are in one node.
         """
         replicated = kind is ShardingType.DATA_PARALLEL
         shards = []

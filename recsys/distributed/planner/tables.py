@@ -80,7 +80,7 @@ class Part(NamedTuple):
         rows: of the part.
         cols: of the part.
         kernel: where it lives.
-        in_node: whether all row parts of its columns lie on the ranks of one node.
+        in_node: whether all row parts of its columns are on the ranks of one node.
     """
 
     rows: int

@@ -65,7 +65,7 @@ class ParameterConstraints:
         batch_sizes: samples per rank, where they differ from the planner's `batch_size`.
         is_weighted: whether ids have weights, also where the module does not say so.
         cache_params: of `fused_uvm_caching`.
-        enforce_hbm: whether optimizer state of a cached table must lie in device memory. That is
+        enforce_hbm: whether optimizer state of a cached table must be in device memory. That is
             not supported, so True and "fused_uvm_caching" exclude each other.
         stochastic_rounding: must be what the table's optimizer does; the planner does not set it.
         bounds_check_mode: what to do with ids outside the table; goes into the plan. Tables of one
@@ -137,7 +137,7 @@ class ParameterConstraints:
         )
         self._check(
             not (self.enforce_hbm and caches),
-            "enforce_hbm=True is not supported with fused_uvm_caching: optimizer state lies beside "
+            "enforce_hbm=True is not supported with fused_uvm_caching: optimizer state is beside "
             "the table, in host memory. Leave it None, or leave fused_uvm_caching out of "
             f"compute_kernels; received {self.compute_kernels}.",
         )
