@@ -159,9 +159,7 @@ def check_tiling(table: PlacedTable) -> None:
         )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One (table, feature) pair; `col` is its first column in the unsharded output."""
 
     table: int
@@ -171,9 +169,7 @@ class Slot:
     combine: PoolingType
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """The ids of one slot that one rectangle serves, and the output columns that come of them."""
 
     slot: int
@@ -365,9 +361,7 @@ def _number_slots(tables: Sequence[PlacedTable]) -> tuple[Slot, ...]:
     col = 0
     for index, table in enumerate(tables):
         for feature in table.features:
-            slots.append(
-                Slot(table=index, feature=feature, col=col, dim=table.dim, combine=table.combine)
-            )
+            slots.append(Slot(index, feature, col, table.dim, table.combine))
             col += table.dim
     return tuple(slots)
 
@@ -404,7 +398,7 @@ def _plan_lookups(
         for local, ((*_, index, block, _), rect) in enumerate(parts):
             for slot, col, segment, step in sources[index]:
                 cols = (col + rect.col_start, col + rect.col_end)
-                streams.append(Stream(slot=slot, rect=rect, cols=cols))
+                streams.append(Stream(slot, rect, cols))
                 segments.append(segment + block * step)
                 feature_table_map.append(local)
             width += rect.num_cols * len(sources[index])

@@ -311,7 +311,7 @@ def test_placing_costs_a_few_times_what_building_costs(
 ) -> None:
     ranks(2, _seconds, 2, 2)  # imports
     shares = []
-    for _ in range(6):  # 2.1 to 2.7 on a quiet machine
+    for _ in range(6):  # 2.5 to 2.7 on a quiet machine
         (building, placing), _ = ranks(2, _seconds, *size)
         shares.append(placing / building)
         if shares[-1] <= 3:
