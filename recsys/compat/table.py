@@ -251,6 +251,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "EmbeddingCollectionAwaitable, EmbeddingCollectionSharder, ShardedEmbeddingCollection",
     ),
     (
+        "torchrec.distributed.embedding",
+        "recsys.distributed.stages.input_dist",
+        "Trip as EmbeddingCollectionContext",
+    ),
+    (
+        "torchrec.distributed.embeddingbag",
+        "recsys.distributed.stages.input_dist",
+        "Trip as EmbeddingBagCollectionContext",
+    ),
+    (
         "torchrec.distributed.model_parallel",
         "recsys.distributed.model_parallel",
         "DataParallelWrapper, DefaultDataParallelWrapper, DistributedModelParallel, "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
+from torch import nn
 
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
@@ -48,6 +49,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ValueError: as `ShardedCollection` does.
     """
 
+    unsharded_module_type: ClassVar[type[nn.Module]] = EmbeddingCollection
     tables_name: ClassVar[str] = "embeddings"
     output_type = EmbeddingCollectionAwaitable
     output_stage = SequenceDist

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
+
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.wire import POOLED_OPS
 from recsys.distributed.sharded_collection import ShardedCollection
@@ -28,6 +30,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     `ShardedCollection`.
     """
 
+    unsharded_module_type: ClassVar[type[nn.Module]] = EmbeddingBagCollection
     tables_name: ClassVar[str] = "embedding_bags"
     output_type = EmbeddingBagCollectionAwaitable
     output_stage = OutputDist

@@ -6,21 +6,22 @@ it does unsharded. The weights travel with the ids, and their gradients come bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recsys.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.ranks.comm import LazyAwaitable
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.stages.input_dist import Trip
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
@@ -38,6 +39,9 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
         feature_processors: the processors.
         embedding_bag_collection: the tables.
     """
+
+    unsharded_module_type: ClassVar[type[nn.Module]] = FeatureProcessedEmbeddingBagCollection
+    """What it takes the place of."""
 
     def __init__(
         self,
@@ -64,12 +68,45 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
             KeyError: on every rank, if a batch lacks a feature.
             TypeError: on every rank, if ids are not integers.
         """
-        try:
-            weighted = self._feature_processors(features)
-        except Exception as error:  # the input stage raises it on every rank
-            weighted = error
-        pooled: LazyAwaitable[KeyedTensor] = self._embedding_bag_collection(weighted)
+        pooled: LazyAwaitable[KeyedTensor] = self._embedding_bag_collection(self._weigh(features))
         return pooled
+
+    def _weigh(self, features: KeyedJaggedTensor) -> Any:
+        try:
+            return self._feature_processors(features)
+        except Exception as error:  # the input stage raises it on every rank
+            return error
+
+    def create_context(self) -> Trip:
+        """Return what goes with one batch through the stages; see `ShardedCollection`."""
+        return self._embedding_bag_collection.create_context()
+
+    def input_dist(self, ctx: Trip, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Trip]]:
+        """Weigh this rank's batch now, and start to tell the ranks how many ids come.
+
+        A batch whose input stage runs before the step of another has the weights of before that
+        step.
+
+        Args:
+            ctx: a new context.
+            features: as for `forward`.
+
+        Returns:
+            As `ShardedCollection.input_dist`.
+        """
+        return self._embedding_bag_collection.input_dist(ctx, self._weigh(features))
+
+    def compute(self, ctx: Trip, dist_input: Trip) -> list[Tensor]:
+        """Look up what this rank has of a batch; see `ShardedCollection`."""
+        return self._embedding_bag_collection.compute(ctx, dist_input)
+
+    def output_dist(self, ctx: Trip, output: Iterable[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Start sending embeddings to the samples' ranks; see `ShardedCollection`."""
+        return self._embedding_bag_collection.output_dist(ctx, output)
+
+    def compute_and_output_dist(self, ctx: Trip, input: Trip) -> LazyAwaitable[KeyedTensor]:
+        """Look up what this rank has, and start sending it; see `ShardedCollection`."""
+        return self._embedding_bag_collection.compute_and_output_dist(ctx, input)
 
 
 class FeatureProcessedEmbeddingBagCollectionSharder(

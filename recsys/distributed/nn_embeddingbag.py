@@ -5,16 +5,17 @@ Each bag is an exchange of its own; an EmbeddingBagCollection makes one of all i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from recsys.distributed.ranks.comm import LazyAwaitable
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
+from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.state.table_shards import TableShards
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -76,6 +77,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     `padding_idx` a call on a GPU waits for the device once more.
     """
 
+    unsharded_module_type = nn.EmbeddingBag
     _table: TableShards
 
     def _adopt(self, module: Any) -> None:
@@ -102,16 +104,41 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             ValueError: on every rank, if shapes or offsets of a rank do not fit, or weights come
                 where the bag takes none.
         """
-        features: Any
-        try:
-            features = self._features_of(input, offsets, per_sample_weights)
-        except Exception as error:  # the input stage raises it on every rank
-            features = error
-        pooled = super().forward(features)
+        pooled: LazyAwaitable[Tensor] = super().forward(
+            self._features_of(input, offsets, per_sample_weights)
+        )
+        return pooled
+
+    def input_dist(  # type: ignore[override]
+        self,
+        ctx: Trip,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Awaitable[Awaitable[Trip]]:
+        """Start to tell the ranks that own rows how many ids come; see the base class.
+
+        Args:
+            ctx: a new context.
+            input: as for `forward`, like the others.
+            offsets: where each bag begins.
+            per_sample_weights: one for each id.
+        """
+        return super().input_dist(ctx, self._features_of(input, offsets, per_sample_weights))
+
+    def output_dist(self, ctx: Trip, output: Iterable[Tensor]) -> LazyAwaitable[Tensor]:
+        """Start sending embeddings to the samples' ranks; see the base class."""
+        pooled = super().output_dist(ctx, output)
         dtype = self._plan[_TABLE].output_dtype or self._table.dtype
         return LazyAwaitable(lambda: pooled.wait().values().to(dtype))
 
-    def _features_of(
+    def _features_of(self, *bags: Any) -> KeyedJaggedTensor:
+        try:
+            return self._checked_features(*bags)
+        except Exception as error:  # the input stage raises it on every rank
+            return cast(KeyedJaggedTensor, error)
+
+    def _checked_features(
         self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> KeyedJaggedTensor:
         if input.dim() == 2 and offsets is None:

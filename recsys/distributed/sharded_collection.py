@@ -7,13 +7,14 @@ must remember of a batch, and in the output stage; the rest is here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain, islice
 from typing import Any, ClassVar, NoReturn, Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recsys.distributed.module_tree import check_untied
 from recsys.distributed.placement.fused_params import with_table_settings
@@ -28,12 +29,12 @@ from recsys.distributed.placement.plan import (
 from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
 from recsys.distributed.ranks.agreement import in_words, stable
-from recsys.distributed.ranks.comm import LazyAwaitable, together
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
-from recsys.distributed.stages.input_dist import InputDist, Trip
+from recsys.distributed.stages.input_dist import InputDist, Trip, start_together
 from recsys.distributed.stages.lookup import GroupSettings, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
@@ -79,6 +80,8 @@ class ShardedCollection(ShardedModule):
             optimizer needs whole rows.
     """
 
+    unsharded_module_type: ClassVar[type[nn.Module]]
+    """What it takes the place of."""
     tables_name: ClassVar[str]
     """The attribute that holds the tables, as in the unsharded collection."""
     output_type: ClassVar[type[LazyAwaitable[Any]]]
@@ -147,30 +150,7 @@ class ShardedCollection(ShardedModule):
                 )
             )
         }
-        spoken: dict[Hashable, str] = {}  # of what many tables share
-        for placed, config, option in zip(
-            self._layout.tables, self._configs, self._options, strict=True
-        ):
-            shared = (placed.group, option.optimizer)
-            alike = spoken.get(shared)
-            if alike is None:
-                alike = spoken[shared] = "; ".join(map(in_words, shared))
-            shards = [
-                f"rows {r.row_start}-{r.row_end} and columns {r.col_start}-{r.col_end} on {r.rank}"
-                for r in placed.rects
-            ]
-            facts[f"table {config.name!r}"] = "; ".join(
-                (
-                    f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}",
-                    f"features {config.feature_names}",
-                    f"initial values from {config.weight_init_min} to {config.weight_init_max}",
-                    "an init_fn" if config.init_fn is not None else "no init_fn",
-                    "on the meta device" if option.is_meta else "with values",
-                    alike,
-                    f"shards {', '.join(shards) or 'on every rank'}",
-                )
-            )
-        return facts
+        return facts | _facts_of_tables(self._layout, self._configs, self._options)
 
     def _adopt(self, module: Any) -> None:
         """Take over the settings of the given module."""
@@ -303,28 +283,127 @@ class ShardedCollection(ShardedModule):
         tables: dict[str, TableShards] = dict(getattr(self, self.tables_name).items())
         return tables
 
-    def input_dist(self, features: KeyedJaggedTensor) -> Trip:
-        """Start sending ids to the ranks that own their rows."""
-        return self._input_dist.start(features)
-
     @property
     def input_stage(self) -> InputDist:
         """The stage that sends ids to the ranks that own their rows."""
         return self._input_dist
 
-    def compute_and_output_dist(self, trip: Trip) -> LazyAwaitable[Any]:
-        """Look up the ids and start sending the embeddings back."""
+    def create_context(self) -> Trip:
+        """Return what goes with one batch through `input_dist`, `compute` and `output_dist`.
+
+        Several batches may be under way at once, each with a context of its own. All ranks call
+        the stages in one order. See docs/engine.md for a loop of this kind.
+        """
+        return Trip(self._input_dist)
+
+    def input_dist(self, ctx: Trip, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Trip]]:
+        """Start to tell the ranks that own a batch's rows how many ids come.
+
+        Args:
+            ctx: a new context.
+            features: as for `forward`.
+
+        Returns:
+            Its `wait()` waits on the host for what all ranks told, raises what `forward` raises,
+            and starts sending the ids. The `wait()` of what that returns gives what this rank
+            looks up, the `dist_input` of `compute`.
+
+        Raises:
+            ValueError: if the context is another module's, or a batch has it already.
+
+        Example:
+            >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
+            >>> from recsys.distributed.shard import shard
+            >>> from recsys.distributed.sharding_plan import table_wise
+            >>> from recsys.distributed.types import ShardingEnv
+            >>> table = EmbeddingBagConfig(9, 2, "films", feature_names=["film"])
+            >>> ebc = EmbeddingBagCollection(tables=[table])
+            >>> env, plan = ShardingEnv.from_local(), {"films": table_wise(rank=0)}
+            >>> sharded = shard(ebc, plan, env, torch.device("cpu"))
+            >>> film = KeyedJaggedTensor(["film"], torch.tensor([3]), lengths=torch.tensor([1]))
+            >>> ctx = sharded.create_context()
+            >>> ids = sharded.input_dist(ctx, film).wait().wait()
+            >>> sharded.output_dist(ctx, sharded.compute(ctx, ids)).wait().values().shape
+            torch.Size([1, 2])
+        """
+        if ctx.stage is not self._input_dist or "given" in vars(ctx):
+            raise ValueError(
+                "input_dist needs a new context of its own module for each batch; received one of "
+                f"{'a batch' if ctx.stage is self._input_dist else 'another module'}. Call "
+                "create_context() for every batch."
+            )
+        start_together([self._input_dist.prepare(features, ctx)])
+        return LazyAwaitable(lambda: LazyAwaitable(ctx.send().ids))
+
+    def compute(self, ctx: Trip, dist_input: Trip) -> list[Tensor]:
+        """Look up what this rank has of a batch.
+
+        Args:
+            ctx: the batch's context.
+            dist_input: what its `input_dist` gave in the end.
+
+        Returns:
+            The output of each lookup: of replicated tables, `[B, C]`, then of this rank's own,
+            `[samples of all ranks, C]`; of sequences a row for each id.
+
+        Raises:
+            ValueError: if `dist_input` does not belong to the context.
+        """
+        return list(self._look_up(ctx, dist_input))
+
+    def output_dist(self, ctx: Trip, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
+        """Start sending embeddings to the samples' ranks.
+
+        Args:
+            ctx: the batch's context.
+            output: what `compute` gave.
+
+        Returns:
+            What `forward` returns.
+        """
+        lookups = iter(output)
+        replicas = list(islice(lookups, len(self._replicas)))
+        trains = self._trains and torch.is_grad_enabled()
+        return self.output_type(self._output_dist.start(ctx, lookups, replicas, trains))
+
+    def compute_and_output_dist(self, ctx: Trip, input: Trip) -> LazyAwaitable[Any]:
+        """Look up what this rank has of a batch, and start sending embeddings.
+
+        Where tables are added up inside a node, the others are looked up meanwhile, as in
+        `forward`; `compute` looks all up before.
+
+        Args:
+            ctx: the batch's context.
+            input: what its `input_dist` gave in the end.
+
+        Returns:
+            What `forward` returns.
+
+        Raises:
+            ValueError: if `input` does not belong to the context.
+        """
+        return self.output_dist(ctx, self._look_up(ctx, input))
+
+    def _look_up(self, ctx: Trip, dist_input: Trip) -> Iterator[Tensor]:
+        """Look up in the replicated tables now, in the others while the result is read."""
+        if dist_input is not ctx:
+            given: object = dist_input
+            if not isinstance(given, Awaitable) or given.wait() is not ctx:
+                raise ValueError(
+                    "compute needs a batch's context and what input_dist(context, features) gave, "
+                    "waited for twice; received another batch's, or what is under way. Call "
+                    "compute(context, input_dist(context, features).wait().wait())."
+                )
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
         lookups = (
             lookup.kernel.forward(*bags[:3], lookup.parameters, bags.ids_of_tables)
-            for lookup, bags in zip(self._lookups, trip.lookups, strict=True)
+            for lookup, bags in zip(self._lookups, ctx.lookups, strict=True)
         )
         replicas = []
-        for lookup, bags in zip(self._replicas, trip.replicas, strict=True):
+        for lookup, bags in zip(self._replicas, ctx.replicas, strict=True):
             replicas.append(lookup.kernel.forward(*bags[:3], lookup.parameters))
-        trains = self._trains and torch.is_grad_enabled()
-        return self.output_type(self._output_dist.start(trip, lookups, replicas, trains))
+        return chain(replicas, lookups)
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
         """Look up this rank's batch.
@@ -348,8 +427,10 @@ class ShardedCollection(ShardedModule):
         ask = started_ahead.get()
         trip = None if ask is None else ask(self, features)
         if trip is None:  # else it has started ahead
-            trip = self.input_dist(features).send()
-        return self.compute_and_output_dist(trip.ids())
+            trip = self._input_dist.prepare(features)
+            start_together([trip])
+            trip.send()
+        return self.compute_and_output_dist(trip, trip.ids())
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -366,9 +447,18 @@ class ShardedCollection(ShardedModule):
         """The plan, compiled; the same on every rank. `layout.plot()` draws it."""
         return self._layout
 
+    @property
+    def _input_dists(self) -> list[InputDist]:
+        return [self._input_dist]
+
+    @property
+    def _output_dists(self) -> list[OutputStage[Any]]:
+        return [self._output_dist]
+
     def extra_repr(self) -> str:
-        """Show the lookups of this rank and why each runs on its backend."""
-        return "\n".join(repr(lookup.kernel) for lookup in (*self._lookups, *self._replicas))
+        """Show the lookups of this rank and why each runs on its backend, and the two stages."""
+        lookups = [lookup.kernel for lookup in (*self._lookups, *self._replicas)]
+        return "\n".join(map(repr, [*lookups, self._input_dist, self._output_dist]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, device=self._device))
@@ -437,6 +527,35 @@ class _TableOptions:
                 rounds,
                 "It is for tables of float16 or bfloat16 that own an optimizer.",
             )
+
+
+def _facts_of_tables(
+    layout: Layout, configs: Sequence[Any], options: Sequence[_TableOptions]
+) -> dict[str, str]:
+    """Return what of each table has to be the same on all ranks."""
+    facts: dict[str, str] = {}
+    spoken: dict[Hashable, str] = {}  # of what many tables share
+    for placed, config, option in zip(layout.tables, configs, options, strict=True):
+        shared = (placed.group, option.optimizer)
+        alike = spoken.get(shared)
+        if alike is None:
+            alike = spoken[shared] = "; ".join(map(in_words, shared))
+        shards = [
+            f"rows {r.row_start}-{r.row_end} and columns {r.col_start}-{r.col_end} on {r.rank}"
+            for r in placed.rects
+        ]
+        facts[f"table {config.name!r}"] = "; ".join(
+            (
+                f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}",
+                f"features {config.feature_names}",
+                f"initial values from {config.weight_init_min} to {config.weight_init_max}",
+                "an init_fn" if config.init_fn is not None else "no init_fn",
+                "on the meta device" if option.is_meta else "with values",
+                alike,
+                f"shards {', '.join(shards) or 'on every rank'}",
+            )
+        )
+    return facts
 
 
 def _bounds_check_mode(

@@ -39,10 +39,15 @@ DIFFERENT = {
     ),
     r"\w+\(sharded_module_order_overwrite\)": "the order of outputs is the unsharded one, always",
     (
-        r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.(compute|compute_and_output_dist|"
-        r"create_context|input_dist|output_dist|prefetch|preprocess_input|unsharded_module_type)"
-    ): "the stages of a batch are not public yet",
-    r"ShardedEmbeddingBag\.input_dist\(\w+\)": "the stages of a batch are not public yet",
+        r"ShardedModule\.(compute|compute_and_output_dist|create_context|input_dist|output_dist|"
+        r"unsharded_module_type)"
+    ): "of the sharded collections; a sharded module of a user's own may do without",
+    r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.preprocess_input": (
+        "input_dist takes what forward takes"
+    ),
+    r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.prefetch": (
+        "FBGEMM's cache fetches rows when they are looked up"
+    ),
     r"Sharded\w+Collection\.sharded_parameter_names": (
         "a feature-processed collection is replicated but for the collection in it"
     ),

@@ -16,7 +16,8 @@ streams of this rank, `R` ranks, `T` samples of all ranks, `N` ids.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple, cast, final
 
 import numpy as np
@@ -49,6 +50,7 @@ from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_inputs import safe_features
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
+from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, and
 # the sender has no batch after this one
@@ -154,11 +156,11 @@ class InputDist:
         self._keys: list[str] | None = None
         self._routes: Routes
 
-    def start(self, features: KeyedJaggedTensor) -> Trip:
-        """Check the batch, take it apart into segments, and start the header exchange."""
-        return start_together([(self, features)])[0]
+    def __repr__(self) -> str:
+        received = f"{self.num_streams} streams from each of {self.env.world_size} ranks"
+        return f"InputDist(sends {len(self.feature_names)} features, receives {received})"
 
-    def prepare(self, features: KeyedJaggedTensor | Exception) -> Trip:
+    def prepare(self, features: KeyedJaggedTensor | Exception, trip: Trip | None = None) -> Trip:
         """Check a batch and take it apart.
 
         An error is noted in the trip: every rank hears of it, and raises it from the header. So are
@@ -166,8 +168,10 @@ class InputDist:
 
         Args:
             features: the batch; or why there is none.
+            trip: a new one, which goes with the batch; made here if None.
         """
-        trip = Trip(self, features)
+        trip = trip or Trip(self)
+        trip.given = cast(KeyedJaggedTensor, features)
         try:
             if self.last_batches is not None and self.last_batches.error is not None:
                 raise self.last_batches.error
@@ -372,20 +376,17 @@ def ids_per_key(bags: Parts, num_keys: int) -> Tensor:
     return bags.lengths if bags.stride == 1 else bags.offsets[:: bags.stride].diff()
 
 
-def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> list[Trip]:
-    """Start the trips of several modules of the same ranks with one header exchange.
+def start_together(trips: Sequence[Trip]) -> None:
+    """Start the trips of modules of the same ranks with one header exchange.
 
     Args:
-        requests: stages and their batches, in the same order on every rank.
+        trips: prepared ones, in the same order on every rank.
     """
-    trips, headers = [], []
-    for stage, features in requests:
-        trip = stage.prepare(features)
-        trips.append(trip)
-        headers.append(stage.header_of(trip))
-    env, sent, sizes, width = stage.env, headers[0], stage.header_sizes, stage.header_width
+    headers = [trip.stage.header_of(trip) for trip in trips]
+    stage, sent = trips[0].stage, headers[0]
+    env, sizes, width = stage.env, stage.header_sizes, stage.header_width
     if len(trips) > 1:
-        stages = [stage for stage, _ in requests]
+        stages = [trip.stage for trip in trips]
         parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
         sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
         sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
@@ -394,7 +395,6 @@ def start_together(requests: Sequence[tuple[InputDist, KeyedJaggedTensor]]) -> l
     pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
     for trip in trips:
         trip.headers = pending, trips
-    return trips
 
 
 def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
@@ -419,12 +419,24 @@ def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
         at = end
 
 
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, Routes | SplitRound):
+        yield from _tensors_in([getattr(value, field.name) for field in fields(value)])
+
+
 @final
-class Trip:
+class Trip(Multistreamable):
     """One batch of one module on its way through the stages: all that belongs to it.
 
-    `start_together` has sent its header; `send` reads the headers and sends the ids;
-    `ids` waits for those that this rank looks up. The output stage reads the rest.
+    `prepare` checks the batch; `start_together` sends its header; `send` reads the headers and
+    sends the ids; `ids` waits for those that this rank looks up. The output stage reads the rest.
 
     Attributes:
         stage: the module's, whose batch it is.
@@ -459,6 +471,7 @@ class Trip:
             None if no rank's weights need gradients.
     """
 
+    given: KeyedJaggedTensor
     routes: Routes
     checked: Parts
     bags: Parts
@@ -471,9 +484,8 @@ class Trip:
     batch_sizes: np.ndarray
     received_counts: np.ndarray
 
-    def __init__(self, stage: InputDist, given: KeyedJaggedTensor | Exception) -> None:
+    def __init__(self, stage: InputDist) -> None:
         self.stage = stage
-        self.given = cast(KeyedJaggedTensor, given)
         self.error: Exception | None = None
         self.bad_N: Tensor | None = None
         self.is_bad: Tensor | None = None
@@ -492,6 +504,16 @@ class Trip:
         self._to_ranks: list[int] = []  # ids sent to each rank
         self._received: comm.Pending | None = None
         self._replica_places: list[Tensor] = []
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory from being used anew until work that is now in a stream is done.
+
+        Args:
+            stream: where the batch is looked up, if its input stage ran on another one.
+        """
+        self.given.record_stream(stream)  # type: ignore[arg-type]  # of any device
+        for tensor in _tensors_in(list(vars(self).values())):
+            tensor.record_stream(stream)
 
     def add_segments(
         self, lengths: Tensor, values: Tensor, weights: Tensor | None, places: Tensor | None

@@ -438,6 +438,11 @@ class OutputStage(abc.ABC, Generic[T]):
         self.grad_scale = 1.0 / env.world_size  # as DistributedDataParallel does
         self._prepare(codecs)
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(returns {len(self.names)} features' embeddings, {self.dtype})"
+        )
+
     @abc.abstractmethod
     def _prepare(self, codecs: QuantizedCommCodecs) -> None:
         """Work out what does not depend on a batch, and set `codecs`."""

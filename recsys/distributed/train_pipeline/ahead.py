@@ -94,7 +94,8 @@ class InputsAhead:
         if len(read) < 2:
             yield
             return
-        trips = start_together([(m.input_stage, features) for m, features in read.items()])
+        trips = [m.input_stage.prepare(features) for m, features in read.items()]
+        start_together(trips)
         sent = dict(zip(read, [trip.send() for trip in trips], strict=True))
 
         def take(module: ShardedCollection, features: KeyedJaggedTensor) -> Trip | None:
