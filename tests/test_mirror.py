@@ -57,6 +57,7 @@ TESTED_THROUGH = {
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
     "distributed/state/table_shards.py": "distributed/test_sharding.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
+    "inference/quantized_table.py": "inference/test_shard.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",
     "kernels/backend.py": "kernels/test_support.py",
     "kernels/deferred.py": "kernels/test_tbe.py",

@@ -278,7 +278,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.distributed.ranks.wire",
         "CommType, QCommsConfig, get_qcomm_codecs_registry",
     ),
-    ("torchrec.distributed.shard", "recsys.distributed.shard", "shard, shard_modules"),
+    (
+        "torchrec.distributed.shard",
+        "recsys.distributed.shard",
+        "shard, shard_modules, shard_modules as _shard_modules",
+    ),
     (
         "torchrec.distributed.sharding_plan",
         "recsys.distributed.default_sharders",
@@ -441,6 +445,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "PredictFactoryPackager, load_config_text, load_pickle_config",
     ),
     ("torchrec.inference.modules", "recsys.inference.quant_prep", "set_pruning_data"),
+    (
+        "torchrec.distributed.quant_embeddingbag",
+        "recsys.inference.quant_sharders",
+        "QuantEmbeddingBagCollectionSharder, QuantFeatureProcessedEmbeddingBagCollectionSharder",
+    ),
+    (
+        "torchrec.distributed.quant_embedding",
+        "recsys.inference.quant_sharders",
+        "QuantEmbeddingCollectionSharder",
+    ),
     (
         "torchrec.quant",
         "recsys.inference",
@@ -630,8 +644,6 @@ INSTEAD: dict[str, str] = {
     "gives the graph.",
     "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
     "DistributedModelParallel.copy(device).",
-    "torchrec.distributed.shard._shard_modules": "Use shard_modules, or shard_quant_model for a "
-    "quantized model.",
     "torchrec.distributed.embedding_sharding": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.embedding_lookup": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.embedding_kernel": "The engine inside is another one: docs/engine.md.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,15 +16,31 @@ from recsys.distributed.fused_embedding import (
 )
 from recsys.distributed.sharder import ModuleSharder
 
+_of_others: list[Callable[[], ModuleSharder[Any]]] = []
+
+
+def add_default_sharder(make: Callable[[], ModuleSharder[Any]]) -> None:
+    """Let modules of a package above this one have a default sharder.
+
+    Args:
+        make: returns the sharder.
+    """
+    _of_others.append(make)
+
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Return a sharder for every module type that can be sharded."""
+    """Return a sharder for every module type that can be sharded.
+
+    Those of quantized collections are among them once `recsys.inference`, which has these, is
+    imported.
+    """
     return [
         EmbeddingBagCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
         EmbeddingCollectionSharder(),
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
+        *(make() for make in _of_others),
     ]
 
 

@@ -226,6 +226,7 @@ class DistributedModelParallel(nn.Module):
 
     def init_data_parallel(self) -> None:
         """Wrap the dense parts for data-parallel training; doe nothing the second time."""
+        self.env.check_can_exchange()
         self._check_exchange()
         self._wrapper.wrap(self, self.env, self.device)
 

@@ -123,20 +123,24 @@ def shard_modules(
     plan: ShardingPlan | None = None,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
     init_params: bool = False,
+    planner: EmbeddingShardingPlanner | None = None,
 ) -> nn.Module:
     """Replace, in place, every collection of a model by its sharded counterpart.
 
     What is left is neither replicated nor synchronised; wrap the model in DistributedDataParallel,
-    which leaves the sharded tables alone.
+    which leaves the sharded tables alone. Quantized collections are spread over the devices of one
+    process, as many as the environment has ranks.
 
     Args:
         module: the model.
-        env: the ranks; the default process group if None.
+        env: the ranks; the default process group if None. `ShardingEnv.from_local(n)` names `n`
+            devices of this process, for models whose collections are all quantized.
         device: where this rank works; its current GPU under NCCL, else the CPU.
         plan: the placement; planned here if None. Every rank must pass the same.
         sharders: one per module type to shard; those of `get_default_sharders` if None.
         init_params: also materialise dense parts on the `meta` device, by their
             `reset_parameters`, and move the dense parts to `device`.
+        planner: makes the plan; one for these ranks, with no constraints, if None.
 
     Returns:
         The given model, or the sharded module if the model is itself one to shard.
@@ -157,7 +161,7 @@ def shard_modules(
         'ShardedEmbeddingBagCollection'
     """
     env = env or ShardingEnv.default()
-    module, _, device = place_model(module, env, device, plan, sharders)
+    module, _, device = place_model(module, env, device, plan, sharders, planner)
     if init_params:
         materialize_dense(module, device)
         move_dense(module, device)
@@ -180,14 +184,14 @@ def resolve_device(env: ShardingEnv, device: torch.device | None) -> torch.devic
     obstacle = why_no_exchange(env, device)
     if obstacle:
         raise ValueError(obstacle)
-    if device.type == "cuda" and env.world_size > 1:
+    if device.type == "cuda" and env.world_size > 1 and env.process_group is not None:
         torch.cuda.set_device(device)
     return device
 
 
 def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
     """Return why the ranks cannot exchange tensors of a device; empty if they can."""
-    if env.world_size == 1:
+    if env.world_size == 1 or env.process_group is None:
         return ""
     config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
     if any(part.startswith(f"{device.type}:") for part in config.split(",")):
@@ -228,7 +232,8 @@ def place_model(
             topology = Topology(world_size=env.world_size, compute_device=device.type)
             planner = planner or EmbeddingShardingPlanner(topology=topology)
             of_types = list(by_type.values())
-            if env.world_size == 1:  # also one rank of a larger job by itself
+            # also one rank of a larger job by itself, or devices of one process
+            if env.world_size == 1 or env.process_group is None:
                 plan = planner.plan(module, of_types)
             else:
                 plan = planner.collective_plan(module, of_types, env.process_group)

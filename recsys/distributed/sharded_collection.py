@@ -104,6 +104,7 @@ class ShardedCollection(ShardedModule):
         module_fqn: str | None = None,
     ) -> None:
         super().__init__()
+        env.check_can_exchange()
         self._qcomm_codecs_registry = qcomm_codecs_registry
         with constructing(env) as construction:
             weights = module.table_weights()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from operator import is_
 from typing import Any, Self, cast, final
 
@@ -21,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recsys.distributed.placement.layout import Rect
 from recsys.inference.quant_prep import PREPARED, PRUNED
+from recsys.inference.quantized_table import (
+    QuantizedTable,
+    ShardedQuantizedTable,
+    Table,
+    shard_of,
+    whole_table,
+)
 from recsys.inference.quantized_tables import QuantizedTables, rows_left
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
@@ -92,76 +99,13 @@ def to_data_type(dtype: torch.dtype) -> DataType:
 
 
 @final
-class QuantizedTable(nn.Module):
-    """One table of a quantized collection: its rows, under the name users know.
-
-    Args:
-        config: The table.
-        stored: uint8 [rows, bytes per row], the last of which are padding.
-        splits: Scales and biases, where rows have them, are buffers of their own.
-    """
-
-    weight: Tensor
-
-    def __init__(self, config: BaseEmbeddingConfig, stored: Tensor, splits: bool) -> None:
-        super().__init__()
-        self.config = config
-        self._bits = DATA_TYPE_NUM_BITS[config.data_type]
-        self._row_bytes = row_bytes(config.embedding_dim, self._bits)
-        self._splits = splits and self._bits < 16
-        self.show(stored)
-
-    def show(self, stored: Tensor) -> None:
-        """Make the buffers views of rows."""
-        if self._splits:
-            self.register_buffer("weight", stored[:, 4 : self._row_bytes])
-            self.register_buffer("weight_qscale", stored[:, 0:2].view(torch.float16))
-            self.register_buffer("weight_qbias", stored[:, 2:4].view(torch.float16))
-        else:
-            self.register_buffer("weight", stored)
-
-    def rows(self) -> Tensor:
-        """Return the rows without padding: a view, if they are not split."""
-        if not self._splits:
-            return self.weight[:, : self._row_bytes]
-        header = self._buffers["weight_qscale"], self._buffers["weight_qbias"]
-        parts = [cast(Tensor, part).view(torch.uint8) for part in header]
-        return torch.cat([*parts, self.weight], dim=1)
-
-    def assign(self, rows: Tensor) -> None:
-        """Write all rows, without padding."""
-        if not self._splits:
-            self.weight[:, : self._row_bytes].copy_(rows)
-            return
-        self.weight.copy_(rows[:, 4:])
-        for name, start in (("weight_qscale", 0), ("weight_qbias", 2)):
-            buffer = cast(Tensor, self._buffers[name])
-            buffer.copy_(rows[:, start : start + 2].contiguous().view(torch.float16))
-
-    def size(self) -> tuple[int, int]:
-        """Return the number of rows, and the bytes of each without padding."""
-        return rows_left(self.config), self._row_bytes
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._buffers:
-            if name != "weight":  # torch.save refuses one storage that has two dtypes
-                destination[prefix + name] = destination[prefix + name].clone()
-
-    def extra_repr(self) -> str:
-        """Size and element type, for repr."""
-        config = self.config
-        return f"{rows_left(config)}, {config.embedding_dim}, {config.data_type}"
-
-
-@final
 class _Link:
     """The lookups, and what the tables' buffers looked like when they became views of them."""
 
-    def __init__(self, lookups: QuantizedTables, tables: Sequence[QuantizedTable]) -> None:
+    def __init__(self, lookups: QuantizedTables, tables: Sequence[Table]) -> None:
         self.lookups = lookups
         for table, stored in zip(tables, lookups.stored_rows(), strict=True):
-            table.show(stored)
+            table.show(stored, lookups.row_alignment())
         self._slots = [(table._buffers, name) for table in tables for name in table._buffers]
         self._views = self._now()
         self._pointers = list(map(Tensor.data_ptr, self._views))
@@ -227,9 +171,10 @@ class QuantizedCollection(nn.Module):
         self._configs = list(configs)
         self._poolings = tuple(poolings)
         self._output_dtype = output_dtype
-        self._shards = [0] * len(self._configs)
+        self._shards = [(whole_table(config),) for config in self._configs]
         rows = self._given_rows(weights, torch.device(device))
-        self._link: _Link | None = self._new_link(rows)
+        lookups = self._new_lookups([[of_table] for of_table in rows], self._shards)
+        self._link: _Link | None = self._linked(lookups)
 
     _lookups: type[QuantizedTables]
     _tables_name: str
@@ -245,11 +190,24 @@ class QuantizedCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables live; the first, if they are spread."""
-        return self._tables()[0].weight.device
+        return next(self._tables()[0].buffers()).device
+
+    def poolings(self) -> tuple[PoolingType, ...]:
+        """Return the pooling of each table."""
+        return self._poolings
+
+    def stored_row_bytes(self, table: str, num_cols: int) -> int:
+        """Return the bytes of a row of so many columns of a table, as they are stored."""
+        [config] = [config for config in self._configs if config.name == table]
+        size = row_bytes(num_cols, DATA_TYPE_NUM_BITS[config.data_type])
+        return size + -size % self._row_alignment
 
     def table_bytes(self) -> list[int]:
         """Return the size of each table in bytes, without padding."""
-        return [prod(table.size()) for table in self._tables()]
+        return [
+            rows_left(c) * row_bytes(c.embedding_dim, DATA_TYPE_NUM_BITS[c.data_type])
+            for c in self._configs
+        ]
 
     def quantized_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Return the tables' rows, and their scales and biases, as the constructor takes them."""
@@ -281,15 +239,29 @@ class QuantizedCollection(nn.Module):
             "cache_features_order": self._caches_order,
         }
 
-    def on_devices(self, devices: Sequence[tuple[int, torch.device]]) -> Self:
-        """Return the same collection with each table in the given shard, on its device."""
+    def placed(
+        self, shards: Sequence[Sequence[Rect]], device_of: Callable[[int], torch.device]
+    ) -> Self:
+        """Return the same collection with its tables in shards, each on its owner's device.
+
+        Args:
+            shards: Per table the rectangles that cover it, a grid.
+            device_of: Tells the device of an owner.
+        """
         state = self.__getstate__()
-        lookups = state.pop("_link")
+        del state["_link"]
+        rows = [
+            [
+                shard_of(table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type], rect).to(
+                    device_of(rect.rank)
+                )
+                for rect in of_table
+            ]
+            for table, of_table in zip(self._tables(), shards, strict=True)
+        ]
+        state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
         new = type(self).__new__(type(self))
-        new.__setstate__({**copy.deepcopy(state), "_link": lookups})  # of the same rows until...
-        new._shards = [shard for shard, _ in devices]
-        moved = zip(self._tables(), devices, strict=True)
-        new._link = new._new_link([table.rows().to(device) for table, (_, device) in moved])
+        new.__setstate__({**state, "_link": self._new_lookups(rows, shards)})
         return new
 
     def _given_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
@@ -347,33 +319,34 @@ class QuantizedCollection(nn.Module):
     def lookups(self) -> QuantizedTables:
         """Return the lookups that serve the tables now: no part of the module."""
         if self._link is None or not self._link.is_current():
-            rows = [table.rows() for table in self._tables()]
-            for table, found in zip(self._tables(), rows, strict=True):
-                _check_rows(f"{self._tables_name}[{table.config.name!r}]", found, table.size())
-            self._link = self._new_link(rows)
+            rows = [table.shards() for table in self._tables()]
+            for table, of_table in zip(self._tables(), rows, strict=True):
+                for found, size in zip(of_table, table.shard_sizes(), strict=True):
+                    _check_rows(f"{self._tables_name}[{table.config.name!r}]", found, size)
+            self._link = self._linked(self._new_lookups(rows, self._shards))
         return self._link.lookups
 
-    def _new_link(self, rows: Sequence[Tensor]) -> _Link:
-        lookups = self._lookups(
-            self._configs,
-            self._poolings,
-            rows,
-            self._shards,
-            self._output_dtype,
-            self._row_alignment,
+    def _new_lookups(
+        self, rows: Sequence[Sequence[Tensor]], shards: Sequence[Sequence[Rect]]
+    ) -> QuantizedTables:
+        return self._lookups(
+            self._configs, self._poolings, rows, shards, self._output_dtype, self._row_alignment
         )
-        return self._linked(lookups)
 
     def _linked(self, lookups: QuantizedTables) -> _Link:
         """Return the tables, new ones if there are none, as views of what lookups read."""
         if self._modules.get(self._tables_name) is None:
             named = TableDict()
-            for config, stored in zip(self._configs, lookups.stored_rows(), strict=True):
-                named[config.name] = QuantizedTable(config, stored, self._splits)
+            for config, of_table in zip(self._configs, self._shards, strict=True):
+                named[config.name] = (
+                    QuantizedTable(config, self._splits)
+                    if len(of_table) == 1
+                    else ShardedQuantizedTable(config, of_table, self._splits)
+                )
             self._modules[self._tables_name] = named.train(self.training)
         return _Link(lookups, self._tables())
 
-    def _tables(self) -> list[QuantizedTable]:
+    def _tables(self) -> list[Table]:
         return list(getattr(self, self._tables_name).values())
 
     def _load_from_state_dict(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from recsys.distributed.placement.layout import Rect
 from recsys.kernels import ops
 from recsys.kernels.arguments import whole
 from recsys.kernels.quantized_lookup import QuantizedLookup
+from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 
@@ -36,14 +38,39 @@ def rows_left(config: BaseEmbeddingConfig) -> int:
     return whole(where, left, most=config.num_embeddings)
 
 
+class _Columns(NamedTuple):
+    """Some columns of a table, all rows: what one lookup reads."""
+
+    table: int
+    start: int
+    """The first column."""
+    width: int
+    shards: tuple[int, ...]
+    """Of the table's shards those with these columns, by their rows."""
+    rank: int
+    """The owner of the first rows."""
+
+
+def _columns_of(table: int, shards: Sequence[Rect]) -> list[_Columns]:
+    """Return a table's blocks of columns, in order."""
+    by_start: dict[int, list[int]] = {}
+    for i in sorted(range(len(shards)), key=lambda i: (shards[i].col_start, shards[i].row_start)):
+        by_start.setdefault(shards[i].col_start, []).append(i)
+    return [
+        _Columns(table, start, shards[own[0]].num_cols, tuple(own), shards[own[0]].rank)
+        for start, own in by_start.items()
+    ]
+
+
 class QuantizedTables(nn.Module):
     """The lookups of a quantized collection.
 
     Args:
         configs: the tables.
         poolings: how each table's bags are reduced.
-        rows: per table its quantized rows, on the device that looks them up.
-        shards: per table the number of the shard that owns it; each shard is looked up by itself.
+        rows: per table and shard its quantized rows, on the device that holds them.
+        shards: per table the rectangles of its shards, which are a grid. Those of one owner are
+            looked up together; columns whose rows have several owners, by themselves.
         output_dtype: of what is looked up.
         row_alignment: rows are stored in multiples of that many bytes.
     """
@@ -52,41 +79,51 @@ class QuantizedTables(nn.Module):
         self,
         configs: Sequence[BaseEmbeddingConfig],
         poolings: Sequence[PoolingType],
-        rows: Sequence[Tensor],
-        shards: Sequence[int],
+        rows: Sequence[Sequence[Tensor]],
+        shards: Sequence[Sequence[Rect]],
         output_dtype: torch.dtype,
         row_alignment: int,
     ) -> None:
         super().__init__()
         self.feature_names = list(dict.fromkeys(f for c in configs for f in c.feature_names))
-        keys = list(zip(shards, poolings, strict=True))  # a lookup: tables of a shard, pooled alike
-        self._tables_of_lookups = [
-            [t for t, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)
+        columns = [part for t, of_table in enumerate(shards) for part in _columns_of(t, of_table)]
+        by_lookup: dict[object, list[_Columns]] = {}
+        for part in columns:
+            pooling = poolings[part.table]
+            # rows that are not pooled are one tensor, of one width
+            alike = part.rank, pooling, part.width if pooling is PoolingType.NONE else 0
+            key = part if len(part.shards) > 1 else alike
+            by_lookup.setdefault(key, []).append(part)
+        self.lookups = nn.ModuleList(
+            _lookup_of(parts, configs, poolings, rows, output_dtype, row_alignment)
+            for parts in by_lookup.values()
+        )
+        self._stored = [
+            (part.table, shard)
+            for parts in by_lookup.values()
+            for part in parts
+            for shard in part.shards
         ]
         slots = [
-            [(t, f) for t in tables for f in configs[t].feature_names]
-            for tables in self._tables_of_lookups
+            [(part, f) for part in parts for f in configs[part.table].feature_names]
+            for parts in by_lookup.values()
         ]
-        self.lookups = nn.ModuleList(
-            QuantizedLookup(
-                [rows[t] for t in tables],
-                [DATA_TYPE_NUM_BITS[configs[t].data_type] for t in tables],
-                [tables.index(t) for t, _ in of_lookup],
-                poolings[tables[0]],
-                output_dtype=output_dtype,
-                row_alignment=row_alignment,
-            )
-            for tables, of_lookup in zip(self._tables_of_lookups, slots, strict=True)
-        )
         place = {feature: i for i, feature in enumerate(self.feature_names)}
         self.lookup_features = [[place[f] for _, f in of_lookup] for of_lookup in slots]
-        # the lookups' outputs, as (table, feature)
-        found = [slot for of_lookup in slots for slot in of_lookup]
-        wanted = [(t, f) for t, c in enumerate(configs) for f in c.feature_names]
-        self.widths = [configs[t].embedding_dim for t, _ in found]
+        # the lookups' outputs, as (table, feature, first column)
+        found = [(part.table, f, part.start) for of_lookup in slots for part, f in of_lookup]
+        per_table = [[part.start for part in columns if part.table == t] for t in range(len(rows))]
+        wanted = [
+            (t, f, start)
+            for t, c in enumerate(configs)
+            for f in c.feature_names
+            for start in per_table[t]
+        ]
+        self.widths = [part.width for of_lookup in slots for part, _ in of_lookup]
         place_of_slot = {slot: i for i, slot in enumerate(found)}
         self.order = [place_of_slot[slot] for slot in wanted]
         self.in_order = found == wanted
+        self.num_parts = [len(per_table[t]) for t, c in enumerate(configs) for _ in c.feature_names]
         rows_of: dict[str, int] = {}
         for config in configs:
             for feature in config.feature_names:
@@ -95,14 +132,25 @@ class QuantizedTables(nn.Module):
         self.num_rows = [rows_of[feature] for feature in self.feature_names]
 
     @torch.jit.unused
-    def stored_rows(self) -> list[Tensor]:
-        """Return each table's rows as they are stored, zeros at the end of each: live views."""
-        found = {
-            table: cast(QuantizedLookup, lookup).stored_rows(i)
-            for lookup, tables in zip(self.lookups, self._tables_of_lookups, strict=True)
-            for i, table in enumerate(tables)
-        }
-        return [found[table] for table in sorted(found)]
+    def row_alignment(self) -> int:
+        """Return the bytes that rows are stored in multiples of."""
+        return cast(QuantizedLookup, self.lookups[0]).row_alignment
+
+    @torch.jit.unused
+    def stored_rows(self) -> list[list[Tensor]]:
+        """Return each table's shards as they are stored, zeros at the end of rows: live views."""
+        stored = [
+            rows
+            for lookup in self.lookups
+            for rows in cast(QuantizedLookup, lookup).stored_tables()
+        ]
+        found = dict(zip(self._stored, stored, strict=True))
+        tables: list[list[Tensor]] = []
+        for table, shard in sorted(found):
+            if shard == 0:
+                tables.append([])
+            tables[-1].append(found[table, shard])
+        return tables
 
     def _look_up(
         self,
@@ -221,7 +269,36 @@ class QuantizedRows(QuantizedTables):
             pieces.extend(rows.split([sizes[positions[f]] for f in self.lookup_features[i]]))
         ids: list[Tensor] = []
         ids.extend(values.split(sizes))
-        return [pieces[i] for i in self.order], ids
+        pieces = [pieces[i] for i in self.order]
+        outputs, first = [], 0
+        for count in self.num_parts:
+            parts = pieces[first : first + count]
+            outputs.append(parts[0] if count == 1 else torch.cat(parts, dim=1))
+            first += count
+        return outputs, ids
+
+
+def _lookup_of(
+    parts: Sequence[_Columns],
+    configs: Sequence[BaseEmbeddingConfig],
+    poolings: Sequence[PoolingType],
+    rows: Sequence[Sequence[Tensor]],
+    output_dtype: torch.dtype,
+    row_alignment: int,
+) -> QuantizedLookup:
+    """Return the lookup of columns of one owner, or of columns whose rows have several."""
+    bits = [DATA_TYPE_NUM_BITS[configs[part.table].data_type] for part in parts]
+    tables = [rows[part.table][shard] for part in parts for shard in part.shards]
+    features = [i for i, part in enumerate(parts) for _ in configs[part.table].feature_names]
+    pooling = poolings[parts[0].table]
+    if len(tables) > len(parts):
+        return QuantizedSplitLookup(
+            tables, bits[0], len(features), pooling, output_dtype=output_dtype,
+            row_alignment=row_alignment,
+        )  # fmt: skip
+    return QuantizedLookup(
+        tables, bits, features, pooling, output_dtype=output_dtype, row_alignment=row_alignment
+    )
 
 
 @final

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from recsys.distributed.placement.plan import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    ShardingType,
-)
+from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.plan_json import ShardingPlan
-from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.placement.strategies import check_plan_paths
+from recsys.distributed.planner import (
+    EmbeddingShardingPlanner,
+    FixedPercentageStorageReservation,
+    ParameterConstraints,
+    PlannerError,
+    Topology,
+)
+from recsys.distributed.planner.options import Shards, TableOption
+from recsys.distributed.planner.tables import Bytes, PlannedTable
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharder import ModuleSharder
+from recsys.inference.quant_sharders import QuantizedSharder, devices_of
 from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import rows_left
+
+_Found = Mapping[str, tuple[nn.Module, ModuleSharder[Any]]]
+"""By path the modules that are to be sharded, each with its sharder."""
 
 
 def shard_quant_model(
@@ -23,119 +36,169 @@ def shard_quant_model(
     world_size: int = 1,
     compute_device: str | torch.device = "cuda",
     sharding_device: str | torch.device = "meta",
-    *,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    device_memory_size: int | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    ddr_cap: int | None = None,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
     """Spread the tables of a quantized model over the devices of one process.
 
-    Each device looks up its own tables; the outputs are gathered where the ids came from. One
-    process serves the whole model, so nothing is exchanged between processes.
+    A device looks up its shards, and what it finds is gathered where the ids came from. Of a
+    row_wise table the quantized rows of a batch are gathered first, on the device of the first
+    shard, and pooled there. So outputs are those of the unsharded model, bit for bit. Nothing is
+    exchanged between processes.
 
     Args:
         model: as `quantize_embeddings` returns it; left as it is.
         world_size: the number of devices; on "cpu" all shards are in host memory.
         compute_device: "cuda" or "cpu".
-        sharding_device: "meta", "cuda" or "cpu", and all the same: each table goes straight to the
+        sharding_device: "meta", "cuda" or "cpu", and all the same: each shard goes straight to the
             device that looks it up.
-        sharding_plan: table-wise placements by module path and table; the tables are spread by
-            size if None.
+        sharders: one per module type to shard, others stay as they are; None or none: those of all
+            quantized collections.
+        device_memory_size: bytes of each device that tables may take; on "cpu" the lesser of this
+            and `ddr_cap` counts. None: what a device has.
+        constraints: by table name, for the planner. Tables without `sharding_types` are placed
+            table_wise, if they fit so.
+        ddr_cap: bytes of host memory per device; None: its share of what there is.
+        sharding_plan: by module path and table its placement, table_wise, row_wise or column_wise;
+            planned if None.
 
     Returns:
         The sharded model and its plan.
 
     Raises:
-        ValueError: if the model has no quantized collection, a device does not exist, or a plan
-            misses a table, is not table-wise, or uses another device.
+        ValueError: if the model has nothing to shard, a device does not exist, the plan does not
+            fit the tables or the devices, or plan and constraints are both given.
+        PlannerError: if tables do not fit, or a constraint leaves no choice.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
         >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
         >>> tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in "ab"]
-        >>> model = nn.Sequential(EmbeddingBagCollection(tables=tables))
-        >>> sharded, plan = shard_quant_model(quantize_embeddings(model), 2, "cpu")
-        >>> [plan.plan["0"][table].ranks for table in "ab"]
-        [[0], [1]]
+        >>> model = quantize_embeddings(nn.Sequential(EmbeddingBagCollection(tables=tables)))
+        >>> constraints = {"b": ParameterConstraints(sharding_types=["row_wise"])}
+        >>> sharded, plan = shard_quant_model(model, 2, "cpu", constraints=constraints)
+        >>> [(entry.sharding_type, entry.ranks) for entry in plan.plan["0"].values()]
+        [('table_wise', [0]), ('row_wise', [0, 1])]
     """
+    compute, _ = (
+        _kind_of(name, device, known)
+        for name, device, known in (
+            ("compute_device", compute_device, ("cuda", "cpu")),
+            ("sharding_device", sharding_device, ("meta", "cuda", "cpu")),
+        )
+    )
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1; received {world_size}.")
+    found = _found(model, sharders)
+    device = devices_of(compute, world_size)[0]
+    if sharding_plan is not None and constraints:
+        raise ValueError(
+            "shard_quant_model takes a sharding_plan, or constraints from which one is made; "
+            f"received both, constraints for {sorted(constraints)}. Leave one out."
+        )
+    caps = [cap for cap in (device_memory_size, ddr_cap) if cap is not None]
+    hbm_cap = device_memory_size
+    if compute == "cpu":
+        hbm_cap, ddr_cap = None, min(caps, default=None)
+    topology = Topology(world_size, compute, hbm_cap, ddr_cap, local_world_size=world_size)
+    if sharding_plan is None:
+        plan = _planned(model, found, topology, constraints or {})
+    else:
+        plan = sharding_plan
+        check_plan_paths(plan, found.keys())
+        if caps:
+            _planner(found, topology, {}).rate(model, _sharders_of(found), plan)
+    env = ShardingEnv.from_local(world_size)
+    sharded = {
+        id(child): sharder.shard(child, plan.plan[path], env, device, module_fqn=path)
+        for path, (child, sharder) in found.items()
+        if path in plan.plan  # others are on another device, as constraints say
+    }
+    return copy.deepcopy(model, dict(sharded)), plan
+
+
+def _kind_of(name: str, device: str | torch.device, known: tuple[str, ...]) -> str:
+    kind = device.type if isinstance(device, torch.device) else device
+    if kind not in known:
+        choices = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
+        raise ValueError(f"{name} must be {choices}; received {kind!r}.")
+    return kind
+
+
+def _found(model: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None) -> _Found:
+    by_type = {sharder.module_type: sharder for sharder in sharders or ()}
+    if not sharders:
+        for child in model.modules():
+            if isinstance(child, QuantizedCollection):
+                by_type[type(child)] = sharder = QuantizedSharder()
+                sharder.replaces = type(child)
     found = {
-        path: child
-        for path, child in model.named_modules()
-        if isinstance(child, QuantizedCollection)
+        path: (child, by_type[type(child)])
+        for path, child in outermost(model, lambda child: type(child) in by_type)
+        if by_type[type(child)].shardable_parameters(child)
     }
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no quantized collection to shard. Call "
             "quantize_embeddings first."
         )
-    compute_device, sharding_device = (
-        device.type if isinstance(device, torch.device) else device
-        for device in (compute_device, sharding_device)
+    return found
+
+
+def _sharders_of(found: _Found) -> list[ModuleSharder[Any]]:
+    return list({sharder.module_type: sharder for _, sharder in found.values()}.values())
+
+
+def _planner(
+    found: _Found, topology: Topology, constraints: Mapping[str, ParameterConstraints]
+) -> EmbeddingShardingPlanner:
+    return EmbeddingShardingPlanner(
+        topology,
+        batch_size=1,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=constraints,
+        estimator=_StoredBytes(found),
     )
-    if compute_device not in ("cuda", "cpu"):
-        raise ValueError(f"compute_device must be 'cuda' or 'cpu'; received {compute_device!r}.")
-    if sharding_device not in ("meta", "cuda", "cpu"):
-        raise ValueError(
-            f"sharding_device must be 'meta', 'cuda' or 'cpu'; received {sharding_device!r}."
-        )
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1; received {world_size}.")
-    if compute_device == "cuda" and world_size > torch.cuda.device_count():
-        raise ValueError(
-            f"world_size must not exceed the CUDA devices, {torch.cuda.device_count()} here; "
-            f"received {world_size}. With compute_device='cpu' all shards are in host memory."
-        )
-    plan = sharding_plan or _spread(found, world_size, compute_device)
-    sharded: dict[int, nn.Module] = {}
-    for path, child in found.items():
-        module_plan = plan.get_plan_for_module(path) or EmbeddingModuleShardingPlan()
-        devices = []
-        for config in child.configs():
-            entry = module_plan.get(config.name)
-            ranks = entry.ranks if entry is not None else None
-            if entry is None or entry.sharding_type != ShardingType.TABLE_WISE.value or not ranks:
-                raise ValueError(
-                    f"A quantized model is sharded table_wise, each table with its rank; the plan "
-                    f"has {entry} for table {config.name!r} of module {path!r}."
-                )
-            if not 0 <= ranks[0] < world_size:
-                raise ValueError(
-                    f"The plan places table {config.name!r} on device {ranks[0]}; there are "
-                    f"{world_size} devices (0..{world_size - 1})."
-                )
-            name = f"cuda:{ranks[0]}" if compute_device == "cuda" else compute_device
-            devices.append((ranks[0], torch.device(name)))
-        sharded[id(child)] = child.on_devices(devices)
-    return copy.deepcopy(model, dict(sharded)), plan
 
 
-def _spread(
-    found: dict[str, QuantizedCollection], world_size: int, compute_device: str
+def _planned(
+    model: nn.Module,
+    found: _Found,
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
 ) -> ShardingPlan:
-    """Give each table, the largest first, to the device that holds least."""
-    load = [0] * world_size
-    rank_of: dict[tuple[str, str], int] = {}
-    sized = [
-        (size, path, config.name)
-        for path, child in found.items()
-        for config, size in zip(child.configs(), child.table_bytes(), strict=True)
-    ]
-    for size, path, name in sorted(sized, key=lambda item: (-item[0], item[1], item[2])):
-        rank = load.index(min(load))
-        load[rank] += size
-        rank_of[path, name] = rank
-    plan = ShardingPlan()
-    for path, child in found.items():
-        plan.plan[path] = EmbeddingModuleShardingPlan(
-            {
-                config.name: parameter_sharding(
-                    ShardingType.TABLE_WISE,
-                    rows_left(config),
-                    config.embedding_dim,
-                    [rank_of[path, config.name]],
-                    device_type=compute_device,
-                    compute_kernel=EmbeddingComputeKernel.QUANT,
-                )
-                for config in child.configs()
-            }
-        )
-    return plan
+    """Return a plan: tables are whole, if they fit and constraints do not say otherwise.
+
+    A table on one device is looked up with others there, in one kernel.
+    """
+    simple = dict(constraints)
+    for child, sharder in found.values():
+        for name in sharder.shardable_parameters(child):
+            own = simple.get(name, ParameterConstraints())
+            if own.sharding_types is None:
+                simple[name] = replace(own, sharding_types=["table_wise"])
+    try:
+        return _planner(found, topology, simple).plan(model, _sharders_of(found))
+    except PlannerError:
+        return _planner(found, topology, constraints).plan(model, _sharders_of(found))
+
+
+@final
+class _StoredBytes:
+    """Tells the planner the bytes of shards as they are stored."""
+
+    def __init__(self, found: _Found) -> None:
+        self._collections = {path: child for path, (child, _) in found.items()}
+
+    def estimate(self, table: PlannedTable, option: TableOption, shards: Shards) -> Shards:
+        """Return shards with these bytes."""
+        collection = self._collections[table.path]
+        if not isinstance(collection, QuantizedCollection):  # a sharder of a user's own
+            return shards
+        stored = shards.rows * collection.stored_row_bytes(table.name, shards.cols)
+        storage = replace(shards.storage, weights=Bytes(stored))
+        return replace(shards, storage=storage)

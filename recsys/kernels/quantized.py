@@ -121,6 +121,36 @@ def dequantize_rows(rows: Tensor, bits: int) -> Tensor:
     return values.float() * header[:, 0:1] + header[:, 1:2]
 
 
+def take_columns(rows: Tensor, bits: int, start: int, end: int) -> Tensor:
+    """Return rows of some columns of a table: values keep the scale and bias of their row.
+
+    Args:
+        rows: `[R, row_bytes(D, bits)]`, as `quantize_rows` returns them.
+        bits: of a value.
+        start: the first column; a multiple of 4.
+        end: after the last column.
+
+    Returns:
+        `[R, row_bytes(end - start, bits)]`; all columns are a view.
+
+    Example:
+        >>> rows = quantize_rows(torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]), bits=8)
+        >>> dequantize_rows(take_columns(rows, 8, 4, 6), bits=8)
+        tensor([[3.9999, 4.9999]])
+    """
+    header = HEADER_BYTES[bits]
+    first, last = header + start * bits // 8, row_bytes(end - start, bits) + start * bits // 8
+    if first == header and last == rows.shape[1]:
+        return rows
+    return torch.cat([rows[:, :header], rows[:, first:last]], dim=1)
+
+
+def join_columns(parts: Sequence[Tensor], bits: int) -> Tensor:
+    """Return the rows whose columns `take_columns` gave, in order."""
+    first, *others = parts
+    return torch.cat([first, *(rows[:, HEADER_BYTES[bits] :] for rows in others)], dim=1)
+
+
 class QuantizedInTorch(Backend):
     """Looks quantized rows up in plain PyTorch, on any device."""
 

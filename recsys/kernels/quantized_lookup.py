@@ -155,14 +155,21 @@ class QuantizedLookup(nn.Module):
             `[B, sum of D over features]`, or `[N, D]` without pooling, in the output dtype.
         """
         if not torch.jit.is_scripting() and self.backend != "fbgemm":  # type: ignore[attr-defined]
-            return self._look_up(indices, offsets, weights)
+            tables = [self.table_rows(table) for table in range(len(self._num_rows))]
+            return self._look_up(tables, indices, offsets, weights)
+        return self._look_up_in(self.weights, indices, offsets, weights)  # type: ignore[arg-type]
+
+    def _look_up_in(
+        self, storage: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """Look up bags, by FBGEMM, in rows that are stored as this lookup stores its own."""
         if self.weights.device.type != self.device_type:  # torch.jit.load(..., map_location)
             raise RuntimeError(
                 f"This program was exported for {self.device_type}; its tables are on "
                 f"{self.weights.device}. Move the quantized model there, then export it."
             )
         found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
-            self.weights,
+            storage,
             self.no_host_weights,
             self.placements,
             self.table_starts,
@@ -186,10 +193,14 @@ class QuantizedLookup(nn.Module):
         return found
 
     @torch.jit.unused
+    def stored_tables(self) -> list[Tensor]:
+        """Return all tables' rows as they are stored: live views."""
+        return [self.stored_rows(table) for table in range(len(self._num_rows))]
+
     def stored_rows(self, table: int) -> Tensor:
         """Return a table's rows as they are stored, zeros at the end of each: a live view."""
         size, start = self._row_bytes[table], self._starts[table]
-        storage = cast(Tensor, self.weights)
+        storage: Tensor = self.weights  # type: ignore[assignment]
         return storage[start : start + size * self._num_rows[table]].view(-1, size)
 
     @torch.jit.unused
@@ -200,7 +211,12 @@ class QuantizedLookup(nn.Module):
         return self.stored_rows(table)[:, :size]
 
     @torch.jit.unused
-    def _look_up(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def _look_up(
+        self,
+        tables: list[Tensor],
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
         assert issubclass(self._kernel, QuantizedInTorch)
-        tables = [self.table_rows(table) for table in range(len(self._num_rows))]
         return self._kernel.look_up(self.settings, tables, indices, offsets, weights)

@@ -91,7 +91,6 @@ DIFFERENT = {
     r"ShardPerfContext\.build_shard_perf_contexts\(use_\w+\)": "of TorchRec's formulas",
     r"EnumerableShardingSpec\.(build_metadata|shard)": "of torch's ShardedTensor",
     r"ShardedTensor[.(]\w+(\(\w+)?\)?": "torch's class; ours is ShardedTable",
-    r"shard_quant_model\(\w+\)": "tables are whole on the devices of one process",
     (
         r"\w+Metric\.(LABELS|PREDICTIONS|WEIGHTS|clone_update_inputs|get_memory_usage|"
         r"load_state_dict_hook|state_dict_hook)"

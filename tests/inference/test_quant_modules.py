@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from recsys.inference import (
     quantize_inference_model,
 )
 from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
+from recsys.inference.quantized_table import whole_table
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -551,7 +553,11 @@ def test_a_feature_of_several_tables_is_checked_against_the_smallest() -> None:
 @pytest.mark.parametrize("make", [_pooled, _sequence, _processed])
 def test_tables_may_take_turns_between_shards(make: Any) -> None:
     module: Any = quantize_inference_model(make())
-    spread = module.on_devices([(0, CPU), (1, CPU), (0, CPU)])
+    shards = [
+        (replace(whole_table(config), rank=rank),)
+        for config, rank in zip(module.configs(), (0, 1, 0), strict=True)
+    ]
+    spread = module.placed(shards, lambda rank: CPU)
     outputs = module(_batch()), spread(_batch())
     assert torch.equal(_flat(outputs[0]), _flat(outputs[1]))
     assert list(outputs[0].keys()) == list(outputs[1].keys())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,8 +20,7 @@ from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.support import choose_backend
 from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingType
-from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.embedding_modules import EmbeddingBagCollectionInterface
 from recsys.optim.specs import TableOptimizer
 
 _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")
@@ -77,6 +76,14 @@ def _refusal(message: str) -> PlannerError:
     return PlannerError(message, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
+@runtime_checkable
+class _HasTables(Protocol):
+    """A collection, trained or quantized."""
+
+    def configs(self) -> list[Any]: ...
+    def poolings(self) -> tuple[PoolingType, ...]: ...
+
+
 class _Traffic(NamedTuple):
     """What one feature brings per sample of the planner's batch.
 
@@ -113,11 +120,13 @@ class _ModuleReader:
         self._poolings: dict[str, PoolingType] = {}
         self._is_weighted = False
         for part in module.modules():
-            if isinstance(part, TableCollection):
+            if isinstance(part, _HasTables):
                 for config, pooling in zip(part.configs(), part.poolings(), strict=True):
                     self._features[config.name] = config.feature_names
                     self._poolings[config.name] = pooling
-                self._is_weighted = isinstance(part, EmbeddingBagCollection) and part.is_weighted()
+                pools: object = part
+                if isinstance(pools, EmbeddingBagCollectionInterface):
+                    self._is_weighted = pools.is_weighted()
         self._is_pooled = PoolingType.NONE not in self._poolings.values()
         none = ParameterConstraints()
         self.constraints = {name: constraints.get(name, none) for name in self.weights}

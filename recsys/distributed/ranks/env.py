@@ -32,19 +32,11 @@ class ShardingEnv:
     def __init__(
         self, world_size: int, rank: int, pg: torch.distributed.ProcessGroup | None = None
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"ShardingEnv.rank must be in [0, world_size); received rank={rank}, "
-                f"world_size={world_size}."
-            )
-        if pg is None and world_size > 1:
-            raise ValueError(
-                f"ShardingEnv needs a process group for world_size={world_size}. "
-                "Call torch.distributed.init_process_group and use ShardingEnv.from_process_group."
-            )
+        _check_rank(world_size, rank)
         self.world_size = world_size
         self.rank = rank
         self.process_group = pg
+        self.check_can_exchange()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
         return self  # a process group is not copied
@@ -96,8 +88,29 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, world_size: int = 1, rank: int = 0) -> ShardingEnv:
-        """Make the environment of a single process, without a process group."""
-        return cls(world_size, rank)
+        """Make the environment of a single process, without a process group.
+
+        Args:
+            world_size: one; or the number of the process's devices, over which quantized models
+                are sharded, and only they.
+            rank: 0.
+        """
+        env = cls(1, 0)
+        _check_rank(world_size, rank)
+        env.world_size, env.rank = world_size, rank
+        return env
+
+    def check_can_exchange(self) -> None:
+        """Check that there is a process group, if there are several ranks.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if self.process_group is None and self.world_size > 1:
+            raise ValueError(
+                f"ShardingEnv needs a process group for world_size={self.world_size}. "
+                "Call torch.distributed.init_process_group and use ShardingEnv.from_process_group."
+            )
 
     @classmethod
     def default(cls) -> ShardingEnv:
@@ -119,6 +132,14 @@ class ShardingEnv:
                 "env=ShardingEnv.from_local() if that is what you want."
             )
         return cls.from_local()
+
+
+def _check_rank(world_size: int, rank: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"ShardingEnv.rank must be in [0, world_size); received rank={rank}, "
+            f"world_size={world_size}."
+        )
 
 
 _groups: WeakKeyDictionary[

@@ -1,0 +1,234 @@
+"""What spreads quantized collections over the devices of one process.
+
+A quantized table is read only, so that nothing is exchanged between processes: a device looks up
+the shards it holds, and what it finds goes to where the ids came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recsys.distributed.default_sharders import add_default_sharder
+from recsys.distributed.placement.layout import PlacedTable, Rect
+from recsys.distributed.placement.plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingType,
+)
+from recsys.distributed.placement.strategies import MIN_COLUMNS, check_plan_covers, rects_of
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharded_collection import canonical_device, default_device
+from recsys.distributed.sharder import ModuleSharder
+from recsys.inference.quant_modules import (
+    QuantEmbeddingBagCollection,
+    QuantEmbeddingCollection,
+    QuantFeatureProcessedEmbeddingBagCollection,
+)
+from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quantized_tables import rows_left
+from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+
+__all__ = [
+    "QuantEmbeddingBagCollectionSharder",
+    "QuantEmbeddingCollectionSharder",
+    "QuantFeatureProcessedEmbeddingBagCollectionSharder",
+    "QuantizedSharder",
+]
+
+_TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
+_TRAINED = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE)
+"""Kernels that plans name where nothing was said, and that mean device memory."""
+
+
+class QuantizedSharder(ModuleSharder[QuantizedCollection]):
+    """Spreads the tables of quantized collections over the devices of one process.
+
+    Args:
+        fused_params: must be empty: how rows are looked up was said when they were quantized.
+        shardable_params: names of tables: a collection that has none of them stays as it is. Of
+            one collection all tables or none must be named. None: all.
+
+    Raises:
+        ValueError: if there are `fused_params`.
+    """
+
+    replaces: type[QuantizedCollection]
+    """The module type."""
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        shardable_params: Sequence[str] | None = None,
+    ) -> None:
+        if fused_params:
+            raise ValueError(
+                f"{type(self).__name__} has no fused_params: quantized tables are not trained, and "
+                "their output_dtype and row_alignment were chosen when they were quantized; "
+                f"received {dict(fused_params)}. Leave it out."
+            )
+        self._names = None if shardable_params is None else set(shardable_params)
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """The module type this sharder replaces."""
+        return self.replaces
+
+    def shard(
+        self,
+        module: Any,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> QuantizedCollection:
+        """Return the same collection with each shard on its owner's device.
+
+        Args:
+            module: the quantized collection; left as it is.
+            params: per table its placement, table_wise, row_wise or column_wise.
+            env: as many ranks as there are devices: `ShardingEnv.from_local(number of devices)`.
+            device: one of them, which tells their kind; the default one if None.
+            module_fqn: the module's path in the model, by which errors name it.
+
+        Raises:
+            ValueError: if the plan does not fit the tables or the devices, or the ranks are
+                several processes.
+        """
+        if env.process_group is not None and env.world_size > 1:
+            raise ValueError(
+                "A quantized model is sharded over the devices of one process, each process serving"
+                f" the whole; received {env.world_size} processes. Pass "
+                "env=ShardingEnv.from_local(number of devices)."
+            )
+        first = canonical_device(device or default_device(env))
+        devices = [first] if env.world_size == 1 else devices_of(first.type, env.world_size)
+        path = type(module).__name__ if module_fqn is None else module_fqn
+        configs = module.configs()
+        check_plan_covers(
+            path, EmbeddingModuleShardingPlan(params), [config.name for config in configs]
+        )
+        shards = [_shards_of(c, params[c.name], env.world_size, module) for c in configs]
+        collection: QuantizedCollection = module.placed(shards, devices.__getitem__)
+        return collection
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Return table name to a stand-in of its rows, `[rows, columns]` without values.
+
+        Raises:
+            ValueError: if `shardable_params` names some of the tables, but not all.
+        """
+        names = [config.name for config in module.configs()]
+        chosen = [name for name in names if self._names is None or name in self._names]
+        if chosen and chosen != names:
+            raise ValueError(
+                f"shardable_params must name all tables of a collection, or none; received "
+                f"{chosen} of {names}. Name the others too, or put them into a collection of "
+                "their own."
+            )
+        return {config.name: _stand_in(config) for config in module.configs() if chosen}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the sharding types of quantized tables."""
+        return [kind.value for kind in _TYPES]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the compute kernel of quantized tables."""
+        return [EmbeddingComputeKernel.QUANT.value]
+
+
+class QuantEmbeddingBagCollectionSharder(QuantizedSharder):
+    """Spreads a `QuantEmbeddingBagCollection`; arguments as of `QuantizedSharder`."""
+
+    replaces = QuantEmbeddingBagCollection
+
+
+class QuantFeatureProcessedEmbeddingBagCollectionSharder(QuantizedSharder):
+    """Spreads a `QuantFeatureProcessedEmbeddingBagCollection`; arguments as `QuantizedSharder`."""
+
+    replaces = QuantFeatureProcessedEmbeddingBagCollection
+
+
+class QuantEmbeddingCollectionSharder(QuantizedSharder):
+    """Spreads a `QuantEmbeddingCollection`; arguments as of `QuantizedSharder`."""
+
+    replaces = QuantEmbeddingCollection
+
+
+for _kind in (
+    QuantEmbeddingBagCollectionSharder,
+    QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
+):
+    add_default_sharder(_kind)
+
+
+def devices_of(kind: str, world_size: int) -> list[torch.device]:
+    """Return the devices of one process, by the number of the shards they hold.
+
+    Args:
+        kind: "cuda"; or "cpu", of which all are host memory.
+        world_size: how many.
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    if kind == "cuda" and world_size > torch.cuda.device_count():
+        raise ValueError(
+            f"world_size must not exceed the CUDA devices, {torch.cuda.device_count()} here; "
+            f"received {world_size}. With compute_device='cpu' all shards are in host memory."
+        )
+    if kind != "cuda":
+        return [torch.device(kind)] * world_size
+    return [torch.device(kind, i) for i in range(world_size)]
+
+
+def _stand_in(config: BaseEmbeddingConfig) -> nn.Parameter:
+    bits = DATA_TYPE_NUM_BITS[config.data_type]
+    dtype = {32: torch.float32, 16: torch.float16}.get(bits, torch.uint8)
+    rows = torch.empty(rows_left(config), config.embedding_dim, dtype=dtype, device="meta")
+    return nn.Parameter(rows, requires_grad=False)
+
+
+def _shards_of(
+    config: BaseEmbeddingConfig,
+    entry: ParameterSharding,
+    world_size: int,
+    module: QuantizedCollection,
+) -> tuple[Rect, ...]:
+    """Return the rectangles of a table that a plan says.
+
+    Raises:
+        ValueError: if they cannot be, or the entry says what does not hold for quantized tables.
+    """
+    name, rows, dim = config.name, rows_left(config), config.embedding_dim
+    kind, kernel = ShardingType(entry.sharding_type), EmbeddingComputeKernel(entry.compute_kernel)
+    means_nothing = {
+        "compute_kernel": kernel not in (EmbeddingComputeKernel.QUANT, *_TRAINED),
+        "cache_params": entry.cache_params is not None,
+        "stochastic_rounding": bool(entry.stochastic_rounding),
+        "bounds_check_mode": entry.bounds_check_mode not in (None, BoundsCheckMode.FATAL),
+        "output_dtype": entry.output_dtype not in (None, module.output_dtype()),
+    }
+    if kind not in _TYPES or any(means_nothing.values()):
+        bad = [key for key, is_bad in means_nothing.items() if is_bad] or ["sharding_type"]
+        raise ValueError(
+            f"A quantized table is sharded {', '.join(kind.value for kind in _TYPES)}, in device "
+            "memory, with the output_dtype of its collection, and an id outside of it is an error; "
+            f"received {bad[0]}={getattr(entry, bad[0])!r} for table {name!r}."
+        )
+    rects = rects_of(name, rows, dim, entry, world_size)
+    # raises if they leave a gap or overlap
+    PlacedTable(name=name, num_rows=rows, dim=dim, features=(), group=None, rects=rects)
+    odd = [rect.col_start for rect in rects if rect.col_start % MIN_COLUMNS]
+    if odd:
+        raise ValueError(
+            f"Columns of a quantized table are split at multiples of {MIN_COLUMNS}; the plan "
+            f"splits table {name!r} at column {odd[0]}."
+        )
+    return rects

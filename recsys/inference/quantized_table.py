@@ -1,0 +1,199 @@
+"""The tables of quantized collections, whole or in shards: rows, under the names users know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.placement.layout import Rect
+from recsys.inference.quantized_tables import rows_left
+from recsys.kernels.quantized import join_columns, row_bytes, take_columns
+from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+
+__all__ = ["QuantizedTable", "ShardedQuantizedTable", "Table", "shard_of", "whole_table"]
+
+
+def whole_table(config: BaseEmbeddingConfig) -> Rect:
+    """Return the one shard of a table that is whole, on owner 0."""
+    return Rect(
+        row_start=0, row_end=rows_left(config), col_start=0, col_end=config.embedding_dim, rank=0
+    )
+
+
+@final
+class QuantizedTable(nn.Module):
+    """One table of a quantized collection: its rows, under the name users know.
+
+    Args:
+        config: The table.
+        splits: Scales and biases, where rows have them, are buffers of their own.
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: BaseEmbeddingConfig, splits: bool) -> None:
+        super().__init__()
+        self.config = config
+        self._bits = DATA_TYPE_NUM_BITS[config.data_type]
+        self._row_bytes = row_bytes(config.embedding_dim, self._bits)
+        self._splits = splits and self._bits < 16
+
+    def show(self, stored: Sequence[Tensor], row_alignment: int) -> None:
+        """Make the buffers views of rows.
+
+        Args:
+            stored: One tensor, uint8 [rows, bytes per row], the last of which are padding.
+            row_alignment: Rows are stored in multiples of that many bytes.
+        """
+        [rows] = stored
+        if self._splits:
+            self.register_buffer("weight", rows[:, 4 : self._row_bytes])
+            self.register_buffer("weight_qscale", rows[:, 0:2].view(torch.float16))
+            self.register_buffer("weight_qbias", rows[:, 2:4].view(torch.float16))
+        else:
+            self.register_buffer("weight", rows)
+
+    def rows(self) -> Tensor:
+        """Return the rows without padding: a view, if they are not split."""
+        if not self._splits:
+            return self.weight[:, : self._row_bytes]
+        header = self._buffers["weight_qscale"], self._buffers["weight_qbias"]
+        parts = [cast(Tensor, part).view(torch.uint8) for part in header]
+        return torch.cat([*parts, self.weight], dim=1)
+
+    def shards(self) -> list[Tensor]:
+        """Return the rows of each shard without padding: there is one."""
+        return [self.rows()]
+
+    def shard_sizes(self) -> list[tuple[int, int]]:
+        """Return the number of rows of each shard, and the bytes of each row without padding."""
+        return [(rows_left(self.config), self._row_bytes)]
+
+    def assign(self, rows: Tensor) -> None:
+        """Write all rows, without padding."""
+        if not self._splits:
+            self.weight[:, : self._row_bytes].copy_(rows)
+            return
+        self.weight.copy_(rows[:, 4:])
+        for name, start in (("weight_qscale", 0), ("weight_qbias", 2)):
+            buffer = cast(Tensor, self._buffers[name])
+            buffer.copy_(rows[:, start : start + 2].contiguous().view(torch.float16))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._buffers:
+            if name != "weight":  # torch.save refuses one storage that has two dtypes
+                destination[prefix + name] = destination[prefix + name].clone()
+
+    def extra_repr(self) -> str:
+        """Size and element type, for repr."""
+        return _described(self.config)
+
+
+@final
+class ShardedQuantizedTable(nn.Module):
+    """One table of a quantized collection in several shards.
+
+    Each shard is a buffer, `shard_0` and so on, that no state dict has: a state dict has the whole
+    table, as that of `QuantizedTable`, in host memory if the shards are on several devices.
+
+    Args:
+        config: The table.
+        shards: The rectangles that cover it, a grid.
+        splits: As for `QuantizedTable`; of state dicts.
+    """
+
+    def __init__(self, config: BaseEmbeddingConfig, shards: Sequence[Rect], splits: bool) -> None:
+        super().__init__()
+        self.config = config
+        self._bits = DATA_TYPE_NUM_BITS[config.data_type]
+        self._rects = list(shards)
+        self._splits = splits
+        self._row_alignment = 1
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows, as `QuantizedTable.weight`: a copy."""
+        return self._whole(self.rows()).weight
+
+    def show(self, stored: Sequence[Tensor], row_alignment: int) -> None:
+        """Make the buffers views of the shards' rows."""
+        self._row_alignment = row_alignment
+        for i, rows in enumerate(stored):
+            self.register_buffer(f"shard_{i}", rows, persistent=False)
+
+    def rows(self) -> Tensor:
+        """Return all rows without padding: a copy."""
+        shards = self.shards()
+        if len({shard.device for shard in shards}) > 1:
+            shards = [shard.cpu() for shard in shards]
+        by_columns: dict[int, list[tuple[int, Tensor]]] = {}
+        for rect, shard in zip(self._rects, shards, strict=True):
+            by_columns.setdefault(rect.col_start, []).append((rect.row_start, shard))
+        columns = [
+            torch.cat([shard for _, shard in sorted(parts, key=lambda part: part[0])])
+            for _, parts in sorted(by_columns.items())
+        ]
+        return join_columns(columns, self._bits)
+
+    def shards(self) -> list[Tensor]:
+        """Return the rows of each shard without padding: views."""
+        buffers = [cast(Tensor, buffer) for buffer in self._buffers.values()]
+        sizes = self.shard_sizes()
+        return [rows[:, :size] for rows, (_, size) in zip(buffers, sizes, strict=True)]
+
+    def shard_sizes(self) -> list[tuple[int, int]]:
+        """Return the number of rows of each shard, and the bytes of each row without padding."""
+        return [(rect.num_rows, row_bytes(rect.num_cols, self._bits)) for rect in self._rects]
+
+    def assign(self, rows: Tensor) -> None:
+        """Write all rows, without padding."""
+        for rect, shard in zip(self._rects, self.shards(), strict=True):
+            shard.copy_(shard_of(rows, self._bits, rect))
+
+    def _whole(self, rows: Tensor) -> QuantizedTable:
+        table = QuantizedTable(self.config, self._splits)
+        padding = -rows.shape[1] % self._row_alignment
+        table.show([nn.functional.pad(rows, (0, padding))], self._row_alignment)
+        return table
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._whole(self.rows())._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problems = len(missing_keys) + len(error_msgs)
+        whole = self._whole(self.rows())
+        whole._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if len(missing_keys) + len(error_msgs) == problems:
+            self.assign(whole.rows())
+
+    def extra_repr(self) -> str:
+        """Size, element type and shards, for repr."""
+        shards = [f"{rect.num_rows} x {rect.num_cols} on {rect.rank}" for rect in self._rects]
+        return f"{_described(self.config)}, shards: {', '.join(shards)}"
+
+
+Table: TypeAlias = QuantizedTable | ShardedQuantizedTable
+
+
+def shard_of(rows: Tensor, bits: int, rect: Rect) -> Tensor:
+    """Return the part of a table's rows, without padding, that is a shard."""
+    return take_columns(rows[rect.row_start : rect.row_end], bits, rect.col_start, rect.col_end)
+
+
+def _described(config: BaseEmbeddingConfig) -> str:
+    return f"{rows_left(config)}, {config.embedding_dim}, {config.data_type}"

@@ -1,0 +1,104 @@
+"""A lookup of one quantized table whose rows are on several devices, which TorchScript compiles.
+
+The quantized rows of a batch are brought together first, and only then dequantized and pooled, by
+the kernel that serves whole tables: the same sums in the same order. Sums of parts would be others,
+and larger to move: a row of int8 has a quarter of the bytes of its values.
+
+Shape names: `R` rows, `N` ids, `F` features, `B` bags per feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.quantized_lookup import QuantizedLookup
+from recsys.kernels.types import PoolingType
+
+
+@final
+class QuantizedSplitLookup(QuantizedLookup):
+    """One lookup of a table that is split by rows: bit for bit that of the whole table.
+
+    Args:
+        blocks: the rows of each block, in order, on the device that holds them, as `quantize_rows`
+            returns them. The first one's device also pools.
+        bits: 32, 16, 8, 4 or 2.
+        num_features: that read the table.
+        pooling: `SUM`, `MEAN` or `NONE`.
+        output_dtype: as for `QuantizedLookup`.
+        row_alignment: as for `QuantizedLookup`.
+
+    Example:
+        >>> from recsys.kernels.quantized import quantize_rows
+        >>> rows = quantize_rows(torch.tensor([[0.0, 3.0, 3.0, 0.0], [0.0, 6.0, 0.0, 0.0]]), bits=8)
+        >>> lookup = QuantizedSplitLookup([rows[:1], rows[1:]], 8, 1, PoolingType.SUM)
+        >>> lookup(torch.tensor([1, 0]), torch.tensor([0, 2]), None)
+        tensor([[0.0000, 8.9999, 3.0000, 0.0000]])
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Tensor],
+        bits: int,
+        num_features: int,
+        pooling: PoolingType,
+        *,
+        output_dtype: torch.dtype = torch.float32,
+        row_alignment: int = 1,
+    ) -> None:
+        none = blocks[0][:0]  # of its own: what it reads comes with each batch
+        features = [0] * num_features
+        super().__init__(
+            [none], [bits], features, pooling, output_dtype=output_dtype,
+            row_alignment=row_alignment,
+        )  # fmt: skip
+        self.blocks = nn.ModuleList(
+            QuantizedLookup([rows], [bits], [0], PoolingType.NONE, row_alignment=row_alignment)
+            for rows in blocks
+        )
+        self._first_rows = list(accumulate((len(rows) for rows in blocks[:-1]), initial=0))
+
+    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Look up bags, as `QuantizedLookup` does; arguments are on the first block's device."""
+        rows, places = self._gather(indices)
+        if not torch.jit.is_scripting() and self.backend != "fbgemm":  # type: ignore[attr-defined]
+            size = self.table_rows(0).shape[1]
+            return self._look_up([rows[:, :size]], places, offsets, weights)
+        return self._look_up_in(rows.flatten(), places, offsets, weights)
+
+    def _gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of ids, as they are stored, and where each id's is among them.
+
+        The host waits for the device: it must know how many ids are of each block.
+        """
+        block_N = torch.full_like(ids, -1)
+        ends: list[Tensor] = []
+        for start in self._first_rows:
+            is_from = ids >= start
+            block_N = block_N + is_from
+            ends.append(is_from.sum())
+        from_block: list[int] = torch.stack(ends).tolist()
+        from_block.append(0)
+        order = torch.sort(block_N, stable=True)[1]
+        sorted_ids = ids.index_select(0, order)
+        found: list[Tensor] = []
+        start = 0
+        for i, block in enumerate(self.blocks):
+            end = start + from_block[i] - from_block[i + 1]
+            rows = sorted_ids[start:end] - self._first_rows[i]
+            stored: Tensor = block.stored_rows(0)  # type: ignore[operator]
+            found.append(stored.index_select(0, rows.to(stored.device)).to(ids.device))
+            start = end
+        places = torch.empty_like(order)
+        places.scatter_(0, order, torch.arange(order.numel(), device=ids.device))
+        return torch.cat(found), places
+
+    @torch.jit.unused
+    def stored_tables(self) -> list[Tensor]:
+        """Return the blocks' rows as they are stored: live views."""
+        return [block.stored_rows(0) for block in self.blocks]  # type: ignore[operator]
