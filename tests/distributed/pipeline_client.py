@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Pipelined:
@@ -82,3 +82,27 @@ def train_pipelined(
         losses.append(step(model, current))
         current, following = following, coming
     return losses
+
+
+def _values(output: Any) -> Tensor:
+    if isinstance(output, dict):
+        return torch.cat([jagged.values() for jagged in output.values()])
+    values: Tensor = output if isinstance(output, Tensor) else output.values()
+    return values
+
+
+def interleave(module: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> list[Tensor]:
+    """Looks up two batches, both of which are under way before either is looked up."""
+    one, other = module.create_context(), module.create_context()
+    counts_of_one = module.input_dist(one, *first)
+    counts_of_other = module.input_dist(other, *second)
+    ids_of_other, ids_of_one = counts_of_other.wait(), counts_of_one.wait()
+    found = module.compute(other, ids_of_other.wait())
+    output = module.compute_and_output_dist(one, ids_of_one.wait())
+    return [_values(output.wait()), _values(module.output_dist(other, found).wait())]
+
+
+def in_turn(module: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> list[Tensor]:
+    """The same by forward passes, in the same order."""
+    other = module(*second)
+    return [_values(module(*first).wait()), _values(other.wait())]

@@ -36,6 +36,7 @@ from tests.distributed.cases import (
     shard,
     whole_state,
 )
+from tests.distributed.pipeline_client import in_turn, interleave
 from tests.ranks import RankPool
 
 LONGEST = 3  # of the bags of `Case`
@@ -266,3 +267,38 @@ def test_the_registry_belongs_to_one_sharder() -> None:
     assert sharder._ebc_sharder.qcomm_codecs_registry is registry
     with pytest.raises(ValueError, match="received both"):
         FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(), registry)
+
+
+def _by_stages(case: FpCase) -> None:
+    batches = [case.batches(step)[dist.get_rank()] for step in range(2)]
+    states, outputs, gradients = [], [], []
+    for look_up in (interleave, in_turn):
+        model = shard(case, sharders=SHARDERS)
+        fp: Any = model.module.fp
+        found = look_up(fp, (batches[0],), (batches[1],))
+        sum((values * values.detach().sin()).sum() for values in found).backward()  # type: ignore[union-attr]
+        outputs.append(found)
+        gradients.append([p.grad for p in fp._feature_processors.parameters()])
+        states.append(whole_state(model))
+    assert all(map(torch.equal, *outputs))
+    assert any(grad.any() for grad in gradients[0])
+    assert all(map(torch.equal, *gradients))
+    assert_same(states[0], states[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_batches_at_once_train_as_in_turn(ranks: RankPool, seed: int) -> None:
+    ranks(2, _by_stages, FpCase(seed, 2))
+
+
+def _fail_by_stages(case: FpCase) -> None:
+    fp = shard(case, sharders=SHARDERS).module.fp
+    batch = case.batches(0)[dist.get_rank()]
+    counts = fp.input_dist(fp.create_context(), "no features" if dist.get_rank() else batch)
+    with pytest.raises((AttributeError, TypeError), match="On rank 1"):
+        counts.wait()
+    fp(batch).wait()  # the ranks are in step
+
+
+def test_what_a_processor_raises_is_raised_on_all_where_headers_are_read(ranks: RankPool) -> None:
+    ranks(2, _fail_by_stages, FpCase(0, 2))

@@ -27,6 +27,7 @@ from recsys.kernels.types import EmbOptimType
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from tests.distributed.cases import CPU, assert_same, whole, whole_state
+from tests.distributed.pipeline_client import in_turn, interleave
 from tests.ranks import RankPool
 
 ROWS, DIM = 13, 8
@@ -292,3 +293,33 @@ def test_the_plan_chooses_the_dtype_of_the_output() -> None:
         found = sharded(ids).wait()
         assert found.dtype is expected
         torch.testing.assert_close(found, bag(ids).to(expected))
+
+
+def _by_stages(kind: ShardingType) -> None:
+    first, second = (batches(step, 2)[dist.get_rank()] for step in (0, 2))
+    calls = [
+        {
+            "summed": (batch["square"],),
+            "averaged": (batch["ids"], batch["offsets"][:-1]),
+            "weighed": (batch["ids"], batch["offsets"], batch["weights"]),
+        }
+        for batch in (first, second)
+    ]
+    states, outputs = [], []
+    for look_up in (interleave, in_turn):
+        sharded = shard(model(Adam), kind)
+        outputs.append([])
+        for name in BAGS:
+            bag = sharded.module.get_submodule(name)
+            found = look_up(bag, calls[0][name], calls[1][name])
+            sum(values.square().sum() for values in found).backward()  # type: ignore[union-attr]
+            outputs[-1] += found
+        states.append(whole_state(sharded))
+    assert all(map(torch.equal, *outputs))
+    assert_same(states[0], states[1], rtol=0, atol=0)
+    assert any(not torch.equal(states[0][n], v) for n, v in model(None).state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL])
+def test_two_calls_at_once_train_as_in_turn(ranks: RankPool, kind: ShardingType) -> None:
+    ranks(2, _by_stages, kind)

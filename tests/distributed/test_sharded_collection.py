@@ -29,35 +29,11 @@ from recsys.optim import Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from recsys.streamable import Multistreamable
 from tests.distributed.cases import CPU, FEATURES, Case, EachType, shard, whole_state
-from tests.distributed.pipeline_client import train_pipelined
+from tests.distributed.pipeline_client import in_turn, interleave, train_pipelined
 from tests.ranks import RankPool
 
 S = ShardingType
 MIXED = (S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE, S.DATA_PARALLEL)
-
-
-def _values(output: Any) -> Tensor:
-    if isinstance(output, dict):
-        return torch.cat([jagged.values() for jagged in output.values()])
-    values: Tensor = output if isinstance(output, Tensor) else output.values()
-    return values
-
-
-def interleave(module: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> list[Tensor]:
-    """Looks up two batches, both of which are under way before either is looked up."""
-    one, other = module.create_context(), module.create_context()
-    counts_of_one = module.input_dist(one, *first)
-    counts_of_other = module.input_dist(other, *second)
-    ids_of_other, ids_of_one = counts_of_other.wait(), counts_of_one.wait()
-    found = module.compute(other, ids_of_other.wait())
-    output = module.compute_and_output_dist(one, ids_of_one.wait())
-    return [_values(output.wait()), _values(module.output_dist(other, found).wait())]
-
-
-def in_turn(module: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> list[Tensor]:
-    """The same by forward passes, in the same order."""
-    other = module(*second)
-    return [_values(module(*first).wait()), _values(other.wait())]
 
 
 def _learn(outputs: list[Tensor]) -> None:
