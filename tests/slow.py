@@ -13,6 +13,9 @@ NARROW_WIRES = (
 )
 
 QUICK_CASE_OF: dict[str, str] = {
+    f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_in_torchrec": (
+        f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_without_the_pipeline"
+    ),
     f"{COMPAT}/planner/test_partitioners.py::test_ranks_are_those_of_torchrec": (
         f"{COMPAT}/planner/test_partitioners.py::test_it_asks_for_estimates"
     ),

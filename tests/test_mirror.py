@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "compat/test_facts.py",
+    "compat/test_own_pipeline.py",
     "compat/test_signatures.py",
     "compat/test_spec.py",
     "compat/test_tutorial.py",
