@@ -366,15 +366,20 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, ShardedModule)
 
 
+def _stays(module: nn.Module) -> bool:
+    """Return whether a module is where a plan put it; quantized collections are no others."""
+    return _is_sharded(module) or getattr(module, "is_placed", False)
+
+
 def materialize_dense(module: nn.Module, device: torch.device) -> None:
     """Initialise, by their `reset_parameters`, what dense parts have on the `meta` device.
 
     Raises:
         ValueError: naming a module that has no `reset_parameters`.
     """
-    for path, child in walk(module, _is_sharded):
+    for path, child in walk(module, _stays):
         own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
-        if _is_sharded(child) or not any(tensor.is_meta for tensor in own):
+        if _stays(child) or not any(tensor.is_meta for tensor in own):
             continue
         if not hasattr(child, "reset_parameters"):
             raise ValueError(
@@ -388,4 +393,4 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
 
 def move_dense(module: nn.Module, device: torch.device) -> None:
     """Move, in place, what is not sharded."""
-    move_parts(module, device, _is_sharded)
+    move_parts(module, device, _stays)

@@ -178,6 +178,8 @@ class QuantizedCollection(nn.Module):
 
     _lookups: type[QuantizedTables]
     _tables_name: str
+    is_placed = False
+    """Whether `placed` made it: who moves a model's dense parts leaves it alone."""
 
     def configs(self) -> list[BaseEmbeddingConfig]:
         """Return the tables, in order."""
@@ -262,6 +264,7 @@ class QuantizedCollection(nn.Module):
         state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
         new = type(self).__new__(type(self))
         new.__setstate__({**state, "_link": self._new_lookups(rows, shards)})
+        new.is_placed = True
         return new
 
     def _given_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:

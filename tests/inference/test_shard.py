@@ -11,15 +11,22 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ShardingType
-from recsys.distributed.placement.strategies import parameter_sharding
-from recsys.distributed.planner import ParameterConstraints
-from recsys.distributed.types import ShardingPlan
+from recsys.distributed.placement.strategies import parameter_sharding, rects_of
+from recsys.distributed.planner import ParameterConstraints, PlannerError
+from recsys.distributed.types import BoundsCheckMode, ShardingPlan
 from recsys.inference import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
     export_torchscript,
+    quantize_embeddings,
     quantize_inference_model,
     shard_quant_model,
+)
+from recsys.inference.modules import assign_weights_to_tbe, get_table_to_weights_from_tbe
+from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
+from recsys.inference.quant_sharders import (
+    QuantEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
 )
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_tables import rows_left
@@ -31,9 +38,12 @@ from recsys.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.sparse import KeyedJaggedTensor
-from tests.inference.test_export import _eager, _inputs, _model
+from tests.inference.test_export import Processed, _eager, _inputs, _Mixed, _model
 from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
+from tests.pretended_cuda import CUDA, PretendedCuda
 
 CPU = torch.device("cpu")
 KEYS = ["x", "y", "z"]
@@ -123,7 +133,7 @@ def _weights(draw: random.Random, tables: list[Any]) -> dict[str, tuple[Tensor, 
     }
 
 
-def _random_collection(draw: random.Random) -> Any:
+def _random_collection(draw: random.Random, row_alignment: int | None = None) -> Any:
     """A collection of one to four tables over features x, y and z."""
     is_pooled, dim = draw.random() < 0.6, 4 * draw.randint(1, 8)
     tables: list[Any] = []
@@ -144,7 +154,7 @@ def _random_collection(draw: random.Random) -> Any:
         "output_dtype": draw.choice([torch.float32, torch.float16, torch.bfloat16]),
         "table_name_to_quantized_weights": _weights(draw, tables),
         "quant_state_dict_split_scale_bias": draw.random() < 0.3,
-        "row_alignment": draw.choice([2, 16]),
+        "row_alignment": row_alignment or draw.choice([2, 16]),
     }
     if is_pooled:
         weighted = draw.random() < 0.5
@@ -210,3 +220,209 @@ def _sharded(model: Any, kind: ShardingType, world_size: int = 3) -> tuple[Any, 
         for config in child.configs()
     }
     return shard_quant_model(model, world_size, "cpu", constraints=constraints)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [_pooled, _sequence, _processed])
+def test_what_becomes_of_a_sharded_collection(make: Any, kind: ShardingType) -> None:
+    whole: Any = quantize_inference_model(make())
+    sharded, plan = _sharded(whole, kind)
+    expected, rows = _flat(whole(_batch())), get_table_to_weights_from_tbe(whole)
+    again, other = _sharded(sharded, ShardingType.COLUMN_WISE)
+    assert other.plan != plan.plan or kind is ShardingType.COLUMN_WISE
+    for each in (
+        copy.deepcopy(sharded),
+        pickle.loads(pickle.dumps(sharded)),
+        copy.deepcopy(sharded).to("cpu").share_memory(),
+        again,
+    ):
+        assert torch.equal(_flat(each(_batch())), expected)
+        for name, (values, header) in get_table_to_weights_from_tbe(each).items():
+            assert torch.equal(values, rows[name][0])
+            assert torch.equal(header, rows[name][1])
+    assert sharded.device == CPU
+    assert sharded.table_bytes() == whole.table_bytes()
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_collection_loads_and_saves_whole_tables(
+    kind: ShardingType, splits: bool, tmp_path: Path
+) -> None:
+    model, other = _pooled(), _pooled()
+    if splits:
+        for each in (model, other):
+            quant_prep_enable_quant_state_dict_split_scale_bias(each)
+    for weight in other.parameters():
+        torch.nn.init.uniform_(weight, -7, 7)
+    source: Any = quantize_inference_model(other)
+    sharded, _ = _sharded(quantize_inference_model(model), kind)
+    state = source.state_dict()
+    assert not torch.equal(_flat(sharded(_batch())), _flat(source(_batch())))
+    missing = {name: value for name, value in state.items() if ".a." not in name}
+    with pytest.raises(RuntimeError, match=r"Missing key.*embedding_bags\.a\.weight"):
+        sharded.load_state_dict(missing)
+    bad = {name: value[1:] for name, value in state.items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for embedding_bags\.a\.weight"):
+        sharded.load_state_dict(bad)
+    torch.save(state, tmp_path / "state.pt")
+    for assign in (False, True):
+        fresh = copy.deepcopy(sharded)
+        fresh.load_state_dict(torch.load(tmp_path / "state.pt"), assign=assign)
+        assert torch.equal(_flat(fresh(_batch())), _flat(source(_batch())))
+        for name, value in fresh.state_dict().items():
+            assert torch.equal(value, state[name])
+    assign_weights_to_tbe(sharded, get_table_to_weights_from_tbe(source))
+    assert torch.equal(_flat(sharded(_batch())), _flat(source(_batch())))
+    assert torch.equal(sharded.embedding_bags["a"].weight, source.embedding_bags["a"].weight)
+
+
+def test_shards_that_are_written_or_replaced_are_read() -> None:
+    sharded, _ = _sharded(quantize_inference_model(_pooled()), ShardingType.ROW_WISE)
+    table = sharded.embedding_bags["a"]
+    names = [name for name, _ in sharded.named_buffers() if ".a." in name]
+    assert names == ["embedding_bags.a.shard_0", "embedding_bags.a.shard_1"]
+    expected = [sharded(_batch()).values().clone()]
+    table.shard_0.copy_(table.shard_0.flip(0))
+    expected.append(sharded(_batch()).values().clone())
+    table.shard_0 = table.shard_0.flip(0).clone()
+    found = sharded(_batch()).values()
+    assert torch.equal(found, expected[0])
+    assert not torch.equal(found, expected[1])
+    table.shard_0 = table.shard_0[1:]
+    with pytest.raises(
+        ValueError, match=r"embedding_bags\['a'\] must be uint8 of shape \(25, 12\)"
+    ):
+        sharded(_batch())
+
+
+def _exported() -> list[tuple[Any, bool]]:
+    """Models in evaluation mode, and whether they take weights."""
+    positions = PositionWeightedModuleCollection({"x": 3, "y": 4, "z": 5})
+    return [
+        (quantize_embeddings(_Mixed()), False),
+        (_model(is_weighted=True), True),
+        (quantize_inference_model(Processed(positions)), False),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_models_are_exported(tmp_path: Path, kind: ShardingType) -> None:
+    keys = ["z", "y", "x"]
+    for model, weighted in _exported():
+        sharded, _ = _sharded(model, kind)
+        export_torchscript(sharded, tmp_path / "model.pt", keys, weighted)
+        loaded = torch.jit.load(tmp_path / "model.pt")
+        for size in (5, 1, 0):
+            inputs = _inputs(size, weighted)
+            expected = _eager(model, inputs, keys)
+            assert torch.equal(_eager(sharded, inputs, keys), expected)
+            assert torch.equal(loaded(*inputs), expected)
+
+
+class TestArguments:
+    def test_memory_of_devices_is_not_exceeded(self) -> None:
+        tables = [
+            EmbeddingBagConfig(rows, 8, f"t{rows}", feature_names=["x"])
+            for rows in (5000, 3000, 2000, 1000)
+        ]
+        bytes_of = {table.name: table.num_embeddings * 16 for table in tables}
+        model = quantize_inference_model(EmbeddingBagCollection(tables=tables))
+        most = 6000 * 16
+        limits: list[dict[str, int]] = [
+            {"ddr_cap": most + 1000},
+            {"device_memory_size": most + 1000, "ddr_cap": 10**9},
+        ]
+        for options in limits:
+            _, plan = shard_quant_model(model, 2, "cpu", **options)
+            held = [0, 0]
+            for name, entry in plan.plan[""].items():
+                [rank] = entry.ranks or []
+                held[rank] += bytes_of[name]
+            assert max(held) <= most
+        _, plan = shard_quant_model(model, 2, "cpu", ddr_cap=most - 1)  # no two whole halves
+        assert {len(entry.ranks or []) for entry in plan.plan[""].values()} == {1, 2}
+        with pytest.raises(PlannerError, match="not fit"):
+            shard_quant_model(model, 2, "cpu", ddr_cap=5500 * 16 - 1)
+
+    def test_a_table_larger_than_a_device_is_split(self) -> None:
+        table = EmbeddingBagConfig(64, 64, "t", feature_names=["x"])
+        model = quantize_inference_model(EmbeddingBagCollection(tables=[table]))
+        sharded: Any
+        sharded, plan = shard_quant_model(model, 2, "cpu", device_memory_size=64 * 80 - 1)
+        assert len(plan.plan[""]["t"].ranks or []) == 2
+        batch = KeyedJaggedTensor(["x"], torch.tensor([3, 60]), lengths=torch.tensor([2]))
+        assert torch.equal(sharded(batch).values(), model(batch).values())
+
+    def test_a_given_plan_is_checked(self) -> None:
+        model = quantize_inference_model(_pooled())
+        _, plan = shard_quant_model(model, 2, "cpu")
+        constraints = {"a": ParameterConstraints()}
+        with pytest.raises(ValueError, match=r"received both, constraints for \['a'\]"):
+            shard_quant_model(model, 2, "cpu", constraints=constraints, sharding_plan=plan)
+        shard_quant_model(model, 2, "cpu", ddr_cap=10**6, sharding_plan=plan)
+        with pytest.raises(PlannerError, match=r"MiB"):
+            shard_quant_model(model, 2, "cpu", ddr_cap=300, sharding_plan=plan)
+
+    def test_constraints(self) -> None:
+        model = quantize_inference_model(_pooled())
+        for constraint, message in (
+            (ParameterConstraints(["data_parallel"]), "'b'"),
+            (ParameterConstraints(compute_kernels=["fused_uvm"]), "'b'"),
+            (ParameterConstraints(pooling_factors=[1.0, 2.0]), "one number for each of its feat"),
+            (ParameterConstraints(bounds_check_mode=BoundsCheckMode.WARNING), "bounds_check_mode="),
+        ):
+            with pytest.raises(ValueError, match=message):
+                shard_quant_model(model, 2, "cpu", constraints={"b": constraint})
+        with pytest.raises(ValueError, match=r"for the tables \['z'\], which the model"):
+            shard_quant_model(model, 2, "cpu", constraints={"z": ParameterConstraints()})
+        elsewhere = {name: ParameterConstraints(device_group="cuda") for name in "abc"}
+        same, plan = shard_quant_model(model, 2, "cpu", constraints=elsewhere)
+        assert plan.plan == {}
+        assert torch.equal(_flat(same(_batch())), _flat(model(_batch())))
+
+    def test_sharders_say_what_is_sharded(self) -> None:
+        model = torch.nn.ModuleDict({"pooled": _pooled(), "rows": _sequence()})
+        quantize_inference_model(model)
+        for sharders, expected in (
+            ([QuantEmbeddingCollectionSharder()], {"rows"}),
+            ([QuantEmbeddingBagCollectionSharder(shardable_params=["a", "b", "c"])], {"pooled"}),
+            ([], {"pooled", "rows"}),
+        ):
+            _, plan = shard_quant_model(model, 2, "cpu", sharders=sharders)
+            assert plan.plan.keys() == expected
+        other = [QuantEmbeddingCollectionSharder(shardable_params=["other"])]
+        with pytest.raises(ValueError, match="no quantized collection to shard"):
+            shard_quant_model(model, 2, "cpu", sharders=other)
+
+
+def test_what_is_on_other_devices_is_brought_to_the_ids(monkeypatch: Any) -> None:
+    monkeypatch.setattr(ops, "FBGEMM_DEVICES", frozenset())
+    num_splits = 0
+    for seed in range(12):
+        draw = random.Random(seed)
+        whole = _random_collection(draw, row_alignment=16)
+        plan = _random_plan(draw, whole, 4).plan[""]
+        batch = _random_batch(draw, 4)
+        expected = _flat(whole(batch))
+        with PretendedCuda() as cuda, monkeypatch.context() as patch:
+            patch.setattr(ops, "FBGEMM_DEVICES", frozenset())
+            shards = [rects_of(n, *_size(whole, n), entry, 4) for n, entry in plan.items()]
+            sharded = whole.placed(shards, lambda rank: CUDA if rank % 2 else CPU)
+            for here in (batch, batch.to(CUDA)):
+                cuda.forget()
+                found = _flat(sharded(here))
+                notes = cuda.notes
+                assert [note for note in notes if note[0] == "mixture"] == []
+                assert cuda.is_on_device(found) == (here is not batch)
+                assert torch.equal(found.cpu(), expected)
+                waits = [note for note in notes if "split_lookup" in note[2]]
+                splits = [of for of in sharded.lookups().lookups if hasattr(of, "blocks")]
+                assert sum(note[1] == "tolist" for note in waits) <= len(splits)
+                num_splits += len(splits)
+    assert num_splits
+
+
+def _size(collection: Any, name: str) -> tuple[int, int]:
+    [config] = [config for config in collection.configs() if config.name == name]
+    return rows_left(config), config.embedding_dim
