@@ -84,7 +84,7 @@ class QuantizedSplitLookup(QuantizedLookup):
             ends.append(is_from.sum())
         from_block: list[int] = torch.stack(ends).tolist()
         from_block.append(0)
-        order = torch.sort(block_N, stable=True)[1]
+        order = torch.sort(block_N)[1]
         sorted_ids = ids.index_select(0, order)
         found: list[Tensor] = []
         start = 0
