@@ -17,6 +17,7 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.state.table_shards import TableShards
+from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.embedding_tables import TableDict
@@ -104,6 +105,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             ValueError: on every rank, if shapes or offsets of a rank do not fit, or weights come
                 where the bag takes none.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return run_eagerly(self, input, offsets, per_sample_weights)  # type: ignore[no-any-return]
         pooled: LazyAwaitable[Tensor] = super().forward(
             self._features_of(input, offsets, per_sample_weights)
         )

@@ -13,13 +13,13 @@ REASON = (
 )
 
 
-def _run(collection: nn.Module, features: Any) -> Any:
+def _run(collection: nn.Module, *given: Any) -> Any:
     """Run a collection's forward pass as one named graph break under `torch.compile`.
 
     The dense parts before and after it are compiled. A pending output is awaited, as what follows
     needs tensors to trace.
     """
-    output = collection.forward(features)
+    output = collection.forward(*given)
     output = output.wait() if hasattr(type(output), "wait") else output
     if isinstance(output, dict):  # of jagged tensors, which are made when they are first read
         for jagged in output.values():

@@ -323,3 +323,15 @@ def _by_stages(kind: ShardingType) -> None:
 @pytest.mark.parametrize("kind", [ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL])
 def test_two_calls_at_once_train_as_in_turn(ranks: RankPool, kind: ShardingType) -> None:
     ranks(2, _by_stages, kind)
+
+
+def _compile(kind: ShardingType) -> None:
+    batch = batches(0, 2)[dist.get_rank()]
+    sharded = shard(model(None), kind).module
+    compiled = torch.compile(sharded, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(batch), sharded(batch))
+
+
+def test_a_compiled_model_calls_it_as_it_is(ranks: RankPool) -> None:
+    ranks(2, _compile, ShardingType.ROW_WISE)

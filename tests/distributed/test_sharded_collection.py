@@ -28,7 +28,15 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCo
 from recsys.optim import Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from recsys.streamable import Multistreamable
-from tests.distributed.cases import CPU, FEATURES, Case, EachType, shard, whole_state
+from tests.distributed.cases import (
+    CPU,
+    FEATURES,
+    Case,
+    EachType,
+    counted_collectives,
+    shard,
+    whole_state,
+)
 from tests.distributed.pipeline_client import in_turn, interleave, train_pipelined
 from tests.ranks import RankPool
 
@@ -197,6 +205,27 @@ def test_a_pipeline_of_a_clients_own_trains_as_forward_does(
     ranks: RankPool, optimizer: type[torch.optim.Optimizer]
 ) -> None:
     ranks(2, _pipeline, optimizer)
+
+
+def _count() -> None:
+    module = shard(EachType(0, 2, types=(S.TABLE_WISE, S.ROW_WISE))).module.ebc
+    batch = EachType(0, 2).batches(0)[dist.get_rank()]
+    counts = []
+    with counted_collectives() as collectives:
+        context = module.create_context()
+        coming = module.input_dist(context, batch)
+        counts.append(collectives.total())
+        under_way = coming.wait()
+        counts.append(collectives.total())
+        found = module.compute(context, under_way.wait())
+        counts.append(collectives.total())
+        module.output_dist(context, found).wait()
+        counts.append(collectives.total())
+    assert counts == [1, 2, 2, 3]  # header, ids, nothing, embeddings
+
+
+def test_each_stage_starts_its_exchange_and_no_other(ranks: RankPool) -> None:
+    ranks(2, _count)
 
 
 def _mistake() -> None:
