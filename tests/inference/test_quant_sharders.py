@@ -19,7 +19,7 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.distributed.placement.plan_json import ShardingPlan
-from recsys.distributed.shard import shard, shard_modules
+from recsys.distributed.shard import materialize_dense, move_dense, shard, shard_modules
 from recsys.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -130,6 +130,16 @@ def test_several_devices_of_one_process_serve_quantized_models_only() -> None:
         DistributedModelParallel(copy.deepcopy(quantized), env, CPU)
     wrapped = DistributedModelParallel(quantized, env, CPU, init_data_parallel=False)
     assert wrapped.plan.plan.keys() == {"tables"}
+
+
+def test_the_dense_parts_of_a_model_move_without_its_quantized_tables() -> None:
+    model = nn.ModuleDict({"tables": quantize_embeddings(_pooled()), "over": nn.Linear(2, 1)})
+    shard_modules(model, ShardingEnv.from_local(3), CPU, _plan(nn.ModuleDict([*model.items()][:1])))
+    move_dense(model, torch.device("meta"))
+    assert model["over"].weight.is_meta
+    assert {buffer.device for buffer in model["tables"].buffers()} == {CPU}
+    materialize_dense(model, CPU)
+    assert model["over"].weight.device == CPU
 
 
 def _in_a_job() -> str:

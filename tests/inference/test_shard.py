@@ -169,9 +169,10 @@ def _random_plan(draw: random.Random, collection: Any, world_size: int) -> Shard
         kind = draw.choice(KINDS)
         count = 1 if kind is ShardingType.TABLE_WISE else draw.randint(1, world_size)
         ranks = draw.sample(range(world_size), count)
-        placed[config.name] = parameter_sharding(
-            kind, rows_left(config), config.embedding_dim, ranks
-        )
+        entry = parameter_sharding(kind, rows_left(config), config.embedding_dim, ranks)
+        assert entry.sharding_spec is not None
+        draw.shuffle(entry.sharding_spec.shards)  # a plan may name them in any order
+        placed[config.name] = entry
     return ShardingPlan({"": placed})
 
 
@@ -376,6 +377,9 @@ class TestArguments:
                 shard_quant_model(model, 2, "cpu", constraints={"b": constraint})
         with pytest.raises(ValueError, match=r"for the tables \['z'\], which the model"):
             shard_quant_model(model, 2, "cpu", constraints={"z": ParameterConstraints()})
+        sure = {"a": ParameterConstraints(["column_wise"], pooling_factors=[1.0, 2.0])}
+        _, plan = shard_quant_model(model, 2, "cpu", constraints=sure)
+        assert plan.plan[""]["a"].sharding_type == "column_wise"
         elsewhere = {name: ParameterConstraints(device_group="cuda") for name in "abc"}
         same, plan = shard_quant_model(model, 2, "cpu", constraints=elsewhere)
         assert plan.plan == {}
