@@ -38,7 +38,6 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 from tests.inference.test_export import _eager, _inputs
 from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
-from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 SHARDERS = (
@@ -142,14 +141,12 @@ def test_the_dense_parts_of_a_model_move_without_its_quantized_tables() -> None:
     assert model["over"].weight.device == CPU
 
 
-def _in_a_job() -> str:
-    with pytest.raises(ValueError, match="devices of one process, each process serving") as error:
-        shard_modules(nn.Sequential(quantize_embeddings(_pooled())), device=CPU)
-    return str(error.value)
-
-
-def test_processes_are_refused(ranks: RankPool) -> None:
-    assert all("received 2 processes" in message for message in ranks(2, _in_a_job))
+def test_processes_are_refused() -> None:
+    group: Any = object()  # none of its ranks is asked for anything
+    env = ShardingEnv(world_size=2, rank=0, pg=group)
+    sharder = QuantEmbeddingBagCollectionSharder()
+    with pytest.raises(ValueError, match=r"each process serving the whole; received 2 processes"):
+        sharder.shard(quantize_embeddings(_pooled()), EmbeddingModuleShardingPlan(), env, CPU)
 
 
 def test_sharders_refuse_what_means_nothing() -> None:
