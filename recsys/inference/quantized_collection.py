@@ -33,6 +33,7 @@ from recsys.inference.quantized_tables import QuantizedTables, rows_left
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized import quantize_rows, row_bytes
+from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
@@ -198,11 +199,11 @@ class QuantizedCollection(nn.Module):
         """Return the pooling of each table."""
         return self._poolings
 
-    def stored_row_bytes(self, table: str, num_cols: int) -> int:
-        """Return the bytes of a row of so many columns of a table, as they are stored."""
+    def stored_row_bytes(self, table: str, num_cols: int, device_type: str) -> int:
+        """Return the bytes of a row of so many columns of a table, as a device stores them."""
         [config] = [config for config in self._configs if config.name == table]
         size = row_bytes(num_cols, DATA_TYPE_NUM_BITS[config.data_type])
-        return size + -size % self._row_alignment
+        return size + -size % row_alignment_on(device_type, self._row_alignment)
 
     def table_bytes(self) -> list[int]:
         """Return the size of each table in bytes, without padding."""
@@ -252,15 +253,10 @@ class QuantizedCollection(nn.Module):
         """
         state = self.__getstate__()
         del state["_link"]
-        rows = [
-            [
-                shard_of(table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type], rect).to(
-                    device_of(rect.rank)
-                )
-                for rect in of_table
-            ]
-            for table, of_table in zip(self._tables(), shards, strict=True)
-        ]
+        rows = []
+        for table, of_table in zip(self._tables(), shards, strict=True):
+            whole, bits = table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type]
+            rows.append([shard_of(whole, bits, r).to(device_of(r.rank)) for r in of_table])
         state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
         new = type(self).__new__(type(self))
         new.__setstate__({**state, "_link": self._new_lookups(rows, shards)})

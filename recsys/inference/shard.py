@@ -161,7 +161,7 @@ def _planner(
         batch_size=1,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=constraints,
-        estimator=_StoredBytes(found),
+        estimator=_StoredBytes(found, topology.compute_device),
     )
 
 
@@ -191,7 +191,8 @@ def _planned(
 class _StoredBytes:
     """Tells the planner the bytes of shards as they are stored."""
 
-    def __init__(self, found: _Found) -> None:
+    def __init__(self, found: _Found, device_type: str) -> None:
+        self._device_type = device_type
         self._collections = {path: child for path, (child, _) in found.items()}
 
     def estimate(self, table: PlannedTable, option: TableOption, shards: Shards) -> Shards:
@@ -199,6 +200,6 @@ class _StoredBytes:
         collection = self._collections[table.path]
         if not isinstance(collection, QuantizedCollection):  # a sharder of a user's own
             return shards
-        stored = shards.rows * collection.stored_row_bytes(table.name, shards.cols)
-        storage = replace(shards.storage, weights=Bytes(stored))
+        row = collection.stored_row_bytes(table.name, shards.cols, self._device_type)
+        storage = replace(shards.storage, weights=Bytes(shards.rows * row))
         return replace(shards, storage=storage)

@@ -23,6 +23,20 @@ _ROW_ALIGNMENT = {"cuda": 16}  # FBGEMM's CUDA kernels load that many bytes at a
 _ALIGNMENT = 128  # of a table's first byte, for vector loads on a GPU
 
 
+def row_alignment_on(device_type: str, least: int) -> int:
+    """Return the bytes that rows are stored in multiples of on a kind of device.
+
+    Args:
+        device_type: such as "cuda".
+        least: a divisor of it.
+
+    Example:
+        >>> row_alignment_on("cpu", 1), row_alignment_on("cuda", 1)
+        (1, 16)
+    """
+    return lcm(least, _ROW_ALIGNMENT.get(device_type, 1))
+
+
 class QuantizedLookup(nn.Module):
     """One lookup over many tables of quantized rows. TorchScript compiles it; so does plain Python.
 
@@ -108,7 +122,7 @@ class QuantizedLookup(nn.Module):
         self._describe()
 
     def _alignment_on(self, device: torch.device) -> int:
-        return lcm(self._least_alignment, _ROW_ALIGNMENT.get(device.type, 1))
+        return row_alignment_on(device.type, self._least_alignment)
 
     def _describe(self) -> None:
         """Store what says where the rows are, beside them."""

@@ -243,6 +243,7 @@ def test_what_becomes_of_a_sharded_collection(make: Any, kind: ShardingType) -> 
             assert torch.equal(header, rows[name][1])
     assert sharded.device == CPU
     assert sharded.table_bytes() == whole.table_bytes()
+    assert whole.stored_row_bytes("a", 8, "cpu") == whole.stored_row_bytes("a", 8, "cuda") == 16
 
 
 @pytest.mark.parametrize("splits", [False, True])
