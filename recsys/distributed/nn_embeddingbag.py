@@ -135,44 +135,43 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         dtype = self._plan[_TABLE].output_dtype or self._table.dtype
         return LazyAwaitable(lambda: pooled.wait().values().to(dtype))
 
-    def _features_of(self, *bags: Any) -> KeyedJaggedTensor:
-        try:
-            return self._checked_features(*bags)
-        except Exception as error:  # the input stage raises it on every rank
-            return cast(KeyedJaggedTensor, error)
-
-    def _checked_features(
+    def _features_of(
         self, input: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> KeyedJaggedTensor:
-        if input.dim() == 2 and offsets is None:
-            offsets = torch.arange(input.size(0) + 1, device=input.device) * input.size(1)
-        elif input.dim() == 1 and offsets is not None and offsets.dim() == 1:
-            if not self.settings.include_last_offset:
-                offsets = torch.cat([offsets, offsets.new_full((1,), input.numel())])
-        else:
-            shape = None if offsets is None else list(offsets.shape)
-            raise ValueError(
-                "An EmbeddingBag takes ids [N] with offsets [B], or ids [B, n] without; received "
-                f"ids {list(input.shape)} and offsets {shape}."
-            )
-        if weights is not None and (not self.settings.is_weighted or weights.shape != input.shape):
-            raise ValueError(
-                "per_sample_weights need mode='sum', a sharder made with is_weighted=True, and the "
-                f"shape of the ids; received mode {self.settings.mode!r}, weights "
-                f"{list(weights.shape)} and ids {list(input.shape)}."
-            )
-        values = input.flatten()
-        if self.settings.is_weighted:
-            weights = torch.ones_like(values) if weights is None else weights.flatten()
-            weights = weights.float()
-        features = KeyedJaggedTensor(["input"], values, weights, offsets=offsets)
-        if self.settings.padding_idx is None:
-            return features
-        features.check_bags()
-        kept = values != self.settings.padding_idx
-        offsets = nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
-        weights = None if weights is None else weights[kept]
-        return KeyedJaggedTensor(["input"], values[kept], weights, offsets=offsets)
+        try:
+            if input.dim() == 2 and offsets is None:
+                offsets = torch.arange(input.size(0) + 1, device=input.device) * input.size(1)
+            elif input.dim() == 1 and offsets is not None and offsets.dim() == 1:
+                if not self.settings.include_last_offset:
+                    offsets = torch.cat([offsets, offsets.new_full((1,), input.numel())])
+            else:
+                shape = None if offsets is None else list(offsets.shape)
+                raise ValueError(
+                    "An EmbeddingBag takes ids [N] with offsets [B], or ids [B, n] without; "
+                    f"received ids {list(input.shape)} and offsets {shape}."
+                )
+            if weights is not None and (
+                not self.settings.is_weighted or weights.shape != input.shape
+            ):
+                raise ValueError(
+                    "per_sample_weights need mode='sum', a sharder made with is_weighted=True, and "
+                    f"the shape of the ids; received mode {self.settings.mode!r}, weights "
+                    f"{list(weights.shape)} and ids {list(input.shape)}."
+                )
+            values = input.flatten()
+            if self.settings.is_weighted:
+                weights = torch.ones_like(values) if weights is None else weights.flatten()
+                weights = weights.float()
+            features = KeyedJaggedTensor(["input"], values, weights, offsets=offsets)
+            if self.settings.padding_idx is None:
+                return features
+            features.check_bags()
+            kept = values != self.settings.padding_idx
+            offsets = nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
+            weights = None if weights is None else weights[kept]
+            return KeyedJaggedTensor(["input"], values[kept], weights, offsets=offsets)
+        except Exception as error:  # the input stage raises it on every rank
+            return cast(KeyedJaggedTensor, error)
 
     # -- names: the table's weight is the module's ------------------------------------------------
 

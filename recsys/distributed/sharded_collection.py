@@ -431,7 +431,7 @@ class ShardedCollection(ShardedModule):
             trip = self._input_dist.prepare(features)
             start_together([trip])
             trip.send()
-        return self.compute_and_output_dist(trip, trip.ids())
+        return self.output_dist(trip, self._look_up(trip, trip.ids()))
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:

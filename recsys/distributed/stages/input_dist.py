@@ -382,10 +382,11 @@ def start_together(trips: Sequence[Trip]) -> None:
     Args:
         trips: prepared ones, in the same order on every rank.
     """
-    headers = [trip.stage.header_of(trip) for trip in trips]
-    stage, sent = trips[0].stage, headers[0]
+    stage = trips[0].stage
+    sent = stage.header_of(trips[0])
     env, sizes, width = stage.env, stage.header_sizes, stage.header_width
     if len(trips) > 1:
+        headers = [sent, *(trip.stage.header_of(trip) for trip in trips[1:])]
         stages = [trip.stage for trip in trips]
         parts = [h.split(s.header_sizes) for h, s in zip(headers, stages, strict=True)]
         sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
@@ -437,6 +438,7 @@ class Trip(Multistreamable):
 
     `prepare` checks the batch; `start_together` sends its header; `send` reads the headers and
     sends the ids; `ids` waits for those that this rank looks up. The output stage reads the rest.
+    A loop over the stages of a sharded module gets one by `create_context`.
 
     Attributes:
         stage: the module's, whose batch it is.
