@@ -76,20 +76,20 @@ class QuantizedSplitLookup(QuantizedLookup):
 
         The host waits for the device: it must know how many ids are of each block.
         """
-        block_N = torch.full_like(ids, -1)
-        ends: list[Tensor] = []
-        for start in self._first_rows:
-            is_from = ids >= start
-            block_N = block_N + is_from
-            ends.append(is_from.sum())
-        from_block: list[int] = torch.stack(ends).tolist()
-        from_block.append(0)
+        block_N = torch.zeros_like(ids)
+        later: list[Tensor] = []
+        for start in self._first_rows[1:]:
+            is_later = ids >= start
+            block_N = block_N + is_later
+            later.append(is_later.sum())
+        num_later: list[int] = torch.stack(later).tolist()
+        num_later.append(0)
         order = torch.sort(block_N)[1]
         sorted_ids = ids.index_select(0, order)
         found: list[Tensor] = []
         start = 0
         for i, block in enumerate(self.blocks):
-            end = start + from_block[i] - from_block[i + 1]
+            end = ids.numel() - num_later[i]
             rows = sorted_ids[start:end] - self._first_rows[i]
             stored: Tensor = block.stored_rows(0)  # type: ignore[operator]
             found.append(stored.index_select(0, rows.to(stored.device)).to(ids.device))
