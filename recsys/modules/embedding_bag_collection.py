@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
@@ -23,6 +22,7 @@ from recsys.modules.embedding_interfaces import (
     get_embedding_names_by_table,
 )
 from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.modules.traced import is_traced, look_up_bags
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["EmbeddingBagCollection"]
@@ -87,6 +87,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         by_table = get_embedding_names_by_table(tables)
         self._names = [name for names in by_table for name in names]
         self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+        self._widths = [c.embedding_dim * c.num_features() for c in tables]
         self._bag_dims = tuple(self._dims)
         self._bag_features = tuple(f for c in tables for f in c.feature_names)
         self.embedding_bags = self._new_tables()
@@ -111,8 +112,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
                 they are needed.
             IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
-        if torch.compiler.is_dynamo_compiling():
-            return run_eagerly(self, features)  # type: ignore[no-any-return]
+        if is_traced(features):
+            return self._traced(look_up_bags, features, self._is_weighted, self._names, self._dims)
         if self.device.type == "meta" and is_on_meta(features):
             size = features.stride(), sum(self._dims)
             return KeyedTensor.from_parts(self._names, self._dims, torch.empty(size, device="meta"))
@@ -141,9 +142,13 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     def _tables(self) -> list[EmbeddingTable]:
         return list(self.embedding_bags.values())  # type: ignore[arg-type]
 
+    def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
+        parts = torch.split(gradients[0], self._widths, dim=1)
+        return torch.cat([parts[t] for t in group.tables], dim=1)
+
     def _in_table_order(self, groups: Sequence[LookupGroup], pooled: Sequence[Tensor]) -> Tensor:
         """Columns of several groups -> columns in the order of the tables."""
-        widths = [c.embedding_dim * c.num_features() for c in self._configs]
+        widths = self._widths
         pieces: dict[int, Tensor] = {}
         for group, values in zip(groups, pooled, strict=True):
             parts = torch.split(values, [widths[t] for t in group.tables], dim=1)

@@ -5,19 +5,20 @@ Legend: `N` ids of one feature, `D` columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode, PoolingType
-from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import is_on_meta
 from recsys.modules.embedding_interfaces import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from recsys.modules.embedding_tables import EmbeddingTable, TableCollection
+from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.modules.traced import is_traced, look_up_sequences
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 from recsys.sparse.features import FeatureViews
 
@@ -94,8 +95,9 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             ValueError: The batch is on another device.
             IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
-        if torch.compiler.is_dynamo_compiling():
-            return run_eagerly(self, features)  # type: ignore[no-any-return]
+        if is_traced(features):
+            names = [name for names in self._names_by_table for name in names]
+            return self._traced(look_up_sequences, features, self._need_indices, names)
         if self.device.type == "meta" and is_on_meta(features):
             return self._on_meta(features)
         groups = self._groups()
@@ -154,6 +156,11 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
     def embedding_names_by_table(self) -> list[list[str]]:
         """Per table the names of its outputs."""
         return [list(names) for names in self._names_by_table]
+
+    def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
+        names = [name for names in self._names_by_table for name in names]
+        parts = dict(zip(names, gradients, strict=False))  # those of the ids come after
+        return torch.cat([parts[n] for t in group.tables for n in self._names_by_table[t]])
 
     def _tables(self) -> list[EmbeddingTable]:
         return list(self.embeddings.values())  # type: ignore[arg-type]

@@ -16,18 +16,20 @@ from operator import is_
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from recsys.kernels.bounds import IdGuard, LateChecks
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import Batch
 from recsys.kernels.types import (
     BoundsCheckMode,
     PoolingType,
     TableSpec,
     UpdateMode,
 )
+from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
@@ -35,10 +37,12 @@ from recsys.modules.embedding_configs import (
 )
 from recsys.modules.embedding_init import draw_seed, init_rows
 from recsys.modules.embedding_inputs import FeatureSelector, safe_features
+from recsys.modules.traced import add_collection, record
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,
     attachment_count,
+    is_marked,
     drop_hook,
     mark,
 )
@@ -189,6 +193,7 @@ class TableCollection(nn.Module):
         self._saved_states: dict[str, dict[str, Tensor]] = {}
         self._link: _Link | None = None
         self.init_seed = draw_seed()
+        add_collection(self)
 
     def _new_tables(self) -> TableDict:
         """Return the table modules, in the collection's order, with initial values."""
@@ -282,6 +287,66 @@ class TableCollection(nn.Module):
             if not weight.is_meta:
                 rows, dim = weight.shape
                 init_rows(self.init_seed, t, 0, rows, dim, config, weight)
+
+    # -- traced, see `traced` -------------------------------------------------------------------
+
+    def _traced(
+        self,
+        function: Callable[..., Any],
+        features: KeyedJaggedTensor,
+        option: bool,
+        names: list[str],
+        *dims: list[int],
+    ) -> Any:
+        """Return what a traced function of a batch and of the tables makes of a batch."""
+        weights = [table.weight for table in self._tables()]
+        is_batch = not isinstance(features, fx.Proxy)
+        if (
+            is_batch
+            and torch.compiler.is_dynamo_compiling()
+            and not torch.compiler.is_exporting()
+            and (features.variable_stride_per_key() or any(map(is_marked, weights)))
+        ):
+            return run_eagerly(self, features)
+        if is_batch and features.variable_stride_per_key():
+            raise NotImplementedError
+        read = [feature for config in self._configs for feature in config.feature_names]
+        table_of = [t for t, config in enumerate(self._configs) for _ in config.feature_names]
+        poolings = [pooling.name for pooling in self._poolings]
+        parts = (option, weights, read, table_of, poolings, names, *dims)
+        return record(function, features, *parts)
+
+    def traced_key(self) -> tuple[Any, ...]:
+        """Return what tells a collection apart for traced lookups."""
+        reads = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
+        return (
+            *[table.weight.data_ptr() for table in self._tables()],
+            *zip(*reads, strict=True),
+            tuple(pooling.name for pooling in self._poolings),
+        )
+
+    def gradients(self, batch: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the tables, and of a batch's weights if it has any.
+
+        Args:
+            batch: What was looked up.
+            gradients: Of what came of it: `[B, sum of dims]`, or of each feature's rows.
+        """
+        weights = batch.weights_or_none()
+        found: dict[int, Tensor] = {}
+        of_weights = None if weights is None else torch.zeros_like(weights)
+        for group in self._groups():
+            bags = group.selector.select(batch, weights)
+            ids = group.guard(bags.indices, bags.offsets)
+            grad = self._gradient_of(group, gradients)
+            part = Batch(ids, bags.offsets, bags.weights)
+            tbe = group.tbe
+            tables = tbe._parameter_gradients(grad, part, [True] * len(group.tables))
+            found.update(zip(group.tables, tables))
+            if of_weights is not None:
+                places = group.selector.select(batch.with_values(torch.arange(weights.numel(), device=weights.device)), None).indices
+                of_weights.index_add_(0, places, tbe._updater.weight_gradients(grad, part).to(of_weights.dtype))
+        return [found[t] for t in range(len(self._configs))] + ([] if of_weights is None else [of_weights])
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -470,6 +535,7 @@ class TableCollection(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        add_collection(self)
         self._remember()
 
 

@@ -232,6 +232,11 @@ def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
     return attached
 
 
+def is_marked(parameter: Tensor) -> bool:
+    """Return whether an optimizer was given to a parameter; a compiler can follow it."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
 def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> None:
     """Record that a kernel updates a parameter in backward, so that filters leave it out.
 
