@@ -8,70 +8,17 @@ containers, so that only tensor operations are left; TorchScript compiles those.
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from recsys.fx import Tracer
 from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import PositionWeightsOfKeys, QuantizedTables
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.feature_processor import (
-    PositionWeightedModule,
-    PositionWeightedModuleCollection,
-)
-from recsys.modules.fp_embedding_modules import FeatureProcessorDictWrapper
-from recsys.modules.position_weights import with_weights
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-
-_LEAVES = QuantizedTables, PositionWeightsOfKeys
-
-
-class _Tracer(fx.Tracer):
-    """Sees quantized collections as their lookups, which are no part of any module until now.
-
-    Position weights, which read the lengths of bags, are seen as a module of plain tensors, too.
-    """
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, _LEAVES) or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        weights = _position_weights(m)
-        if weights is None:
-            return super().call_module(m, forward, args, kwargs)
-        (features,) = (*args, *kwargs.values())
-        leaf = PositionWeightsOfKeys(weights, features.keys())
-        return with_weights(features, leaf(features.values(), features.lengths()))
-
-    def path_of_module(self, mod: nn.Module) -> str:
-        if not isinstance(mod, _LEAVES):
-            return super().path_of_module(mod)
-        root = self.root
-        if mod not in root.children():
-            root.add_module(f"lookups_{len(list(root.children()))}", mod)
-        return next(name for name, child in root.named_children() if child is mod)
-
-
-def _position_weights(module: nn.Module) -> dict[str, Tensor] | None:
-    """Return the position weights of a feature processor, by feature, if it has only such."""
-    if type(module) is PositionWeightedModuleCollection:
-        return dict(module.position_weights_dict)
-    if isinstance(module, FeatureProcessorDictWrapper):
-        parts = dict(module.named_children())
-        if all(type(part) is PositionWeightedModule for part in parts.values()):
-            # as an attribute it would be a proxy by now
-            return {n: cast(Tensor, p._parameters["position_weight"]) for n, p in parts.items()}
-    return None
-
 
 class _PlainInputs(nn.Module):
     """Calls a model of (dense features, jagged ids) with plain tensors."""
@@ -132,7 +79,7 @@ def trace_model(
     _check_names(model, feature_names)
     root = (_PlainWeightedInputs if is_weighted else _PlainInputs)(model, feature_names)
     try:
-        graph = _Tracer().trace(root)
+        graph = Tracer().trace(root)
     except fx.proxy.TraceError as error:
         error.add_note(
             "Models are exported by torch.fx: forward must not branch on the values of tensors. "

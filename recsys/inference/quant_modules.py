@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
+from torch import fx
 
 from recsys.inference.quantized_collection import (
     SERVED,
@@ -17,7 +18,12 @@ from recsys.inference.quantized_collection import (
     Weights,
     quantized_rows,
 )
-from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
+from recsys.inference.quantized_tables import (
+    QuantizedBags,
+    QuantizedRows,
+    jagged_tensors,
+    keyed_tensor,
+)
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -34,6 +40,7 @@ from recsys.modules.embedding_modules import (
 )
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.traced import record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -159,6 +166,9 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             ValueError: The batch has no weights or inverse indices where they are needed, or
                 lengths that do not fit.
         """
+        if isinstance(features, fx.Proxy):
+            values = self.lookups()(*self._traced_parts(features, self._is_weighted))
+            return record(keyed_tensor, values, self._names, self._dims)  # type: ignore[no-any-return]
         positions = self._positions(features)
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
@@ -377,6 +387,11 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: Lengths do not fit.
         """
+        if isinstance(features, fx.Proxy):
+            found = self.lookups()(*self._traced_parts(features, False))
+            names, read = map(list, zip(*self._outputs, strict=True))
+            parts = found[0], found[1], names, read, self._need_indices
+            return record(jagged_tensors, features, *parts)  # type: ignore[no-any-return]
         positions, keys = self._positions(features), features.keys()
         lengths = self._lengths(features, is_pooled=False)
         if features.variable_stride_per_key():

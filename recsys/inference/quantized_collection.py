@@ -17,7 +17,7 @@ from operator import is_
 from typing import Any, Self, cast, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from recsys.distributed.placement.layout import Rect
@@ -29,7 +29,7 @@ from recsys.inference.quantized_table import (
     shard_of,
     whole_table,
 )
-from recsys.inference.quantized_tables import QuantizedTables, rows_left
+from recsys.inference.quantized_tables import QuantizedTables, parts_of_batch, rows_left
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized import quantize_rows, row_bytes
@@ -43,6 +43,7 @@ from recsys.modules.embedding_configs import (
 )
 from recsys.modules.embedding_inputs import positions_of
 from recsys.modules.embedding_tables import TableCollection, TableDict
+from recsys.modules.traced import record
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
 
@@ -301,6 +302,17 @@ class QuantizedCollection(nn.Module):
         if self._caches_order:
             self._order = list(keys), positions
         return positions
+
+    def _traced_parts(self, features: fx.Proxy, is_weighted: bool) -> list[Any]:
+        """Return, under `torch.fx`, what the lookups take of a batch: five proxies."""
+        names = self.lookups().feature_names
+        parts = record(parts_of_batch, features, names, is_weighted)
+        return [parts[i] for i in range(5)]
+
+    @property
+    def served_lookups(self) -> QuantizedTables:
+        """The lookups that serve the tables now, as an attribute, by which a graph calls them."""
+        return self.lookups()
 
     def _lengths(self, features: KeyedJaggedTensor, *, is_pooled: bool) -> Tensor:
         """Return the lengths of a batch, [K * B]; short features with empty bags at the end."""

@@ -19,6 +19,7 @@ from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "PositionWeightsOfKeys",
@@ -367,6 +368,72 @@ class PositionWeightsOfKeys(nn.Module):
         last = self.last.repeat_interleave(size)
         last = torch.repeat_interleave(last, bags, output_size=num_ids)
         return self.weights.index_select(0, torch.minimum(place, last))
+
+
+# -- the rest of a forward pass where `torch.fx` traces a batch, see `recsys.fx` --------------------
+
+
+def parts_of_batch(
+    features: KeyedJaggedTensor, names: list[str], is_weighted: bool
+) -> tuple[Tensor, Tensor, Tensor | None, list[int], int]:
+    """Return what the lookups take of a batch, whose keys are known when the program runs.
+
+    Args:
+        features: The batch.
+        names: The features that are looked up.
+        is_weighted: Whether its weights count.
+
+    Raises:
+        KeyError: The batch lacks a feature.
+        ValueError: The batch has no weights, or a batch size per key.
+    """
+    if features.variable_stride_per_key():
+        raise ValueError("A traced model takes batches with one batch size for all features.")
+    keys = features.keys()
+    positions: list[int] = []
+    for name in names:
+        if name not in keys:
+            raise KeyError(f"The batch lacks the feature {name}; received {keys}.")
+        positions.append(keys.index(name))
+    weights: Tensor | None = None
+    if is_weighted:
+        weights = features.weights()
+    return features.values(), features.lengths(), weights, positions, len(keys)
+
+
+def keyed_tensor(values: Tensor, keys: list[str], length_per_key: list[int]) -> KeyedTensor:
+    """Return the keyed tensor of pooled values."""
+    return KeyedTensor(keys, length_per_key, values)
+
+
+def jagged_tensors(
+    features: KeyedJaggedTensor,
+    rows: list[Tensor],
+    ids: list[Tensor],
+    names: list[str],
+    read: list[str],
+    need_indices: bool,
+) -> dict[str, JaggedTensor]:
+    """Return the jagged tensors of rows that were looked up.
+
+    Args:
+        features: The batch.
+        rows: Per output `[N, D]`.
+        ids: Per key of the batch `[N]`.
+        names: Of the outputs.
+        read: The feature of each output.
+        need_indices: Whether the ids are returned too, as weights.
+    """
+    keys = features.keys()
+    lengths_KB = features.lengths().view(len(keys), -1)
+    found: dict[str, JaggedTensor] = {}
+    for i, name in enumerate(names):
+        key = keys.index(read[i])
+        weights: Tensor | None = None
+        if need_indices:
+            weights = ids[key]
+        found[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
+    return found
 
 
 def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
