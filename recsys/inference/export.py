@@ -15,10 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
-from recsys.fx import Tracer
 from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.tracer import Tracer
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
 
 class _PlainInputs(nn.Module):
     """Calls a model of (dense features, jagged ids) with plain tensors."""

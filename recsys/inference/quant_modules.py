@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
-from torch import fx
 
 from recsys.inference.quantized_collection import (
     SERVED,
@@ -40,7 +39,7 @@ from recsys.modules.embedding_modules import (
 )
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recsys.modules.traced import record
+from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -166,7 +165,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             ValueError: The batch has no weights or inverse indices where they are needed, or
                 lengths that do not fit.
         """
-        if isinstance(features, fx.Proxy):
+        if is_proxy(features):
             values = self.lookups()(*self._traced_parts(features, self._is_weighted))
             return record(keyed_tensor, values, self._names, self._dims)  # type: ignore[no-any-return]
         positions = self._positions(features)
@@ -387,7 +386,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: Lengths do not fit.
         """
-        if isinstance(features, fx.Proxy):
+        if is_proxy(features):
             found = self.lookups()(*self._traced_parts(features, False))
             names, read = map(list, zip(*self._outputs, strict=True))
             parts = found[0], found[1], names, read, self._need_indices

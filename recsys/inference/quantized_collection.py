@@ -17,7 +17,7 @@ from operator import is_
 from typing import Any, Self, cast, final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys.distributed.placement.layout import Rect
@@ -303,7 +303,7 @@ class QuantizedCollection(nn.Module):
             self._order = list(keys), positions
         return positions
 
-    def _traced_parts(self, features: fx.Proxy, is_weighted: bool) -> list[Any]:
+    def _traced_parts(self, features: KeyedJaggedTensor, is_weighted: bool) -> list[Any]:
         """Return, under `torch.fx`, what the lookups take of a batch: five proxies."""
         names = self.lookups().feature_names
         parts = record(parts_of_batch, features, names, is_weighted)

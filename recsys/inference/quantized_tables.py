@@ -370,7 +370,7 @@ class PositionWeightsOfKeys(nn.Module):
         return self.weights.index_select(0, torch.minimum(place, last))
 
 
-# -- the rest of a forward pass where `torch.fx` traces a batch, see `recsys.fx` --------------------
+# -- the rest of a forward pass where `torch.fx` traces a batch -----------------------------------
 
 
 def parts_of_batch(

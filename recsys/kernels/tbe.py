@@ -268,6 +268,19 @@ class TableBatchedEmbedding:
         """
         self._updater.reset_rows(table, rows, values)
 
+    def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of all tables, whatever updates them: fp32, laid out as `storage`.
+
+        Args:
+            grad: Of what `forward` returned.
+            batch: What it looked up.
+        """
+        return self._updater.dense_gradients(grad, batch)
+
+    def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of the per-sample weights, [N] fp32; arguments as before."""
+        return self._updater.weight_gradients(grad, batch)
+
     def _meta_output(self, batch: Batch) -> Tensor:
         if self.pooling is PoolingType.NONE:
             shape = (batch.indices.numel(), self.layout.feature_dims[0])

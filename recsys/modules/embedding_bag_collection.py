@@ -113,7 +113,8 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
             IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
         if is_traced(features):
-            return self._traced(look_up_bags, features, self._is_weighted, self._names, self._dims)
+            parts = self._is_weighted, self._names, self._dims
+            return self._traced(look_up_bags, features, *parts)  # type: ignore[no-any-return]
         if self.device.type == "meta" and is_on_meta(features):
             size = features.stride(), sum(self._dims)
             return KeyedTensor.from_parts(self._names, self._dims, torch.empty(size, device="meta"))

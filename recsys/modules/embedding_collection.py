@@ -97,7 +97,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         """
         if is_traced(features):
             names = [name for names in self._names_by_table for name in names]
-            return self._traced(look_up_sequences, features, self._need_indices, names)
+            return self._traced(look_up_sequences, features, self._need_indices, names)  # type: ignore[no-any-return]
         if self.device.type == "meta" and is_on_meta(features):
             return self._on_meta(features)
         groups = self._groups()

@@ -16,7 +16,7 @@ from operator import is_
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from recsys.kernels.bounds import IdGuard, LateChecks
 from recsys.kernels.support import shared_optimizer
@@ -37,13 +37,13 @@ from recsys.modules.embedding_configs import (
 )
 from recsys.modules.embedding_init import draw_seed, init_rows
 from recsys.modules.embedding_inputs import FeatureSelector, safe_features
-from recsys.modules.traced import add_collection, record
+from recsys.modules.traced import add_collection, is_proxy, record
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,
     attachment_count,
-    is_marked,
     drop_hook,
+    is_marked,
     mark,
 )
 from recsys.sparse import KeyedJaggedTensor
@@ -298,55 +298,67 @@ class TableCollection(nn.Module):
         names: list[str],
         *dims: list[int],
     ) -> Any:
-        """Return what a traced function of a batch and of the tables makes of a batch."""
+        """Return what a function of `traced` makes of a batch, or of the proxy of one."""
         weights = [table.weight for table in self._tables()]
-        is_batch = not isinstance(features, fx.Proxy)
-        if (
-            is_batch
-            and torch.compiler.is_dynamo_compiling()
-            and not torch.compiler.is_exporting()
-            and (features.variable_stride_per_key() or any(map(is_marked, weights)))
-        ):
-            return run_eagerly(self, features)
-        if is_batch and features.variable_stride_per_key():
-            raise NotImplementedError
-        read = [feature for config in self._configs for feature in config.feature_names]
-        table_of = [t for t, config in enumerate(self._configs) for _ in config.feature_names]
-        poolings = [pooling.name for pooling in self._poolings]
-        parts = (option, weights, read, table_of, poolings, names, *dims)
+        # not as attributes, which are proxies under `torch.fx`
+        updates = any(is_marked(table._parameters["weight"]) for table in self._tables())
+        varies = not is_proxy(features) and features.variable_stride_per_key()
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            if updates or varies:
+                return run_eagerly(self, features)
+        elif varies:
+            raise ValueError(
+                f"An exported {type(self).__name__} takes batches with one batch size for all "
+                "features; received one with a batch size per feature. Export the part of the "
+                "model that comes after the lookup."
+            )
+        elif updates and self.training:
+            raise ValueError(
+                f"The tables of {type(self).__name__} are updated in backward, which a graph does "
+                "not do. Call eval() to export a model that is served; to train, call the model, "
+                "or torch.compile it."
+            )
+        reads = self.reads()
+        parts = option, weights, *map(list, reads), names, *dims
         return record(function, features, *parts)
 
-    def traced_key(self) -> tuple[Any, ...]:
-        """Return what tells a collection apart for traced lookups."""
-        reads = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
-        return (
-            *[table.weight.data_ptr() for table in self._tables()],
-            *zip(*reads, strict=True),
-            tuple(pooling.name for pooling in self._poolings),
-        )
+    def reads(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
+        """Return the features that are read, the number of each one's table, and the poolings."""
+        found = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
+        features, numbers = zip(*found, strict=True)
+        return features, numbers, tuple(pooling.name for pooling in self._poolings)
 
     def gradients(self, batch: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the tables, and of a batch's weights if it has any.
+        """Return the gradient of all tables end to end, and of a batch's weights if it has any.
 
         Args:
-            batch: What was looked up.
-            gradients: Of what came of it: `[B, sum of dims]`, or of each feature's rows.
+            batch: What was looked up, with weights only if they count.
+            gradients: Of what was found, as the traced lookup returned it.
+
+        Returns:
+            fp32 [sum of R*D], and [N].
         """
         weights = batch.weights_or_none()
-        found: dict[int, Tensor] = {}
-        of_weights = None if weights is None else torch.zeros_like(weights)
-        for group in self._groups():
-            bags = group.selector.select(batch, weights)
-            ids = group.guard(bags.indices, bags.offsets)
+        groups, of_tables = self._groups(), dict[int, Tensor]()
+        of_weights = [] if weights is None else [torch.zeros_like(weights)]
+        for group in groups:
+            bags, tbe = group.selector.select(batch, weights), group.tbe
+            part = Batch(group.guard(bags.indices, bags.offsets), bags.offsets, bags.weights)
             grad = self._gradient_of(group, gradients)
-            part = Batch(ids, bags.offsets, bags.weights)
-            tbe = group.tbe
-            tables = tbe._parameter_gradients(grad, part, [True] * len(group.tables))
-            found.update(zip(group.tables, tables))
-            if of_weights is not None:
-                places = group.selector.select(batch.with_values(torch.arange(weights.numel(), device=weights.device)), None).indices
-                of_weights.index_add_(0, places, tbe._updater.weight_gradients(grad, part).to(of_weights.dtype))
-        return [found[t] for t in range(len(self._configs))] + ([] if of_weights is None else [of_weights])
+            flat = tbe.dense_gradients(grad, part)
+            of_tables.update(zip(group.tables, tbe.layout.table_views(flat), strict=True))
+            for total in of_weights:
+                numbers = batch.with_values(torch.arange(total.numel(), device=total.device))
+                places = group.selector.select(numbers, None).indices
+                total.index_add_(0, places, tbe.weight_gradients(grad, part).to(total.dtype))
+        order = groups[0].tbe.layout.storage_order
+        if len(groups) > 1 or order != tuple(range(len(order))):
+            flat = torch.cat([of_tables[t].flatten() for t in range(len(of_tables))])
+        return [flat, *of_weights]
+
+    def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradients of what a lookup found, of those of all that was found."""
+        raise NotImplementedError
 
     # -- lookups ------------------------------------------------------------------------------
 

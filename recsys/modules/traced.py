@@ -28,7 +28,7 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 if TYPE_CHECKING:
     from recsys.modules.embedding_tables import TableCollection
 
-__all__ = ["is_traced", "record"]
+__all__ = ["add_collection", "is_proxy", "is_traced", "look_up_bags", "look_up_sequences", "record"]
 
 
 def is_traced(features: object) -> bool:
@@ -38,6 +38,11 @@ def is_traced(features: object) -> bool:
         features: What the collection was called with; `torch.fx` passes a proxy.
     """
     return torch.compiler.is_compiling() or isinstance(features, fx.Proxy)
+
+
+def is_proxy(features: object) -> bool:
+    """Return whether `torch.fx` traces now, which knows no keys: a forward pass is recorded."""
+    return isinstance(features, fx.Proxy)
 
 
 def record(function: Callable[..., Any], features: object, *arguments: object) -> Any:
@@ -81,6 +86,7 @@ def look_up_bags(
     found = torch.ops.recsys.look_up(
         tables,
         features.keys(),
+        features.stride(),
         features.values(),
         features.lengths(),
         weights,
@@ -114,7 +120,16 @@ def look_up_sequences(
     """
     keys, lengths = features.keys(), features.lengths()
     found = torch.ops.recsys.look_up(
-        tables, keys, features.values(), lengths, None, read, table_of, poolings, need_indices
+        tables,
+        keys,
+        features.stride(),
+        features.values(),
+        lengths,
+        None,
+        read,
+        table_of,
+        poolings,
+        need_indices,
     )
     lengths_KB = lengths.view(len(keys), -1)
     result: dict[str, JaggedTensor] = {}
@@ -129,8 +144,8 @@ def look_up_sequences(
 # -- the operation ---------------------------------------------------------------------------------
 
 _LOOK_UP = (
-    "Tensor[] tables, str[] keys, Tensor values, Tensor lengths, Tensor? weights, str[] read, "
-    "int[] table_of, str[] poolings, bool need_indices"
+    "Tensor[] tables, str[] keys, SymInt stride, Tensor values, Tensor lengths, Tensor? weights, "
+    "str[] read, int[] table_of, str[] poolings, bool need_indices"
 )
 _LIBRARY = torch.library.Library("recsys", "FRAGMENT")
 _LIBRARY.define(f"look_up({_LOOK_UP}) -> Tensor[]")
@@ -145,29 +160,29 @@ def add_collection(collection: TableCollection) -> None:
     _collections.add(collection)
 
 
-def _collection_of(
-    tables: Sequence[Tensor], *reads: Sequence[object]
-) -> TableCollection | None:
+def _collection_of(tables: Sequence[Tensor], *reads: Sequence[object]) -> TableCollection | None:
     """Return the collection whose tables these are, if it lives in this process."""
-    key = (*map(Tensor.data_ptr, tables), *map(tuple, reads))
+    pointers = [*map(Tensor.data_ptr, tables)]
+    key = (*pointers, *map(tuple, reads))
+
+    def has_them(collection: TableCollection) -> bool:
+        weights = collection.table_weights().values()
+        return [*map(Tensor.data_ptr, weights)] == pointers and collection.reads() == key[-3:]
+
     found = _found.get(key)
-    if found is None or found.traced_key() != key:
-        found = next((other for other in _collections if other.traced_key() == key), None)
+    if found is None or not has_them(found):
+        found = next(filter(has_them, _collections), None)
         if found is not None:
             _found[key] = found
     return found
 
 
-def _batch(
-    keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None
-) -> KeyedJaggedTensor:
-    stride = lengths.numel() // len(keys)
-    return KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
-
-
+# disabled, for where a graph breaks at the operation: what it calls is not compiled then
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _look_up(
     tables: list[Tensor],
     keys: list[str],
+    stride: int,
     values: Tensor,
     lengths: Tensor,
     weights: Tensor | None,
@@ -176,7 +191,7 @@ def _look_up(
     poolings: list[str],
     need_indices: bool,
 ) -> list[Tensor]:
-    batch = _batch(keys, values, lengths, weights)
+    batch = KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
     own = _collection_of(tables, read, table_of, poolings)
     with torch.no_grad():
         if own is None:
@@ -184,7 +199,7 @@ def _look_up(
         found = own(batch)
         if isinstance(found, KeyedTensor):
             return [found.values()]
-        rows = [jagged.values() for jagged in found.values()]
+        rows = [jagged.values().clone() for jagged in found.values()]  # apart from each other
         return rows + [jagged.weights().clone() for jagged in found.values() if need_indices]
 
 
@@ -213,10 +228,12 @@ def _table_by_table(
     return [torch.cat(found, dim=1)]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _look_up_backward(
     gradients: list[Tensor],
     tables: list[Tensor],
     keys: list[str],
+    stride: int,
     values: Tensor,
     lengths: Tensor,
     weights: Tensor | None,
@@ -225,25 +242,32 @@ def _look_up_backward(
     poolings: list[str],
     need_indices: bool,
 ) -> list[Tensor]:
-    """Return the gradients of the tables, and of the weights if there are any."""
+    """Return the gradient of all tables end to end, fp32, and of the weights if there are any.
+
+    What an operation returns may not overlap: not a gradient for each table.
+    """
     own = _collection_of(tables, read, table_of, poolings)
     if own is not None:
         with torch.no_grad():
-            return own.gradients(_batch(keys, values, lengths, weights), gradients)
+            batch = KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
+            return own.gradients(batch, gradients)
     with torch.enable_grad():
         leaves = [table.detach().requires_grad_() for table in tables]
         inputs = list(leaves)
         if weights is not None:
             weights = weights.detach().requires_grad_()
             inputs.append(weights)
-        batch = _batch(keys, values, lengths, weights)
+        batch = KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
         found = _table_by_table(leaves, batch, read, table_of, poolings, False)
-        return list(torch.autograd.grad(found, inputs, gradients[: len(found)]))
+        of_inputs = torch.autograd.grad(found, inputs, gradients[: len(found)])
+        flat = torch.cat([gradient.flatten().float() for gradient in of_inputs[: len(tables)]])
+        return [flat, *of_inputs[len(tables) :]]
 
 
 def _shapes(
     tables: list[Tensor],
     keys: list[str],
+    stride: int,
     values: Tensor,
     lengths: Tensor,
     weights: Tensor | None,
@@ -255,8 +279,8 @@ def _shapes(
     dims = [tables[table].shape[1] for table in table_of]
     new = partial(values.new_empty, dtype=torch.float32)
     if poolings[0] != PoolingType.NONE.name:
-        return [new(lengths.shape[0] // len(keys), sum(dims))]
-    sizes = {keys[0]: values.shape[0]} if len(keys) == 1 else {}
+        return [new(stride, sum(dims))]
+    sizes: dict[str, Any] = {keys[0]: values.shape[0]} if len(keys) == 1 else {}
     for feature in read:
         if feature not in sizes:
             sizes[feature] = torch.library.get_ctx().new_dynamic_size()
@@ -264,25 +288,28 @@ def _shapes(
     return rows + [values.new_empty(sizes[feature]) for feature in read if need_indices]
 
 
-def _shapes_backward(
-    gradients: list[Tensor], tables: list[Tensor], *parts: Any
-) -> list[Tensor]:
-    weights = parts[3]
-    return [torch.empty_like(part) for part in (*tables, weights) if part is not None]
+def _shapes_backward(gradients: list[Tensor], tables: list[Tensor], *parts: Any) -> list[Tensor]:
+    weights = parts[4]
+    flat = tables[0].new_empty(sum(table.numel() for table in tables), dtype=torch.float32)
+    return [flat] if weights is None else [flat, torch.empty_like(weights)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    tables, keys, values, lengths, weights, *rest = inputs
+    tables, keys, stride, values, lengths, weights, *rest = inputs
     ctx.save_for_backward(*tables, values, lengths, weights)
-    ctx.keys, ctx.rest = keys, rest
+    ctx.keys, ctx.stride, ctx.rest = keys, stride, rest
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     *tables, values, lengths, weights = ctx.saved_tensors
-    parts = tables, ctx.keys, values, lengths, weights, *ctx.rest
+    parts = tables, ctx.keys, ctx.stride, values, lengths, weights, *ctx.rest
     found = torch.ops.recsys.look_up_backward(gradients, *parts)
-    of_weights = None if weights is None else found[-1]
-    return found[: len(tables)], None, None, None, of_weights, *(None for _ in ctx.rest)
+    pieces = found[0].split([table.numel() for table in tables])
+    of_tables = [
+        piece.view(table.shape).to(table.dtype) for piece, table in zip(pieces, tables, strict=True)
+    ]
+    of_weights = None if weights is None else found[1]
+    return of_tables, None, None, None, None, of_weights, *(None for _ in ctx.rest)
 
 
 _LIBRARY.impl("look_up", _look_up, "CompositeExplicitAutograd")

@@ -232,7 +232,7 @@ def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
     return attached
 
 
-def is_marked(parameter: Tensor) -> bool:
+def is_marked(parameter: Tensor | None) -> bool:
     """Return whether an optimizer was given to a parameter; a compiler can follow it."""
     return hasattr(parameter, _ATTRIBUTE)
 

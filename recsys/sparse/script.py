@@ -146,11 +146,9 @@ class _KeyedJaggedTensor:
     def length_per_key(self) -> list[int]:
         known = self._length_per_key
         if known is None:
-            known = annotate(
-                list[int], self.lengths().view(len(self._keys), -1).sum(1).tolist()
-            )
+            known = annotate(list[int], self.lengths().view(len(self._keys), -1).sum(1).tolist())
             self._length_per_key = known
-        return known
+        return known  # type: ignore[no-any-return]
 
     def __getitem__(self, key: str) -> JaggedTensor:
         place = self._keys.index(key)
@@ -234,6 +232,6 @@ def add_forms() -> None:
                 _qualified_name(kind),
                 get_jit_class_def(form, kind.__name__),
                 get_default_args_for_class(form),
-                createResolutionCallbackFromClosure(form.__init__),
+                createResolutionCallbackFromClosure(form.__init__),  # type: ignore[misc],
             )
         _state._add_script_class(kind, compiled)

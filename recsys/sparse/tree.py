@@ -7,6 +7,7 @@ asked for. Batch sizes are no part of a tree's structure unless features differ 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -89,6 +90,9 @@ def _register(
         flatten,
         build,
         flatten_with_keys_fn=flatten_with_keys,
+        # in a file of an exported program, a tuple has become a list
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=lambda saved: tuple(saved) if isinstance(saved, list) else saved,
         serialized_type_name=f"recsys.sparse.{kind.__name__}",
     )
 
@@ -96,3 +100,5 @@ def _register(
 _register(JaggedTensor, leaves_of_jagged, _jagged_of)
 _register(KeyedJaggedTensor, leaves_of_keyed_jagged, _keyed_jagged_of)
 _register(KeyedTensor, _leaves_of_keyed, _keyed_of)
+# batches hold tensors, names and numbers: `torch.load` and `torch.export.load` may read them
+torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])
