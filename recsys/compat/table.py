@@ -50,6 +50,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "sharder_name",
     ),
     ("torchrec.distributed.planner.types", "recsys.distributed.planner.types", "PlannerErrorType"),
+    ("torchrec.fx", "recsys.fx", "Tracer, symbolic_trace"),
+    ("torchrec.fx.tracer", "recsys.fx", "Tracer, symbolic_trace"),
     ("torchrec.fx.utils", "recsys.tracing", "assert_fx_safe"),
     (
         "torchrec.pt2.checks",

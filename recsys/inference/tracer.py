@@ -9,7 +9,7 @@ KeyedJaggedTensor, a JaggedTensor or a KeyedTensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from torch import Tensor, fx, nn
 
@@ -50,6 +50,19 @@ class Tracer(fx.Tracer):
     def __init__(self, leaf_modules: Sequence[str] | None = None) -> None:
         super().__init__()
         self._leaf_names = frozenset(leaf_modules or ())
+
+    def trace(
+        self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
+    ) -> fx.Graph:
+        """Trace a model or a function to a graph; arguments as `symbolic_trace`."""
+        graph = super().trace(root, concrete_args)
+        # under `from __future__ import annotations` they are texts, which TorchScript cannot read
+        if any(isinstance(node.type, str) for node in graph.nodes):
+            hints = get_type_hints(root.forward if isinstance(root, nn.Module) else root)
+            for node in graph.nodes:
+                if isinstance(node.type, str):
+                    node.type = hints["return" if node.op == "output" else node.target]
+        return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is called as it is."""

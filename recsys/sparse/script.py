@@ -12,7 +12,7 @@ TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 o
 # ruff: noqa: UP045
 
 import warnings
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -218,7 +218,7 @@ def add_forms() -> None:
         >>> torch.jit.script(Bags())(features)
         tensor([2, 0])
     """
-    forms = {
+    forms: dict[type, Any] = {
         JaggedTensor: _JaggedTensor,
         KeyedJaggedTensor: _KeyedJaggedTensor,
         KeyedTensor: _KeyedTensor,
@@ -232,6 +232,6 @@ def add_forms() -> None:
                 _qualified_name(kind),
                 get_jit_class_def(form, kind.__name__),
                 get_default_args_for_class(form),
-                createResolutionCallbackFromClosure(form.__init__),  # type: ignore[misc],
+                createResolutionCallbackFromClosure(form.values),
             )
         _state._add_script_class(kind, compiled)
