@@ -44,6 +44,7 @@ TOP = {
     "__main__": [],
     "calibrate": ROAD[:-1],
     "doctor": ["kernels"],
+    "fx": ["inference"],
     "plan": ["distributed"],
 }
 

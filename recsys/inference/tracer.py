@@ -37,6 +37,7 @@ class Tracer(fx.Tracer):
         leaf_modules: Names of classes of modules that are called as they are, not seen through.
 
     Example:
+        >>> import torch
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
         >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
         >>> from recsys.sparse import KeyedJaggedTensor
@@ -124,6 +125,7 @@ def symbolic_trace(
         torch.fx.proxy.TraceError: The model branches on the values of what is traced.
 
     Example:
+        >>> import torch
         >>> symbolic_trace(torch.nn.Linear(2, 2))(torch.zeros(1, 2)).shape
         torch.Size([1, 2])
     """
