@@ -25,6 +25,9 @@ QUICK_CASE_OF: dict[str, str] = {
     f"{COMPAT}/planner/test_planners.py::TestParts::test_torchrec_makes_the_same": (
         f"{COMPAT}/planner/test_planners.py::TestParts::test_a_model_runs_under_the_plan"
     ),
+    f"{COMPAT}/test_scripts.py::test_it_prints_what_torchrec_printed": (
+        f"{COMPAT}/test_scripts.py::test_it_imports_only_torch_and_torchrec"
+    ),
     f"{COMPAT}/test_spec.py::test_a_document_is_run_under_both_names": (
         f"{COMPAT}/test_spec.py::test_paragraphs_of_a_page_without_blocks"
     ),

@@ -344,12 +344,12 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.partitioners",
         "recsys.compat.planner.partitioners",
-        "GreedyPerfPartitioner, SortBy",
+        "GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy",
     ),
     (
         "torchrec.distributed.planner.perf_models",
         "recsys.compat.planner.perf_models",
-        "NoopPerfModel",
+        "NoopPerfModel, NoopStorageModel",
     ),
     (
         "torchrec.distributed.planner.enumerators",
@@ -364,7 +364,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.proposers",
         "recsys.compat.planner.proposers",
-        "GreedyProposer, GridSearchProposer, UniformProposer",
+        "DynamicProgrammingProposer, GreedyProposer, GridSearchProposer, UniformProposer",
     ),
     (
         "torchrec.distributed.planner.shard_estimators",

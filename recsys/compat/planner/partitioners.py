@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, unique
 
+from recsys.compat.planner.perf_models import NoopPerfModel, NoopStorageModel
 from recsys.compat.planner.topology import Storage, Topology
 from recsys.compat.planner.types import PartitionByType, Partitioner, Shard, ShardingOption
 from recsys.distributed.planner.types import PlannerError, PlannerErrorType
@@ -96,6 +98,81 @@ class GreedyPerfPartitioner(Partitioner):
             return few, -sum(s.hbm for s in sizes), -sum(s.ddr for s in sizes)
 
         return sorted(groups.values(), key=key)
+
+
+class MemoryBalancedPartitioner(Partitioner):
+    """Evens out memory among plans that are nearly as fast as `GreedyPerfPartitioner`'s.
+
+    It places the proposal by milliseconds, then again with less and less memory on every rank,
+    halving what is between too little and enough each time.
+
+    Args:
+        max_search_count: the most placements after the first.
+        tolerance: share by which the slowest rank may become slower.
+        balance_modules: see `GreedyPerfPartitioner`.
+
+    Raises:
+        ValueError: if the count or the share is negative.
+    """
+
+    def __init__(
+        self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False
+    ) -> None:
+        if max_search_count < 0 or tolerance < 0:
+            raise ValueError(
+                "max_search_count and tolerance of MemoryBalancedPartitioner must be at least 0; "
+                f"received {max_search_count} and {tolerance}."
+            )
+        self._max_search_count = max_search_count
+        self._tolerance = tolerance
+        self._greedy = GreedyPerfPartitioner(SortBy.PERF, balance_modules)
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        """Set the rank of every shard, in place, and return the proposal.
+
+        Args:
+            proposal: one option for each table, estimated.
+            storage_constraint: the ranks, with the memory that is free; not changed.
+
+        Raises:
+            PlannerError: of type `PARTITION`, if an option does not fit.
+            ValueError: if a shard has no bytes or no milliseconds.
+        """
+        shards = [shard for option in proposal for shard in option.shards]
+        speed, memory = NoopPerfModel(storage_constraint), NoopStorageModel(storage_constraint)
+        self._greedy.partition(proposal, storage_constraint)
+        slowest_ms = speed.rate(proposal) * (1 + self._tolerance)
+        best = [shard.rank for shard in shards]
+        kind = "hbm" if storage_constraint.compute_device == "cuda" else "ddr"
+        sizes = [getattr(_storage(shard), kind) for shard in shards]
+        mean = -(-sum(sizes) // storage_constraint.world_size)
+        too_little, enough = max([mean, *sizes]) - 1, int(memory.rate(proposal))
+        for _ in range(self._max_search_count):
+            if enough - too_little < 2:
+                break
+            budget = (too_little + enough) // 2
+            try:
+                self._greedy.partition(proposal, _at_most(storage_constraint, kind, budget))
+            except PlannerError:
+                too_little = budget
+                continue
+            if speed.rate(proposal) > slowest_ms:
+                too_little = budget
+            else:
+                enough, best = int(memory.rate(proposal)), [shard.rank for shard in shards]
+        for shard, rank in zip(shards, best, strict=True):
+            shard.rank = rank
+        return proposal
+
+
+def _at_most(topology: Topology, kind: str, budget: int) -> Topology:
+    """Return a copy of the machine whose ranks have no more memory than `budget`."""
+    smaller = copy.deepcopy(topology)
+    for device in smaller.devices:
+        setattr(device.storage, kind, min(getattr(device.storage, kind), budget))
+    return smaller
 
 
 _How = Callable[["_Ranks", Sequence[Shard], Sequence[int]], Iterator[int | None]]

@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import torch
+
 from recsys.compat.planner.topology import Topology
 from recsys.compat.planner.types import Enumerator, Proposer, ShardingOption, groups_of
 
@@ -170,6 +172,91 @@ class GreedyProposer(_Listed):
             if not movable:
                 return
             chosen[max(movable, key=lambda i: _memory(proposal[i]))] += 1
+
+
+class DynamicProgrammingProposer(_Listed):
+    """Proposes, for less and less memory, the combination that takes the fewest milliseconds.
+
+    The first proposal is the best option of each table. What memory there is comes with its
+    feedback; then come the combinations that no other beats in both sums, milliseconds and bytes,
+    the fastest first. They are found table by table (a knapsack), with bytes rounded up to bins.
+    Bytes are of the device that computes: on a CPU of the host.
+
+    Args:
+        hbm_bins_per_device: bins that the memory of a rank has: more are exacter and slower.
+
+    Raises:
+        ValueError: if there is no bin.
+    """
+
+    def __init__(self, hbm_bins_per_device: int = 100) -> None:
+        super().__init__(use_depth=False)
+        if hbm_bins_per_device < 1:
+            raise ValueError(
+                "DynamicProgrammingProposer.hbm_bins_per_device must be at least 1; received "
+                f"{hbm_bins_per_device}."
+            )
+        self._bins_per_rank = hbm_bins_per_device
+        self._by_table: list[list[ShardingOption]] = []
+        self._knows_memory = False
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Go on to the next proposal.
+
+        Args:
+            partitionable: not needed.
+            plan: not needed.
+            perf_rating: not needed.
+            storage_constraint: the ranks, with the memory that is free; needed once.
+        """
+        if storage_constraint is not None and not self._knows_memory:
+            self._knows_memory = True
+            self._left = self._fastest_by_memory(storage_constraint)
+        super().feedback(partitionable, plan, perf_rating, storage_constraint)
+
+    def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        self._by_table, self._knows_memory = self._groups(search_space), False
+        if self._by_table:
+            yield [options[0] for options in self._by_table]
+
+    def _fastest_by_memory(self, topology: Topology) -> Iterator[list[ShardingOption]]:
+        kind = "hbm" if topology.compute_device == "cuda" else "ddr"
+        num_bins = self._bins_per_rank * topology.world_size
+        total = sum(getattr(device.storage, kind) for device in topology.devices)
+        ms = torch.full((num_bins + 1,), math.inf, dtype=torch.float64)
+        ms[0] = 0.0  # by bins in use: the fewest milliseconds of the tables so far
+        chosen, shifts = [], []
+        for options in self._by_table:
+            sizes = [getattr(option.total_storage, kind) for option in options]
+            bins = [math.ceil(num_bins * size / max(total, 1)) for size in sizes]
+            after = torch.full((len(options), num_bins + 1), math.inf, dtype=torch.float64)
+            for row, option, size in zip(after, options, bins, strict=True):
+                if size <= num_bins:
+                    row[size:] = ms[: num_bins + 1 - size] + option.total_perf
+            ms, best = after.min(dim=0)
+            chosen.append(best.tolist())
+            shifts.append(bins)
+        least = math.inf
+        ends = []
+        for end, total_ms in enumerate(ms.tolist()):
+            if total_ms < least:
+                least = total_ms
+                ends.append(end)
+        for end in reversed(ends):
+            proposal, left = [], end
+            for options, best_of, bins in zip(
+                reversed(self._by_table), reversed(chosen), reversed(shifts), strict=True
+            ):
+                place = best_of[left]
+                proposal.append(options[place])
+                left -= bins[place]
+            yield proposal[::-1]
 
 
 def _memory(option: ShardingOption) -> tuple[int, int, int, int]:

@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recsys.compat.planner.partitioners import GreedyPerfPartitioner, SortBy
+from recsys.compat.planner.partitioners import (
+    GreedyPerfPartitioner,
+    MemoryBalancedPartitioner,
+    SortBy,
+)
 from recsys.compat.planner.topology import Perf, Storage, Topology
 from recsys.compat.planner.types import Shard, ShardingOption
 from recsys.distributed.planner.types import PlannerError, PlannerErrorType
@@ -35,6 +39,34 @@ def test_the_largest_goes_first_and_nodes_take_turns() -> None:
     assert MACHINE.devices[0].storage == Storage(10, 0), "the machine stays as it is"
     by_time = [option(str(ms), "device", [(1, ms)]) for ms in (1.0, 9.0)]
     assert ranks(by_time, sort_by=SortBy.PERF) == [[2], [0]]
+
+
+def test_memory_is_evened_out_where_that_costs_no_time() -> None:
+    def tables() -> list[ShardingOption]:
+        sizes = enumerate((6, 1, 1, 1, 2, 2, 1, 1))
+        return [option(f"t{place}", "device", [(mib, 1.0)]) for place, mib in sizes]
+
+    def fullest(plan: list[ShardingOption]) -> int:
+        used = [0] * 4
+        for table in plan:
+            [shard] = table.shards
+            assert shard.rank is not None
+            assert shard.storage is not None
+            used[shard.rank] += shard.storage.hbm
+        return max(used)
+
+    fast = GreedyPerfPartitioner(SortBy.PERF).partition(tables(), MACHINE)
+    assert fullest(fast) == 8, "two tables a rank"
+    assert fullest(MemoryBalancedPartitioner().partition(tables(), MACHINE)) == 7
+    even = MemoryBalancedPartitioner(tolerance=0.5).partition(tables(), MACHINE)
+    assert fullest(even) == 6, "a rank with one table, another with three"
+    assert fullest(MemoryBalancedPartitioner(0, 0.5).partition(tables(), MACHINE)) == 8
+    assert MACHINE.devices[0].storage == Storage(10, 0), "the machine stays as it is"
+    too_large = [option("a", "device", [(11, 1.0)])]
+    with pytest.raises(PlannerError):
+        MemoryBalancedPartitioner().partition(too_large, MACHINE)
+    with pytest.raises(ValueError, match="at least 0; received -1 and 0"):
+        MemoryBalancedPartitioner(max_search_count=-1, tolerance=0)
 
 
 def test_what_goes_everywhere_comes_first() -> None:

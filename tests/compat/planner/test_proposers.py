@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from recsys.compat.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from recsys.compat.planner.topology import Perf, Storage
+from recsys.compat.planner.proposers import (
+    DynamicProgrammingProposer,
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from recsys.compat.planner.topology import Perf, Storage, Topology
 from recsys.compat.planner.types import Proposer, Shard, ShardingOption
 from tests.compat.planner.scripts import needs_peer, printed
 
@@ -47,6 +54,38 @@ def test_grid_search_tries_all_best_first() -> None:
     ]
     assert len(all_of(GridSearchProposer(max_proposals=6))) == 6
     assert all_of(GridSearchProposer(max_proposals=5)) == []
+
+
+def test_dynamic_programming_proposes_what_no_other_beats() -> None:
+    proposer = DynamicProgrammingProposer(hbm_bins_per_device=13)
+    machine = Topology(world_size=1, compute_device="cuda", hbm_cap=13)
+    proposer.load(SPACE)
+    found = []
+    while proposal := proposer.propose():
+        assert proposer.propose() == proposal, "the same until feedback"
+        total_ms = sum(o.total_perf for o in proposal)
+        found.append((total_ms, sum(o.total_storage.hbm for o in proposal)))
+        proposer.feedback(partitionable=False, plan=proposal, storage_constraint=machine)
+    options = [[o for o in SPACE if o.name == name] for name in "ab"]
+    sums = {
+        (a.total_perf + b.total_perf, a.total_storage.hbm + b.total_storage.hbm)
+        for a, b in itertools.product(*options)
+    }
+    beaten = {x for x in sums for y in sums if y != x and y[0] <= x[0] and y[1] <= x[1]}
+    assert found[1:] == sorted(sums - beaten)
+    assert found[0][0] == min(ms for ms, _ in sums)
+
+
+def test_dynamic_programming_keeps_to_the_memory() -> None:
+    proposer = DynamicProgrammingProposer()
+    proposer.load(SPACE)
+    small = Topology(world_size=2, compute_device="cuda", hbm_cap=2)
+    proposer.feedback(partitionable=False, storage_constraint=small)
+    proposal = proposer.propose()
+    assert proposal is not None
+    assert sum(o.total_storage.hbm for o in proposal) <= 4
+    with pytest.raises(ValueError, match="must be at least 1; received 0"):
+        DynamicProgrammingProposer(0)
 
 
 def test_uniform_tries_types_that_all_tables_have() -> None:

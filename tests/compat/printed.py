@@ -1,0 +1,53 @@
+"""What a script prints, under TorchRec or under its names here.
+
+`python -m tests.compat.printed` writes scripts/printed.json: what the scripts of that folder print
+under TorchRec (`make peers`), in one process and in two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).with_name("scripts")
+FILE = SCRIPTS / "printed.json"
+ROOT = Path(__file__).parents[2]
+
+
+def printed(script: Path, *, processes: int | None = None, by_peer: bool = False) -> dict[str, Any]:
+    """What a script prints last, as JSON; with a number of processes, torchrun starts it."""
+    launcher = (
+        []
+        if processes is None
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    )
+    how = [] if by_peer else ["-m", "recsys.compat"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, *how, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    """Asks TorchRec, of the scripts named as arguments or of all."""
+    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for name in sys.argv[1:] or [script.stem for script in sorted(SCRIPTS.glob("*.py"))]:
+        script = SCRIPTS / f"{name}.py"
+        found[name] = {str(n or 1): printed(script, processes=n, by_peer=True) for n in (None, 2)}
+        FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

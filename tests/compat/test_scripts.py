@@ -1,0 +1,62 @@
+"""Scripts written for TorchRec run under its names here and print what they print there.
+
+They are what a user would write from TorchRec's documents, and import torch and torchrec alone.
+What TorchRec printed is in scripts/printed.json: `python -m tests.compat.printed` asks it anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.printed import FILE, SCRIPTS, printed
+
+BY_TORCHREC: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+NAMES = sorted(script.stem for script in SCRIPTS.glob("*.py"))
+
+
+def nearly(found: Any) -> Any:
+    """The same with every number approximate, however deep it lies."""
+    if isinstance(found, dict):
+        return {key: nearly(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [nearly(value) for value in found]
+    return pytest.approx(found, rel=1e-4, abs=1e-4) if isinstance(found, float) else found
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_prints_what_torchrec_printed(name: str, processes: int | None) -> None:
+    found = printed(SCRIPTS / f"{name}.py", processes=processes)
+    assert found == nearly(BY_TORCHREC[name][str(processes or 1)])
+    assert all_true(found.get("falls", True)), found
+
+
+def all_true(fact: Any) -> bool:
+    """Whether a fact, or each of those of all ranks, is true."""
+    return all(fact) if isinstance(fact, list) else fact is True
+
+
+def test_there_is_an_answer_for_each() -> None:
+    assert sorted(BY_TORCHREC) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_imports_only_torch_and_torchrec(name: str) -> None:
+    tree = ast.parse(Path(SCRIPTS / f"{name}.py").read_text())
+    modules = {
+        module.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    }
+    assert modules - sys.stdlib_module_names == {"torch", "torchrec"}
