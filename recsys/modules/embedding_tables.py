@@ -155,6 +155,10 @@ class _Link:
         self._pointers = list(map(Tensor.data_ptr, self._weights))
         self._attachments = attachment_count()
 
+    def is_of(self, pointers: list[int]) -> bool:
+        """Return whether the tables are at these addresses, and were when the link was made."""
+        return self._pointers == pointers and self.is_current()
+
     def is_current(self) -> bool:
         weights = [slot["weight"] for slot in self._slots]
         return (
@@ -327,6 +331,10 @@ class TableCollection(nn.Module):
         found = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
         features, numbers = zip(*found, strict=True)
         return features, numbers, tuple(pooling.name for pooling in self._poolings)
+
+    def is_linked_to(self, pointers: list[int]) -> bool:
+        """Return whether the lookups are made, of tables at these addresses."""
+        return self._link is not None and self._link.is_of(pointers)
 
     def gradients(self, batch: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradient of all tables end to end, and of a batch's weights if it has any.

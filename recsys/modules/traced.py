@@ -164,17 +164,15 @@ def _collection_of(tables: Sequence[Tensor], *reads: Sequence[object]) -> TableC
     """Return the collection whose tables these are, if it lives in this process."""
     pointers = [*map(Tensor.data_ptr, tables)]
     key = (*pointers, *map(tuple, reads))
-
-    def has_them(collection: TableCollection) -> bool:
-        weights = collection.table_weights().values()
-        return [*map(Tensor.data_ptr, weights)] == pointers and collection.reads() == key[-3:]
-
     found = _found.get(key)
-    if found is None or not has_them(found):
-        found = next(filter(has_them, _collections), None)
-        if found is not None:
-            _found[key] = found
-    return found
+    if found is not None and found.is_linked_to(pointers):
+        return found
+    for other in _collections:
+        weights = other.table_weights().values()
+        if [*map(Tensor.data_ptr, weights)] == pointers and other.reads() == key[-3:]:
+            _found[key] = other
+            return other
+    return None
 
 
 # disabled, for where a graph breaks at the operation: what it calls is not compiled then
