@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 BROAD = {
     "compat/test_facts.py",
     "compat/test_own_pipeline.py",
+    "compat/test_scripts.py",
     "compat/test_signatures.py",
     "compat/test_spec.py",
     "compat/test_tutorial.py",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "own_pipeline.py"
+SCRIPT = Path(__file__).with_name("own_pipeline.py")
 ROOT = Path(__file__).parents[2]
 
 

@@ -16,7 +16,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 KEYS = ["film", "user", "other"]
 KINDS = ["trained", "quantized", "sharded"]
@@ -158,37 +158,3 @@ def test_processors_need_the_keys() -> None:
     )
     with pytest.raises(fx.proxy.TraceError, match=r"Use recsys\.inference\.trace_model"):
         symbolic_trace(_as("quantized", Bags(processed)))
-
-
-class Jagged(nn.Module):
-    def forward(self, bags: JaggedTensor) -> JaggedTensor:
-        return JaggedTensor(bags.values() * 2, lengths=bags.lengths())
-
-
-class OfBatch(nn.Module):
-    """Each method that scripted containers have."""
-
-    def forward(self, kjt: KeyedJaggedTensor) -> KeyedTensor:
-        bags = kjt.to_dict()
-        first = bags["film"].values().sum() + kjt["user"].offsets().sum()
-        second = kjt.offsets().sum() + kjt.stride() + kjt.length_per_key()[1]
-        parts = KeyedTensor(["a", "b"], [1, 1], torch.stack([first, second]).view(1, 2))
-        third = parts["b"] + parts.to_dict()["a"] + kjt.weights().sum()
-        return KeyedTensor(["a"], [1], third.float())
-
-
-def test_scripted_containers_have_the_methods_of_the_real_ones() -> None:
-    batch = _batch(4, is_weighted=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        of_batch, jagged = torch.jit.script(OfBatch()), torch.jit.script(Jagged())
-    expected = OfBatch()(batch)
-    assert torch.equal(of_batch(batch)["a"], expected["a"])
-    by_offsets = KeyedJaggedTensor(
-        KEYS, batch.values(), batch.weights(), offsets=batch.offsets().clone()
-    )
-    assert torch.equal(of_batch(by_offsets)["a"], expected["a"])
-    bags = JaggedTensor(torch.ones(3), lengths=torch.tensor([1, 2]))
-    found = jagged(bags)
-    assert type(found) is JaggedTensor
-    assert [bag.tolist() for bag in found.to_dense()] == [[2.0], [2.0, 2.0]]
