@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.printed import FILE, SCRIPTS, printed
+from tests.compat.printed import FILE, NEEDS_CUDA, SCRIPTS, printed
 
 BY_TORCHREC: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 NAMES = sorted(script.stem for script in SCRIPTS.glob("*.py"))
@@ -29,12 +29,22 @@ def nearly(found: Any) -> Any:
     return pytest.approx(found, rel=1e-4, abs=1e-4) if isinstance(found, float) else found
 
 
-@pytest.mark.parametrize("processes", [None])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("name", sorted(BY_TORCHREC))
 def test_it_prints_what_torchrec_printed(name: str, processes: int | None) -> None:
     found = printed(SCRIPTS / f"{name}.py", processes=processes)
     assert found == nearly(BY_TORCHREC[name][str(processes or 1)])
     assert all_true(found.get("falls", True)), found
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_quantized_model_becomes_a_program(processes: int | None) -> None:
+    """TorchRec cannot say what it prints, so it is compared with itself."""
+    found = printed(SCRIPTS / "quantized.py", processes=processes)
+    assert found["keys"] == ["product", "user"]
+    assert found["shape"] == [3, 128]
+    assert {shape[0][1] for shape in found["buffers"].values()} == {80}
+    assert (found["as sharded"], found["as quantized"], found["close"]) == (True, True, True)
 
 
 def all_true(fact: Any) -> bool:
@@ -43,7 +53,7 @@ def all_true(fact: Any) -> bool:
 
 
 def test_there_is_an_answer_for_each() -> None:
-    assert sorted(BY_TORCHREC) == NAMES
+    assert sorted({*BY_TORCHREC} | NEEDS_CUDA) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
