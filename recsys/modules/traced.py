@@ -1,9 +1,9 @@
 """A lookup as one registered operation, for what traces, compiles or exports a model.
 
 `torch.fx`, `torch.compile` and `torch.export` see a collection's lookup as one call of
-`torch.ops.recsys.look_up_bags` or `look_up_ids` on plain tensors: which ids a batch has is read
-when the program runs, not when it is traced, so that ragged batches need no new compilation. The
-eager forward pass does not come by here.
+`torch.ops.recsys.look_up` on plain tensors: which ids a batch has is read when the program runs,
+not when it is traced, so that ragged batches need no new compilation. The eager forward pass does
+not come by here.
 
 In a process in which the tables belong to a collection, the operation is that collection's own
 lookup, with its checks and its kernels. A program that was exported, and loaded without the model,
@@ -194,7 +194,7 @@ def _look_up(
     with torch.no_grad():
         if own is None:
             return _table_by_table(tables, batch, read, table_of, poolings, need_indices)
-        found = own(batch)
+        found = own.forward(batch)  # hooks of the module run where it is called
         if isinstance(found, KeyedTensor):
             return [found.values()]
         rows = [jagged.values().clone() for jagged in found.values()]  # apart from each other

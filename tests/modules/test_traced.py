@@ -293,3 +293,11 @@ def test_outputs_are_the_real_containers() -> None:
         assert type(found["shop"]) is JaggedTensor
         assert torch.equal(found["shop"].lengths(), features["shop"].lengths())
         assert torch.equal(found["shop"].weights(), features["shop"].values())
+
+
+def test_hooks_run_once() -> None:
+    collection, calls = _bags(), list[str]()
+    collection.register_forward_hook(lambda *_: calls.append("forward"))
+    _, features = _batch(0, 3, MODELS["bags"]())
+    torch.compile(collection, backend="eager")(features)
+    assert calls == ["forward"]
