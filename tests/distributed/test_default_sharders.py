@@ -1,8 +1,13 @@
-"""The sharders that need not be passed."""
+"""The sharders that need not be passed; `recsys.inference` adds those of quantized modules."""
 
 from __future__ import annotations
 
 from recsys.distributed.default_sharders import get_module_to_default_sharders
+from recsys.inference import (
+    QuantEmbeddingBagCollection,
+    QuantEmbeddingCollection,
+    QuantFeatureProcessedEmbeddingBagCollection,
+)
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.modules.fused_embedding_modules import (
@@ -19,4 +24,7 @@ def test_default_sharders_by_type() -> None:
         EmbeddingCollection,
         FusedEmbeddingBagCollection,
         FusedEmbeddingCollection,
+        QuantEmbeddingBagCollection,
+        QuantFeatureProcessedEmbeddingBagCollection,
+        QuantEmbeddingCollection,
     ]
