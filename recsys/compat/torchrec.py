@@ -62,6 +62,8 @@ class _Finder(MetaPathFinder, Loader):
             setattr(module, name, value)
             return value
 
+        if path.startswith("torchrec.fx"):  # lets TorchScript compile the containers
+            importlib.import_module("recsys.fx")
         module.__getattr__ = get  # type: ignore[method-assign]
         module.__all__ = sorted(homes)  # type: ignore[attr-defined]
         module.__doc__ = f"TorchRec's names, served by recsys. What differs: {_DOCS}"

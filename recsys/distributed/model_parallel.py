@@ -63,7 +63,9 @@ def get_unwrapped_module(module: nn.Module) -> nn.Module:
     """Return the module inside any wrappers of this file and of DistributedDataParallel."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
         module = (
-            module._dmp_wrapped if isinstance(module, DistributedModelParallel) else module.module
+            module._dmp_wrapped_module
+            if isinstance(module, DistributedModelParallel)
+            else module.module
         )
     return module
 
@@ -99,7 +101,7 @@ class DefaultDataParallelWrapper:
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap the inner module in place, if there are several ranks and dense parameters."""
-        module = dmp._dmp_wrapped
+        module = dmp._dmp_wrapped_module
         if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
         sharded = sharded_names(module)
@@ -121,7 +123,7 @@ class DefaultDataParallelWrapper:
         if broadcasts is None:
             broadcasts = any(_has_running_statistics(child) for child in module.modules())
         settings: dict[str, Any] = {_BROADCAST_BUFFERS: broadcasts}
-        dmp._dmp_wrapped = DistributedDataParallel(
+        dmp._dmp_wrapped_module = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device],
             process_group=env.process_group,
@@ -131,7 +133,7 @@ class DefaultDataParallelWrapper:
             static_graph=self.static_graph,
             find_unused_parameters=self.find_unused_parameters,
         )
-        dmp._dmp_wrapped.training = module.training
+        dmp._dmp_wrapped_module.training = module.training
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
@@ -215,7 +217,7 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
 
     def _hold(self, module: nn.Module) -> None:
-        self._dmp_wrapped = module
+        self._dmp_wrapped_module = module
         self._optimizer = CombinedOptimizer(
             [(path, child.fused_optimizer) for path, child in sharded_modules(module)]
         )
@@ -248,7 +250,7 @@ class DistributedModelParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         self._check_exchange()
-        wrapped = self._dmp_wrapped
+        wrapped = self._dmp_wrapped_module
         ahead = self._ahead
         with nullcontext() if ahead is None else ahead.around(args, kwargs):
             if isinstance(wrapped, DistributedDataParallel) and (
@@ -297,8 +299,8 @@ class DistributedModelParallel(nn.Module):
 
     def _rename_for_load(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Let a module around this one load: names are those of the bare model."""
-        wrapped = "_dmp_wrapped."
-        if isinstance(self._dmp_wrapped, DistributedDataParallel):
+        wrapped = "_dmp_wrapped_module."
+        if isinstance(self._dmp_wrapped_module, DistributedDataParallel):
             wrapped += "module."
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[prefix + wrapped + name.removeprefix(prefix)] = state_dict.pop(name)
@@ -309,7 +311,7 @@ class DistributedModelParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
         """Return a copy on the same device, wrapped if this is; then every rank must make one."""
         copied = self.copy(self.device)
-        if isinstance(self._dmp_wrapped, DistributedDataParallel):
+        if isinstance(self._dmp_wrapped_module, DistributedDataParallel):
             copied.init_data_parallel()
         memo[id(self)] = copied
         return copied

@@ -69,8 +69,10 @@ class KeyedJaggedTensor(Bags):
             that came from each rank, when features have different batch sizes.
         stride_per_key: `F` batch sizes, when features have different ones and ranks do not matter.
         length_per_key: `F` numbers of values, where known; saves the wait for a GPU.
+        lengths_offset_per_key: `F + 1`, the running sum of `stride_per_key`, where known.
         offset_per_key: `F + 1`, the running sum of `length_per_key`, where known.
         index_per_key: position of each key, where known.
+        jt_dict: what `to_dict()` would give, where known; only its keys are looked at.
         inverse_indices: keys, and `[len(keys), samples]` the bag that each sample reads.
 
     Raises:
@@ -103,9 +105,10 @@ class KeyedJaggedTensor(Bags):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         stride_per_key: list[int] | None = None,
         length_per_key: list[int] | None = None,
-        *,
+        lengths_offset_per_key: list[int] | None = None,
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
+        jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
         lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
@@ -126,6 +129,8 @@ class KeyedJaggedTensor(Bags):
             validate.check_length_per_key(keys, length_per_key, values)
         if index_per_key is not None:
             validate.check_one_per_key("index_per_key", keys, index_per_key)
+        if jt_dict is not None:
+            validate.check_one_per_key("jt_dict", keys, jt_dict)
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -136,6 +141,8 @@ class KeyedJaggedTensor(Bags):
         self._length_per_key = length_per_key
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
+        if lengths_offset_per_key is not None:
+            validate.check_running_sum(lengths_offset_per_key, self.lengths_offset_per_key())
         if validate.is_checked_in_full(values, lengths, offsets, length_per_key):
             self.validate()
 

@@ -229,6 +229,19 @@ def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
         )
 
 
+def check_running_sum(given: list[int], bounds: list[int]) -> None:
+    """Check where the bags of each key are said to start.
+
+    Raises:
+        ValueError: if it is elsewhere.
+    """
+    if given != bounds:
+        raise ValueError(
+            "KeyedJaggedTensor.lengths_offset_per_key must be the running sum of the keys' batch "
+            f"sizes, {bounds}; received {given}. Leave it out."
+        )
+
+
 def check_unique(owner: str, keys: list[str]) -> None:
     """Check that no key occurs twice.
 

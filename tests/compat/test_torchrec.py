@@ -131,6 +131,13 @@ def test_modules_hold_our_objects(torchrec: Any) -> None:
     assert torchrec.__version__ == "1.8.0+recsys"
 
 
+def test_importing_fx_is_importing_ours(torchrec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With which TorchScript compiles the containers, though no name of it is read."""
+    monkeypatch.delitem(sys.modules, "recsys.fx", raising=False)
+    importlib.import_module("torchrec.fx")
+    assert "recsys.fx" in sys.modules
+
+
 def test_star_import(torchrec: Any) -> None:
     names: dict[str, object] = {}
     exec("from torchrec.optim import *", names)

@@ -82,7 +82,7 @@ def _access() -> None:
     case = case_of(2)
     bare = case.model()
     model = DistributedModelParallel(bare, device=CPU, plan=case.plan())
-    assert isinstance(model._dmp_wrapped, DistributedDataParallel)
+    assert isinstance(model._dmp_wrapped_module, DistributedDataParallel)
     assert model.module is bare
     assert get_module(model) is bare
     assert get_unwrapped_module(DistributedDataParallel(nn.Linear(1, 1))).in_features == 1
@@ -280,12 +280,12 @@ def _wrap_later() -> None:
         case.model(), device=CPU, plan=case.plan(), init_data_parallel=False
     )
     expected = logits_of(case, model)
-    assert type(model._dmp_wrapped) is Model
+    assert type(model._dmp_wrapped_module) is Model
     model.init_data_parallel()
-    wrapped = model._dmp_wrapped
+    wrapped = model._dmp_wrapped_module
     assert isinstance(wrapped, DistributedDataParallel)
     model.init_data_parallel()
-    assert model._dmp_wrapped is wrapped
+    assert model._dmp_wrapped_module is wrapped
     assert list(model.state_dict()) == NAMES
     torch.testing.assert_close(logits_of(case, model), expected, rtol=0, atol=0)
     train(case, model, range(2), rank=dist.get_rank())
@@ -530,7 +530,9 @@ def _train_copy(how: str) -> None:
     model.fused_optimizer.param_groups[0]["lr"] = 0.02
     model.eval()
     copied = copy.deepcopy(model) if how == "deepcopy" else model.copy(CPU)
-    assert type(copied._dmp_wrapped) is (DistributedDataParallel if how == "deepcopy" else Model)
+    assert type(copied._dmp_wrapped_module) is (
+        DistributedDataParallel if how == "deepcopy" else Model
+    )
     assert copied.device == CPU
     assert not any(module.training for module in copied.modules())
     before = whole_state(model)

@@ -303,6 +303,7 @@ def _shown() -> str:
     module = shard(CASES["pooled"]).module.ebc
     assert module._input_dists == [module.input_stage]
     assert "OutputDist" in repr(module._output_dists)
+    assert all(str(lookup).startswith("TableBatched") for lookup in module._lookups)
     return repr(module)
 
 

@@ -52,11 +52,24 @@ def test_known_numbers_are_taken():
         ["a", "b"],
         torch.arange(3),
         lengths=torch.tensor([1, 2]),
+        lengths_offset_per_key=[0, 1, 2],
         offset_per_key=[0, 1, 3],
         index_per_key={"a": 0, "b": 1},
     )
     assert kjt.length_per_key_or_none() == [1, 2]
     assert kjt["b"].values().tolist() == [1, 2]
+    again = KeyedJaggedTensor(
+        ["a", "b"], kjt.values(), lengths=kjt.lengths(), jt_dict=kjt.to_dict()
+    )
+    assert again["b"].values().tolist() == [1, 2]
+
+
+def test_known_numbers_that_do_not_fit_are_refused():
+    parts = ["a", "b"], torch.arange(3), None, torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"batch sizes, \[0, 1, 2\]; received \[0, 1, 3\]"):
+        KeyedJaggedTensor(*parts, lengths_offset_per_key=[0, 1, 3])
+    with pytest.raises(ValueError, match="jt_dict must have one entry per key; received 0 for 2"):
+        KeyedJaggedTensor(*parts, jt_dict={})
 
 
 def test_lengths_by_key_and_sample_are_flattened():

@@ -290,8 +290,9 @@ class ParameterSharding:
         if self.ranks is not None:
             self.ranks = whole_list(f"{where}.ranks", self.ranks)
         given: object = self.output_dtype
-        if isinstance(given, DataType):
-            self.output_dtype = data_type_to_dtype(given)
+        # FBGEMM's SparseType has the same names
+        if isinstance(given, Enum) and given.name in DataType.__members__:
+            self.output_dtype = data_type_to_dtype(DataType[given.name])
         if self.enforce_hbm:
             warn_once(f"{where}.enforce_hbm", True, "States are where the compute kernel says.")
         if self.key_value_params is not None:

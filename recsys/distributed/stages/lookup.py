@@ -80,6 +80,9 @@ class Lookup:
     kernel: TableBatchedEmbedding
     parameters: list[nn.Parameter]
 
+    def __repr__(self) -> str:
+        return repr(self.kernel)
+
     def shards(self) -> Iterator[LocalShard]:
         """Yield every rectangle that it serves."""
         for i, (table, rect) in enumerate(zip(self.group.tables, self.group.rects, strict=True)):

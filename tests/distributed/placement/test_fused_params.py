@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -110,9 +111,11 @@ def test_a_sharder_honours_settings_of_tables_beside_the_optimizers() -> None:
     assert lenient.fused_optimizer.param_groups[0]["lr"] == 0.5
     # without an optimizer the table stays a plain parameter
     assert sharded({"output_dtype": DataType.FP32}).fused_optimizer.params == {}
-    half = sharded({**optimizer, "output_dtype": DataType.FP16})
     good = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.tensor([1]))
-    assert half(good).wait().values().dtype is torch.float16
+    fbgemms = Enum("SparseType", {"FP16": "fp16"})  # its elements have the names of ours
+    for dtype in (DataType.FP16, torch.float16, fbgemms.FP16):
+        half = sharded({**optimizer, "output_dtype": dtype})
+        assert half(good).wait().values().dtype is torch.float16
 
 
 def updated(module: Any) -> torch.Tensor:
