@@ -32,8 +32,8 @@ SURFACE = {
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection
-        QuantFeatureProcessedEmbeddingBagCollection export_torchscript quantize_embeddings
-        quantize_inference_model shard_quant_model trace_model
+        QuantFeatureProcessedEmbeddingBagCollection export_aoti export_torchscript
+        quantize_embeddings quantize_inference_model shard_quant_model
     """,
     "recsys.kernels": "",
     "recsys.metrics": """

@@ -197,7 +197,8 @@ def export(arguments: argparse.Namespace, data: Data) -> dict[str, dict[str, flo
     dtype = torch.int8 if arguments.bits == 8 else torch.quint4x2
     quantized = quantize_embeddings(model.model, dtype)
     path = arguments.out / "model.pt"
-    export_torchscript(quantized, path, data.feature_names)
+    example = next(iter(data.whole_test))
+    export_torchscript(quantized, path, (example.dense_features, example.sparse_features))
 
     batches = [
         (b.dense_features, b.sparse_features.values(), b.sparse_features.lengths(), b.labels)

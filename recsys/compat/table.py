@@ -642,8 +642,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.modules.hash_mc_": "Hash ids before the model by recsys.sparse.hash_ids.",
     "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
     "before the model.",
-    "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript; trace_model "
-    "gives the graph.",
+    "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
     "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
     "DistributedModelParallel.copy(device).",
     "torchrec.distributed.embedding_sharding": "The engine inside is another one: docs/engine.md.",

@@ -1,6 +1,6 @@
 """From a trained model to one that is served: quantize the tables, shard them, export a program."""
 
-from recsys.inference.export import export_torchscript, trace_model
+from recsys.inference.export import export_aoti, export_torchscript
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
@@ -13,9 +13,9 @@ __all__ = [
     "QuantEmbeddingBagCollection",
     "QuantEmbeddingCollection",
     "QuantFeatureProcessedEmbeddingBagCollection",
+    "export_aoti",
     "export_torchscript",
     "quantize_embeddings",
     "quantize_inference_model",
     "shard_quant_model",
-    "trace_model",
 ]

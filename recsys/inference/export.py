@@ -1,168 +1,424 @@
-"""From a quantized model to a file that runs without this library.
+"""From a quantized model to a file that runs without this library, in Python or in C++.
 
-The exported program takes plain tensors and needs only torch and fbgemm_gpu to run, in Python or in
-C++. It is made by torch.fx: the model runs once on symbolic inputs, which sees through the jagged
-containers, so that only tensor operations are left; TorchScript compiles those.
+A program takes plain tensors and returns plain tensors, and needs only torch and fbgemm_gpu. There
+are two kinds. TorchScript keeps loops and branches, and is compiled where it runs; what it cannot
+read, `torch.fx` sees through: the model runs once on symbolic inputs, and what is left are tensor
+operations. AOTInductor compiles one graph of tensor operations by `torch.export` to machine code of
+one kind of device.
 """
 
+from __future__ import annotations
+
+import contextlib
+import copy
 import inspect
+import json
+import linecache
 import os
+import re
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as shapes
+from torch.utils import _pytree as pytree
 
 from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
+from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+__all__ = ["export_aoti", "export_torchscript"]
 
-class _PlainInputs(nn.Module):
-    """Calls a model of (dense features, jagged ids) with plain tensors."""
-
-    def __init__(self, model: nn.Module, feature_names: Sequence[str]) -> None:
-        super().__init__()
-        self.model = model
-        self._names = list(feature_names)
-
-    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        return self._call(dense, values, lengths, None)
-
-    def _call(
-        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        features = KeyedJaggedTensor.from_parts(
-            self._names, values, weights, lengths, stride=lengths.numel() // len(self._names)
-        )
-        output: object = self.model(dense, features)
-        if isinstance(output, KeyedTensor | KeyedJaggedTensor | JaggedTensor):
-            raise TypeError(
-                f"An exported model must return tensors; {type(self.model).__name__} returned a "
-                f"{type(output).__name__}. Return its values()."
-            )
-        return cast(Tensor, output)
-
-
-class _PlainWeightedInputs(_PlainInputs):
-    """The same with per-id weights."""
-
-    def forward(  # type: ignore[override]
-        self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor
-    ) -> Tensor:
-        return self._call(dense, values, lengths, weights)
-
-
-def trace_model(
-    model: nn.Module, feature_names: Sequence[str], is_weighted: bool = False
-) -> fx.GraphModule:
-    """Trace a quantized model of dense features and jagged ids to tensor operations.
-
-    Args:
-        model: `model(dense, features)` returning a tensor, quantized, in evaluation mode.
-        feature_names: the order of the features in the exported program's `lengths`.
-        is_weighted: whether the program takes per-id weights.
-
-    Returns:
-        A module of `(dense [B, ...], values [N], lengths [K * B], weights [N] if weighted)`.
-
-    Raises:
-        TypeError: if the model takes or returns something else, or `feature_names` is one name.
-        ValueError: if the model is in training mode or has tables that are not quantized, a feature
-            is missing or named twice, or the weights are not what the model reads.
-    """
-    if model.training:
-        raise ValueError("trace_model needs a model in evaluation mode; call model.eval() first.")
-    _check_model(model)
-    _check_names(model, feature_names)
-    root = (_PlainWeightedInputs if is_weighted else _PlainInputs)(model, feature_names)
-    try:
-        graph = Tracer().trace(root)
-    except fx.proxy.TraceError as error:
-        error.add_note(
-            "Models are exported by torch.fx: forward must not branch on the values of tensors. "
-            "torch.where chooses between them."
-        )
-        raise
-    if is_weighted and not next(n for n in graph.nodes if n.target == "weights").users:
-        raise ValueError(
-            f"is_weighted=True, but nothing in {type(model).__name__} reads weights. Leave it "
-            "False, or build the collections with is_weighted=True."
-        )
-    return fx.GraphModule(root, graph)
-
-
-def _check_model(model: nn.Module) -> None:
-    try:
-        inspect.signature(model.forward).bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"An exported model is called as model(dense, features); received "
-            f"{type(model).__name__}, whose forward takes {inspect.signature(model.forward)}. "
-            "Export the model inside a training wrapper, or wrap it in a module that is called so."
-        ) from error
-    for path, child in model.named_modules():
-        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
-            raise ValueError(
-                f"An exported model has quantized tables only; received the "
-                f"{type(child).__name__} {path!r}. Call quantize_embeddings first."
-            )
-
-
-def _check_names(model: nn.Module, feature_names: Sequence[str]) -> None:
-    if isinstance(feature_names, str):
-        raise TypeError(
-            f"feature_names must be a sequence of names; received {feature_names!r}. "
-            f"Write [{feature_names!r}]."
-        )
-    names = list(feature_names)
-    read = {
-        name
-        for child in model.modules()
-        if isinstance(child, QuantizedCollection)
-        for config in child.configs()
-        for name in config.feature_names
-    }
-    missing = sorted(read.difference(names))
-    if missing or len(set(names)) < len(names) or not names:
-        raise ValueError(
-            f"feature_names must name each feature of the batches once; received {names}, without "
-            f"{missing}, which the tables read."
-        )
+_JAGGED = JaggedTensor, KeyedJaggedTensor
 
 
 def export_torchscript(
-    model: nn.Module, path: str | Path, feature_names: Sequence[str], is_weighted: bool = False
+    model: nn.Module, path: str | Path, inputs: Sequence[object]
 ) -> torch.jit.ScriptModule:
     """Compile a quantized model by TorchScript and write it to a file.
 
-    The file runs wherever torch and fbgemm_gpu do:
-    `torch.jit.load(path)(dense, values, lengths)`.
+    The file runs wherever torch and fbgemm_gpu do, by `torch.jit.load`. The program takes the
+    tensors of the model's arguments, in their order: of a KeyedJaggedTensor, and of a JaggedTensor,
+    `values`, `lengths` and, if the example has them, `weights`. It returns a tensor where the model
+    returns one. Else it returns a dict of tensors by name: "ctr" for an entry of a dict, "0" for
+    the first of a tuple; of a KeyedTensor one tensor per key; of jagged tensors "film.values" and
+    "film.lengths".
+
+    A module that branches on the values of tensors is compiled as it is written, if TorchScript can
+    read it. All else is traced.
 
     Args:
-        model: as for `trace_model`.
-        path: the file to write.
-        feature_names: as for `trace_model`.
-        is_weighted: as for `trace_model`.
+        model: Quantized, in evaluation mode.
+        path: The file to write.
+        inputs: Example arguments of `model`: tensors and jagged tensors, also in lists, tuples and
+            dicts. Their batch size does not matter. All else that the model is called with, such
+            as a number, is fixed.
 
     Returns:
-        The compiled module that was written.
+        The compiled program that was written.
+
+    Raises:
+        TypeError: The model returns what is no tensor, and holds none.
+        ValueError: The model is in training mode or has tables that are not quantized.
+        Exception: What torch raises where it cannot compile a module; a note names the line.
+
+    Example:
+        >>> import tempfile
+        >>> from recsys.inference import quantize_embeddings
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> tables = [EmbeddingBagConfig(9, 4, "films", feature_names=["film"])]
+        >>> model = quantize_embeddings(EmbeddingBagCollection(tables=tables))
+        >>> batch = KeyedJaggedTensor(["film"], torch.tensor([3]), lengths=torch.tensor([1, 0]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     program = export_torchscript(model, f"{folder}/model.pt", [batch])
+        >>> program(torch.tensor([3, 4]), torch.tensor([0, 1, 1]))["film"].shape
+        torch.Size([3, 4])
     """
-    traced = trace_model(model, feature_names, is_weighted)
+    plain = PlainModel(model, inputs)
     with warnings.catch_warnings():
         # about an annotation in torch.fx.GraphModule's own __init__
         warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
         # TorchScript is in maintenance; `torch.jit.load` is what C++ servers call today
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        scripted: torch.jit.ScriptModule = torch.jit.script(traced)
-    # whole or not at all: ranks of a job may write one path while others read it
-    partial = f"{path}.{os.getpid()}.part"
+        program: torch.jit.ScriptModule = torch.jit.script(_traced(plain))
+    plain.check(program)
+    _write(path, program.save)
+    return program
+
+
+def export_aoti(
+    model: nn.Module, path: str | Path, inputs: Sequence[object]
+) -> Callable[..., Tensor | dict[str, Tensor]]:
+    """Compile a quantized model by AOTInductor and write it to a package.
+
+    The package runs wherever torch and fbgemm_gpu of the same versions do, on the kind of device
+    that the model is on: by `torch._inductor.aoti_load_package` in Python, by
+    `torch::inductor::AOTIModelPackageLoader` in C++. What it takes and returns is what
+    `export_torchscript` says. In C++ the outputs are a list: the package's metadata has their
+    names, and those of the inputs, under "outputs" and "inputs", as JSON lists.
+
+    Batches of any size are served, 0 and 1 among them. A model must not branch on the values of
+    tensors; `torch.where` and `torch.cond` choose between them.
+
+    Args:
+        model: Quantized, in evaluation mode, on one device.
+        path: The file to write; it must end in ".pt2".
+        inputs: As for `export_torchscript`.
+
+    Returns:
+        The program that was written, loaded.
+
+    Raises:
+        TypeError: The model returns what is no tensor, and holds none.
+        ValueError: The model is in training mode, has tables that are not quantized, or is spread
+            over devices, or the path ends otherwise.
+        Exception: What torch raises where it cannot export a model; a note names the line.
+
+    Example:
+        >>> from recsys.inference import quantize_embeddings
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> tables = [EmbeddingBagConfig(9, 4, "films", feature_names=["film"])]
+        >>> model = quantize_embeddings(EmbeddingBagCollection(tables=tables))
+        >>> batch = KeyedJaggedTensor(["film"], torch.tensor([3]), lengths=torch.tensor([1, 0]))
+        >>> program = export_aoti(model, "model.pt2", [batch])  # doctest: +SKIP
+        >>> program(torch.tensor([3, 4]), torch.tensor([0, 1, 1]))["film"].shape  # doctest: +SKIP
+        torch.Size([3, 4])
+    """
+    if not str(path).endswith(".pt2"):
+        raise ValueError(f"A package's path must end in '.pt2'; received {str(path)!r}.")
+    plain = PlainModel(model, inputs)
+    exported = exported_program(plain)
+    names = {"inputs": json.dumps(plain.names), "outputs": json.dumps(plain.output_names)}
+    compiled = partial(
+        torch._inductor.aoti_compile_and_package,
+        exported,
+        inductor_configs={"aot_inductor.metadata": names},
+    )
+    _write(path, lambda partial_path: compiled(package_path=partial_path))
+    program = torch._inductor.aoti_load_package(str(path))
+    plain.check(program)
+    return program
+
+
+class PlainModel(nn.Module):
+    """Calls a quantized model with plain tensors.
+
+    Args:
+        model: The model, which stays as it is.
+        inputs: Example arguments.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[object]) -> None:
+        super().__init__()
+        _check_model(model)
+        with torch.no_grad():
+            self._expected = model(*inputs)
+        self.output_names = list(_plain(self._expected, self._expected))
+        found, self._structure = pytree.tree_flatten_with_path(_named(model, inputs))
+        self._leaves = [leaf for _, leaf in found]
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
+        self._batch_sizes = _batch_sizes(inputs)
+        self.names = ["_".join(map(_text, found[i][0])) for i in self._places]
+        self.are_jagged = [isinstance(found[i][0][-1], pytree.GetAttrKey) for i in self._places]
+        served = {
+            id(m): m.served if isinstance(m, QuantizedCollection) else position_processor(m)
+            for m in model.modules()
+        }
+        self.model: nn.Module = copy.deepcopy(model, {k: m for k, m in served.items() if m})
+
+    def forward(self, *tensors: Tensor) -> Tensor | dict[str, Tensor]:
+        """Call the model."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        arguments = pytree.tree_unflatten(leaves, self._structure)
+        output = self.model(*arguments.values())
+        if isinstance(self._expected, Tensor):
+            return output  # type: ignore[no-any-return]
+        return _plain(output, self._expected)
+
+    def check(self, program: Callable[..., object]) -> None:
+        """Raise if a program returns another thing than the model.
+
+        Raises:
+            ValueError: It does, on the example or on an empty batch that the model serves.
+        """
+        expected = self._expected
+        if not isinstance(expected, Tensor):
+            expected = _plain(expected, expected)
+        cases: list[tuple[Sequence[Tensor], object]] = [(self.tensors, expected)]
+        with torch.no_grad():
+            sizes = self._batch_sizes
+            none = [
+                t[:0] if is_jagged or (t.dim() and t.shape[0] in sizes) else t
+                for t, is_jagged in zip(self.tensors, self.are_jagged, strict=True)
+            ]
+            with contextlib.suppress(Exception):  # some models need a sample
+                cases.append((none, self(*none)))
+            for tensors, wanted in cases:
+                try:
+                    torch.testing.assert_close(program(*tensors), wanted)
+                except Exception as error:
+                    size = "the example" if tensors is self.tensors else "an empty batch"
+                    raise ValueError(
+                        f"On {size} the program does not do what the model does. Look for a size "
+                        "in forward that is written, or read, as a number."
+                    ) from error
+
+
+class _PlainTracer(Tracer):
+    """Traces a plain model, with an argument of the program for each tensor.
+
+    Args:
+        names: Of the arguments.
+        compiled: Modules that TorchScript compiles as they are.
+    """
+
+    def __init__(self, names: Sequence[str], compiled: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._names = names
+        self._compiled = set(compiled)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a module is called as it is."""
+        return m in self._compiled or super().is_leaf_module(m, module_qualified_name)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the function that is traced, and its arguments."""
+        make = partial(self.create_proxy, "placeholder", args=(), kwargs={}, type_expr=Tensor)
+        return root_fn, [self.root, *map(make, self._names)]
+
+
+def _traced(plain: PlainModel) -> fx.GraphModule:
+    """Return a plain model as tensor operations, and modules that TorchScript compiles."""
+    compiled: list[nn.Module] = []
+    while True:
+        try:
+            graph = _PlainTracer(plain.names, compiled).trace(plain)
+            break
+        except Exception as error:
+            where = _where(error, plain.model)
+            if where is None or where.module in compiled:
+                raise
+            try:
+                torch.jit.script(where.module)
+            except Exception as reason:
+                error.add_note(
+                    f"{where} torch.fx cannot trace this module, so TorchScript compiles it as it "
+                    "is written, and cannot. Choose between tensors by torch.where, or write the "
+                    f"module so that TorchScript reads it; it says: {reason}"
+                )
+                raise error from None
+            compiled.append(where.module)
+    for node in graph.nodes:
+        if node.op == "output":
+            node.type = None  # TorchScript finds it, and takes no union
+    return fx.GraphModule(plain, graph)
+
+
+def exported_program(plain: PlainModel) -> ExportedProgram:
+    """Return a plain model as one graph for batches of any size.
+
+    Raises:
+        ValueError: It is spread over devices, or serves some batch sizes only.
+    """
+    _check_one_device(plain)
+    dims = tuple(dict.fromkeys(range(min(t.dim(), 1)), Dim.AUTO) for t in plain.tensors)
     try:
-        scripted.save(partial)
-        os.replace(partial, path)
+        # sizes 0 and 1 are sizes like others; and what sizes must hold is checked at run time
+        with (
+            torch.no_grad(),
+            shapes.patch(  # type: ignore[attr-defined]
+                backed_size_oblivious=True
+            ),
+        ):
+            exported = torch.export.export(
+                plain,
+                plain.tensors,
+                dynamic_shapes=(dims,),
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except Exception as error:
+        where = _where(error, plain.model)
+        if where is not None:
+            error.add_note(f"{where} torch.export cannot trace it.")
+        raise
+    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    found = [node.meta["val"] for node in inputs[len(inputs) - len(plain.tensors) :]]
+    for name, is_jagged, tensor in zip(plain.names, plain.are_jagged, found, strict=True):
+        size = tensor.shape[0] if tensor.dim() else 0
+        limits = None if isinstance(size, int) else exported.range_constraints[size.node.expr]
+        least, most = (size, size) if limits is None else (limits.lower, limits.upper)
+        if least > 1 and (is_jagged or least < most):
+            sizes = f"{name}.shape[0] {'==' if least == most else '>='} {least}"
+            raise ValueError(
+                "A package serves batches of any size, but the model is traced for "
+                f"{sizes} only. Look for a branch on a shape in forward, or for a size written as "
+                "a number; or use export_torchscript, which keeps branches."
+            )
+    return exported
+
+
+class _Where(NamedTuple):
+    """The line of a model at which something failed."""
+
+    module: nn.Module
+    path: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.line).strip()
+        kind = type(self.module).__name__
+        return f"Module {self.path!r} ({kind}), {self.file}:{self.line}: `{code}`."
+
+
+def _where(error: Exception, model: nn.Module) -> _Where | None:
+    """Return the line at which an error arose, in the innermost module that is not torch's."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    ours = os.path.dirname(torch.__file__)
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        module, file = frame.f_locals.get((*code.co_varnames, "")[0]), code.co_filename
+        if isinstance(module, nn.Module) and id(module) in paths and not file.startswith(ours):
+            return _Where(module, paths[id(module)], file, line)
+    return None
+
+
+def _named(model: nn.Module, inputs: Sequence[object]) -> dict[str, object]:
+    """Return the arguments of a model by name."""
+    names = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        is_last = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}_{i}" for i in range(len(inputs))] if is_last else [name]
+    return dict(zip(names, inputs, strict=False))
+
+
+def _batch_sizes(inputs: Sequence[object]) -> set[int]:
+    """Return the batch sizes of all jagged inputs."""
+    leaves = pytree.tree_leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, _JAGGED))
+    strides = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
+    return strides | {len(leaf.lengths()) for leaf in leaves if isinstance(leaf, JaggedTensor)}
+
+
+def _text(key: Any) -> str:
+    """Return a step of a pytree's path as a part of a name."""
+    found = str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+    return re.sub(r"\W", "_", found)
+
+
+def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
+    """Return the tensors of what a model returned, by name.
+
+    Args:
+        output: What it returned; or, of containers, proxies of `torch.fx`.
+        like: What it returned for the example.
+        name: Of the output.
+    """
+    if isinstance(like, Tensor):
+        return {name or "output": output}
+    if isinstance(like, _JAGGED):
+        parts = {"values": output.values(), "lengths": output.lengths()}
+        if like.weights_or_none() is not None:
+            parts["weights"] = output.weights()
+        return {f"{name}.{part}".lstrip("."): tensor for part, tensor in parts.items()}
+    keys: Sequence[Any] = []
+    if isinstance(like, KeyedTensor):
+        keys = like.keys()
+    elif isinstance(like, Mapping):
+        keys = list(like)
+    elif isinstance(like, list | tuple):
+        keys = range(len(like))
+    elif like is not None:
+        raise TypeError(
+            f"An exported model returns tensors and jagged tensors, also in lists, tuples and "
+            f"dicts; received {type(like).__name__} {name!r}."
+        )
+    found: dict[str, Any] = {}
+    for key in keys:
+        found |= _plain(output[key], like[key], f"{name}.{key}".lstrip("."))  # type: ignore[index]
+    return found
+
+
+def _check_model(model: nn.Module) -> None:
+    if model.training:
+        raise ValueError("A model is exported in evaluation mode; call model.eval() first.")
+    for path, child in model.named_modules():
+        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
+            raise ValueError(
+                f"An exported model has quantized tables only; received the "
+                f"{type(child).__name__} {path!r}. Call quantize_embeddings first; "
+                "DataType.FP32 keeps the rows as they are."
+            )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if len(devices) > 1 or any(isinstance(m, QuantizedSplitLookup) for m in model.modules()):
+        raise ValueError(
+            "A package of AOTInductor has all tables on one device, and whole; received a model "
+            f"spread over {sorted(map(str, devices))}. Export it before it is sharded, or by "
+            "export_torchscript."
+        )
+
+
+def _write(path: str | Path, write: Callable[[str], object]) -> None:
+    """Write a file whole or not at all: ranks of a job may write one path while others read it."""
+    partial_path = f"{path}.{os.getpid()}.part{Path(path).suffix}"
+    try:
+        write(partial_path)
+        os.replace(partial_path, path)
     finally:
-        Path(partial).unlink(missing_ok=True)
-    return scripted
+        Path(partial_path).unlink(missing_ok=True)

@@ -17,11 +17,13 @@ from recsys.inference.quantized_collection import (
     Weights,
     quantized_rows,
 )
-from recsys.inference.quantized_tables import (
-    QuantizedBags,
-    QuantizedRows,
-    jagged_tensors,
-    keyed_tensor,
+from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
+from recsys.inference.served import (
+    ProcessedBags,
+    Served,
+    ServedBags,
+    ServedRows,
+    position_processor,
 )
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
@@ -39,7 +41,6 @@ from recsys.modules.embedding_modules import (
 )
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -165,9 +166,6 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             ValueError: The batch has no weights or inverse indices where they are needed, or
                 lengths that do not fit.
         """
-        if is_proxy(features):
-            values = self.lookups()(*self._traced_parts(features, self._is_weighted))
-            return record(keyed_tensor, values, self._names, self._dims)  # type: ignore[no-any-return]
         positions = self._positions(features)
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
@@ -181,6 +179,12 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         if features.variable_stride_per_key():
             values = expand_bags(values, tuple(self._dims), self._bag_features, features)
         return KeyedTensor.from_parts(self._names, self._dims, values)
+
+    @property
+    def served(self) -> Served:
+        """What programs run in place of this collection; it reads the same tables."""
+        lookups = cast(QuantizedBags, self.lookups())
+        return ServedBags(lookups, self._names, self._dims, self._is_weighted)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the tables, in order."""
@@ -281,6 +285,12 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
             ValueError: Also as the processors, such as for a bag longer than its position weights.
         """
         return super().forward(self.feature_processor(features))
+
+    @property
+    def served(self) -> Served:
+        """What programs run in place of this collection; it reads the same tables."""
+        processor = position_processor(self.feature_processor) or self.feature_processor
+        return ProcessedBags(processor, cast(ServedBags, super().served))
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
@@ -386,11 +396,6 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
             ValueError: Lengths do not fit.
         """
-        if is_proxy(features):
-            found = self.lookups()(*self._traced_parts(features, False))
-            names, read = map(list, zip(*self._outputs, strict=True))
-            parts = found[0], found[1], names, read, self._need_indices
-            return record(jagged_tensors, features, *parts)  # type: ignore[no-any-return]
         positions, keys = self._positions(features), features.keys()
         lengths = self._lengths(features, is_pooled=False)
         if features.variable_stride_per_key():
@@ -405,6 +410,12 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             )
             for i, (name, feature) in enumerate(self._outputs)
         }
+
+    @property
+    def served(self) -> Served:
+        """What programs run in place of this collection; it reads the same tables."""
+        names, read = map(list, zip(*self._outputs, strict=True))
+        return ServedRows(cast(QuantizedRows, self.lookups()), names, read, self._need_indices)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""

@@ -29,7 +29,8 @@ from recsys.inference.quantized_table import (
     shard_of,
     whole_table,
 )
-from recsys.inference.quantized_tables import QuantizedTables, parts_of_batch, rows_left
+from recsys.inference.quantized_tables import QuantizedTables, rows_left
+from recsys.inference.served import Served
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized import quantize_rows, row_bytes
@@ -43,7 +44,6 @@ from recsys.modules.embedding_configs import (
 )
 from recsys.modules.embedding_inputs import positions_of
 from recsys.modules.embedding_tables import TableCollection, TableDict
-from recsys.modules.traced import record
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
 
@@ -303,16 +303,10 @@ class QuantizedCollection(nn.Module):
             self._order = list(keys), positions
         return positions
 
-    def _traced_parts(self, features: KeyedJaggedTensor, is_weighted: bool) -> list[Any]:
-        """Return, under `torch.fx`, what the lookups take of a batch: five proxies."""
-        names = self.lookups().feature_names
-        parts = record(parts_of_batch, features, names, is_weighted)
-        return [parts[i] for i in range(5)]
-
     @property
-    def served_lookups(self) -> QuantizedTables:
-        """The lookups that serve the tables now, as an attribute, by which a graph calls them."""
-        return self.lookups()
+    def served(self) -> Served:
+        """What programs run in place of this collection; it reads the same tables."""
+        raise NotImplementedError
 
     def _lengths(self, features: KeyedJaggedTensor, *, is_pooled: bool) -> Tensor:
         """Return the lengths of a batch, [K * B]; short features with empty bags at the end."""

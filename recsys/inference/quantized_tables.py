@@ -5,9 +5,8 @@ Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, cast, final
+from collections.abc import Sequence
+from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,16 @@ from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
-from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
-    "PositionWeightsOfKeys",
     "QuantizedBags",
     "QuantizedRows",
     "QuantizedTables",
+    "by_key",
+    "fails",
+    "read_sizes",
     "rows_left",
+    "to_device",
 ]
 
 
@@ -161,7 +162,10 @@ class QuantizedTables(nn.Module):
         weights: Tensor | None,
         positions: list[int],
     ) -> list[Tensor]:
-        """Return what each lookup finds, on the ids' device."""
+        """Return what each lookup finds, on the ids' device.
+
+        `ids_per_key` is empty where the host does not know it.
+        """
         self._check_ids(values, lengths_KB.sum(1), positions)
         if weights is not None:
             if weights.dim() != 1 or weights.numel() != values.numel():
@@ -175,8 +179,10 @@ class QuantizedTables(nn.Module):
             keys = [positions[f] for f in self.lookup_features[i]]
             lengths_FB, ids, id_weights = lengths_KB, values, weights
             if keys != list(range(lengths_KB.size(0))):
-                total = sum([ids_per_key[key] for key in keys])
-                order = _to_device(keys, values.device)
+                total: int | None = None
+                if len(ids_per_key) > 0:
+                    total = sum([ids_per_key[key] for key in keys])
+                order = to_device(keys, values.device)
                 lengths_FB, ids, id_weights = _permute(order, lengths_KB, values, weights, total)
             offsets = _cumsum(lengths_FB.flatten())
             device = lookup.weights.device
@@ -192,10 +198,10 @@ class QuantizedTables(nn.Module):
         for feature, key in enumerate(positions):
             rows[key] = self.num_rows[feature]
         rows_N = torch.repeat_interleave(
-            _to_device(rows, values.device), ids_per_key, output_size=values.numel()
+            to_device(rows, values.device), ids_per_key, output_size=values.numel()
         )
         bad_N = (rows_N >= 0) & ((values < 0) | (values >= rows_N))
-        if bool(bad_N.any()):
+        if fails(~bad_N.any(), "An id is outside its table."):
             where = int(bad_N.nonzero()[0].item())
             key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
             raise IndexError(
@@ -234,8 +240,8 @@ class QuantizedBags(QuantizedTables):
             ValueError: if ids or weights have two dims, or the lengths do not fit the ids or the
                 features.
         """
-        lengths_KB = _by_key(values, lengths, num_keys)
-        sizes = _read_sizes(values, lengths_KB)
+        lengths_KB = by_key(values, lengths, num_keys)
+        sizes = read_sizes(values, lengths_KB, False)
         outputs = self._look_up(values, lengths_KB, sizes, weights, positions)
         pooled = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if self.in_order:
@@ -262,8 +268,8 @@ class QuantizedRows(QuantizedTables):
             Per feature of each table the rows, `[N, D]`; and per key of the batch its ids,
             `[N]`.
         """
-        lengths_KB = _by_key(values, lengths, num_keys)
-        sizes = _read_sizes(values, lengths_KB)
+        lengths_KB = by_key(values, lengths, num_keys)
+        sizes = read_sizes(values, lengths_KB, True)
         pieces: list[Tensor] = []
         outputs = self._look_up(values, lengths_KB, sizes, weights, positions)
         for i, rows in enumerate(outputs):
@@ -302,141 +308,13 @@ def _lookup_of(
     )
 
 
-@final
-class PositionWeightsOfKeys(nn.Module):
-    """The weight of each id by its position in its bag: what feature processors do, compiled.
-
-    Args:
-        weights: per feature its position weights, `[P]`; copied. Other features weigh 1.
-        keys: of the batches, in order.
-    """
-
-    if TYPE_CHECKING:  # TorchScript does not read annotations that are texts
-        weights: Tensor
-        first: Tensor
-        last: Tensor
-        longest: Tensor
-
-    def __init__(self, weights: Mapping[str, Tensor], keys: Sequence[str]) -> None:
-        super().__init__()
-        self.keys = list(keys)
-        parts = [weight.detach() for weight in weights.values()]
-        ends = dict(zip(weights, accumulate(part.numel() for part in parts), strict=True))
-        total = sum(part.numel() for part in parts)
-        rows = [
-            (ends[key] - weights[key].numel(), ends[key] - 1, weights[key].numel())
-            if key in ends
-            else (total, total, torch.iinfo(torch.int64).max)
-            for key in keys
-        ]
-        device = parts[0].device if parts else None
-        first, last, longest = torch.tensor(rows, dtype=torch.int64, device=device).T.contiguous()
-        self.register_buffer("weights", torch.cat([*parts, torch.ones(1, device=device)]))
-        self.register_buffer("first", first)
-        self.register_buffer("last", last)
-        self.register_buffer("longest", longest)
-
-    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Pick the weights of a batch.
-
-        Args:
-            values: `[N]` ids, feature-major.
-            lengths: `[K * B]` ids per bag.
-
-        Returns:
-            `[N]`.
-
-        Raises:
-            ValueError: if a bag has more ids than its feature has weights, or the lengths do not
-                fit the ids or the features.
-        """
-        lengths_KB = _by_key(values, lengths, len(self.keys))
-        _read_sizes(values, lengths_KB)
-        too_long = lengths_KB > self.longest.unsqueeze(1)
-        if bool(too_long.any()):
-            key = int(too_long.any(1).nonzero()[0].item())
-            raise ValueError(
-                f"A bag of feature {self.keys[key]} must not have more ids than the feature has "
-                f"position weights, {int(self.longest[key])}; received "
-                f"{int(lengths_KB[key].max())}."
-            )
-        bags, size = lengths_KB.flatten(), lengths_KB.size(1)
-        start = self.first.repeat_interleave(size) - (bags.cumsum(0) - bags)
-        num_ids = values.numel()
-        place = torch.repeat_interleave(start, bags, output_size=num_ids)
-        place = place + torch.arange(num_ids, device=values.device)
-        last = self.last.repeat_interleave(size)
-        last = torch.repeat_interleave(last, bags, output_size=num_ids)
-        return self.weights.index_select(0, torch.minimum(place, last))
-
-
-# -- the rest of a forward pass where `torch.fx` traces a batch -----------------------------------
-
-
-def parts_of_batch(
-    features: KeyedJaggedTensor, names: list[str], is_weighted: bool
-) -> tuple[Tensor, Tensor, Tensor | None, list[int], int]:
-    """Return what the lookups take of a batch, whose keys are known when the program runs.
-
-    Args:
-        features: The batch.
-        names: The features that are looked up.
-        is_weighted: Whether its weights count.
+def by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
+    """Return the lengths of a batch, `[K, B]`.
 
     Raises:
-        KeyError: The batch lacks a feature.
-        ValueError: The batch has no weights, or a batch size per key.
+        TypeError: The ids are not integers.
+        ValueError: The ids have two dims, or the lengths do not fit the keys.
     """
-    if features.variable_stride_per_key():
-        raise ValueError("A traced model takes batches with one batch size for all features.")
-    keys = features.keys()
-    positions: list[int] = []
-    for name in names:
-        if name not in keys:
-            raise KeyError(f"The batch lacks the feature {name}; received {keys}.")
-        positions.append(keys.index(name))
-    weights: Tensor | None = None
-    if is_weighted:
-        weights = features.weights()
-    return features.values(), features.lengths(), weights, positions, len(keys)
-
-
-def keyed_tensor(values: Tensor, keys: list[str], length_per_key: list[int]) -> KeyedTensor:
-    """Return the keyed tensor of pooled values."""
-    return KeyedTensor(keys, length_per_key, values)
-
-
-def jagged_tensors(
-    features: KeyedJaggedTensor,
-    rows: list[Tensor],
-    ids: list[Tensor],
-    names: list[str],
-    read: list[str],
-    need_indices: bool,
-) -> dict[str, JaggedTensor]:
-    """Return the jagged tensors of rows that were looked up.
-
-    Args:
-        features: The batch.
-        rows: Per output `[N, D]`.
-        ids: Per key of the batch `[N]`.
-        names: Of the outputs.
-        read: The feature of each output.
-        need_indices: Whether the ids are returned too, as weights.
-    """
-    keys = features.keys()
-    lengths_KB = features.lengths().view(len(keys), -1)
-    found: dict[str, JaggedTensor] = {}
-    for i, name in enumerate(names):
-        key = keys.index(read[i])
-        weights: Tensor | None = None
-        if need_indices:
-            weights = ids[key]
-        found[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
-    return found
-
-
-def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
     if values.is_floating_point():
         raise TypeError("ids must be integers; received floats. Convert with values.long().")
     if values.dim() != 1:
@@ -449,8 +327,34 @@ def _by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
     return lengths.view(num_keys, lengths.numel() // num_keys)
 
 
-def _read_sizes(values: Tensor, lengths_KB: Tensor) -> list[int]:
-    """Return the number of ids of each key, as sizes for all that follows: one wait."""
+def fails(holds: Tensor, message: str) -> bool:
+    """Return whether what must hold does not: a wait for the device.
+
+    A program of `torch.export` cannot branch on it: there it is asserted.
+
+    Args:
+        holds: One bool.
+        message: Of the assertion.
+    """
+    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        torch._assert_async(holds, message)
+        return False
+    return not bool(holds)
+
+
+def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
+    """Return the number of ids of each key, as sizes for all that follows: one wait.
+
+    Args:
+        values: `[N]` ids.
+        lengths_KB: `[K, B]` ids per bag.
+        is_needed: False: a program of `torch.export`, which must not know them, gets none.
+
+    Raises:
+        ValueError: The lengths do not fit the ids.
+    """
+    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        return _traced_sizes(values, lengths_KB, is_needed)
     num_negative = (lengths_KB < 0).sum().view(1)
     found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
     sizes = found[:-1]
@@ -462,7 +366,19 @@ def _read_sizes(values: Tensor, lengths_KB: Tensor) -> list[int]:
     return sizes
 
 
-def _to_device(values: list[int], device: torch.device) -> Tensor:
+def _traced_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
+    ids_per_key, message = lengths_KB.sum(1), "lengths must add up to the number of ids"
+    fails((lengths_KB >= 0).all() & (ids_per_key.sum() == values.numel()), f"{message}.")
+    sizes: list[int] = ids_per_key.tolist() if is_needed else []
+    for size in sizes:
+        torch._check(size >= 0)
+    if is_needed:
+        torch._check(sum(sizes) == values.numel())
+    return sizes
+
+
+def to_device(values: list[int], device: torch.device) -> Tensor:
+    """Return numbers that the host knows as an int64 tensor on a device, without a wait."""
     tensor = torch.tensor(values, dtype=torch.int64)
     if device.type == "cuda":  # from pinned memory the copy does not wait for the device
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -470,7 +386,7 @@ def _to_device(values: list[int], device: torch.device) -> Tensor:
 
 
 def _permute(
-    order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None, total: int
+    order: Tensor, lengths_KB: Tensor, values: Tensor, weights: Tensor | None, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return torch.ops.fbgemm.permute_2D_sparse_data(  # type: ignore[no-any-return]

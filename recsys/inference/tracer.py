@@ -9,25 +9,18 @@ KeyedJaggedTensor, a JaggedTensor or a KeyedTensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import PositionWeightsOfKeys, QuantizedTables
-from recsys.modules.feature_processor import (
-    PositionWeightedModule,
-    PositionWeightedModuleCollection,
-)
-from recsys.modules.fp_embedding_modules import FeatureProcessorDictWrapper
-from recsys.modules.position_weights import with_weights
+from recsys.inference.served import Served
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.script import add_forms
 
 __all__ = ["Tracer", "symbolic_trace"]
 
 add_forms()
-
-_LEAVES = QuantizedTables, PositionWeightsOfKeys
 
 
 class Tracer(fx.Tracer):
@@ -67,10 +60,8 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is called as it is."""
-        return (
-            isinstance(m, _LEAVES)
-            or type(m).__name__ in self._leaf_names
-            or super().is_leaf_module(m, module_qualified_name)
+        return type(m).__name__ in self._leaf_names or super().is_leaf_module(
+            m, module_qualified_name
         )
 
     def call_module(
@@ -80,30 +71,31 @@ class Tracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Trace the call of a module; position weights are seen as a module of plain tensors."""
-        weights = _position_weights(m)
-        if weights is None:
+        """Trace the call of a module; of a quantized collection, the call of what is served."""
+        is_quantized = isinstance(m, QuantizedCollection)
+        path = self.path_of_module(m) + ".served" * is_quantized
+        if not isinstance(m, QuantizedCollection | Served) or self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
         (features,) = (*args, *kwargs.values())
-        if isinstance(features, fx.Proxy):
-            raise fx.proxy.TraceError(
-                f"{type(m).__name__} needs the keys of the batch, which a traced batch does not "
-                "have. Use recsys.inference.trace_model, which is told the feature_names."
-            )
-        leaf = PositionWeightsOfKeys(weights, features.keys())
-        return with_weights(features, leaf(features.values(), features.lengths()))
+        served = m.served if isinstance(m, QuantizedCollection) else m
+        found = self.create_proxy("call_module", path.lstrip("."), (features,), {})
+        return found if isinstance(features, fx.Proxy) else served.opened(found, features)
 
-    def path_of_module(self, mod: nn.Module) -> str:
-        """Return the path by which a graph calls a module."""
-        if not isinstance(mod, _LEAVES):
-            return super().path_of_module(mod)
-        root = self.root
-        for path, child in root.named_modules():
-            if isinstance(child, QuantizedCollection) and child.served_lookups is mod:
-                return f"{path}.served_lookups".lstrip(".")
-        name = f"position_weights_{len(list(root.children()))}"
-        root.add_module(name, mod)
-        return name
+    def create_arg(self, a: Any) -> Any:
+        """Return what a node takes for an argument; a batch of proxies is built by a node."""
+        if isinstance(a, KeyedJaggedTensor):
+            tensors = {"weights": a.weights_or_none(), "lengths": a.lengths()}
+            return self._built(KeyedJaggedTensor, (a.keys(), a.values()), tensors)
+        if isinstance(a, JaggedTensor):
+            tensors = {"weights": a.weights_or_none(), "lengths": a.lengths()}
+            return self._built(JaggedTensor, (a.values(),), tensors)
+        if isinstance(a, KeyedTensor):
+            widths = a.keys(), a.length_per_key()
+            return self._built(KeyedTensor, (*widths, a.values(), a.key_dim()), {})
+        return super().create_arg(a)
+
+    def _built(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        return self.create_proxy("call_function", kind, args, kwargs).node
 
 
 def symbolic_trace(
@@ -133,15 +125,3 @@ def symbolic_trace(
     graph = tracer.trace(root, concrete_args)
     name = type(root).__name__ if isinstance(root, nn.Module) else root.__name__
     return fx.GraphModule(tracer.root, graph, name)
-
-
-def _position_weights(module: nn.Module) -> dict[str, Tensor] | None:
-    """Return the position weights of a feature processor, by feature, if it has only such."""
-    if type(module) is PositionWeightedModuleCollection:
-        return dict(module.position_weights_dict)
-    if isinstance(module, FeatureProcessorDictWrapper):
-        parts = dict(module.named_children())
-        if all(type(part) is PositionWeightedModule for part in parts.values()):
-            # as an attribute it would be a proxy by now
-            return {n: cast(Tensor, p._parameters["position_weight"]) for n, p in parts.items()}
-    return None

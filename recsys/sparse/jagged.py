@@ -156,8 +156,10 @@ class JaggedTensor(Bags):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        lengths = validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
-        if lengths is not None and lengths.dim() != 1:
+        is_proxy = validate.is_proxy(values)
+        if not is_proxy:
+            lengths = validate.check_parts("JaggedTensor", values, weights, lengths, offsets)
+        if not is_proxy and lengths is not None and lengths.dim() != 1:
             raise ValueError(
                 f"JaggedTensor.lengths must be 1-D; received shape {tuple(lengths.shape)}."
             )
@@ -166,7 +168,7 @@ class JaggedTensor(Bags):
         self._lengths = lengths
         self._offsets = offsets
         self._views = None
-        if validate.is_checked_in_full(values, lengths, offsets):
+        if not is_proxy and validate.is_checked_in_full(values, lengths, offsets):
             self.validate()
 
     @staticmethod

@@ -53,7 +53,8 @@ class KeyedTensor:
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
     ) -> None:
-        if not isinstance(values, Tensor):
+        is_proxy = validate.is_proxy(values)
+        if not is_proxy and not isinstance(values, Tensor):
             raise TypeError(
                 f"KeyedTensor.values must be a torch.Tensor; received {type(values).__name__}. "
                 "Use KeyedTensor.from_tensor_list for a list of tensors."
@@ -65,12 +66,12 @@ class KeyedTensor:
             )
         keys = list(keys)
         validate.check_unique("KeyedTensor", keys)
-        if not -values.dim() <= key_dim < values.dim():
+        if not is_proxy and not -values.dim() <= key_dim < values.dim():
             raise ValueError(
                 f"KeyedTensor.key_dim must be a dimension of values; received {key_dim} for values "
                 f"of shape {tuple(values.shape)}."
             )
-        if sum(length_per_key) != values.shape[key_dim]:
+        if not is_proxy and sum(length_per_key) != values.shape[key_dim]:
             raise ValueError(
                 "KeyedTensor.length_per_key must add up to the size of values along key_dim "
                 f"{key_dim}; received widths that add up to {sum(length_per_key)} for values of "

@@ -111,10 +111,12 @@ class KeyedJaggedTensor(Bags):
         jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
-        lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
+        is_proxy = validate.is_proxy(values)
+        if not is_proxy:
+            lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
         keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)
-        if lengths is not None and lengths.dim() != 1:
+        if not is_proxy and lengths is not None and lengths.dim() != 1:
             lengths = validate.flatten_lengths(keys, lengths)
         num_bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
         num_samples = None
@@ -143,7 +145,7 @@ class KeyedJaggedTensor(Bags):
         self._index_per_key = index_per_key
         if lengths_offset_per_key is not None:
             validate.check_running_sum(lengths_offset_per_key, self.lengths_offset_per_key())
-        if validate.is_checked_in_full(values, lengths, offsets, length_per_key):
+        if not is_proxy and validate.is_checked_in_full(values, lengths, offsets, length_per_key):
             self.validate()
 
     @classmethod

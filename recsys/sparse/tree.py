@@ -48,8 +48,8 @@ def _keyed_jagged_of(leaves: Iterable[Tensor], context: Any) -> KeyedJaggedTenso
         stride = inverse[1].shape[1]
     elif strides_per_rank is not None:
         stride = max(map(sum, strides_per_rank), default=0)
-    else:  # a tree_map may have put something else than tensors here
-        stride = lengths.numel() // len(keys) if keys and isinstance(lengths, Tensor) else 0
+    else:  # a tree_map may have put something else than tensors, or their proxies, here
+        stride = lengths.numel() // len(keys) if keys and hasattr(lengths, "numel") else 0
     return KeyedJaggedTensor.from_parts(
         keys,
         values,

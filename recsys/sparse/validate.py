@@ -14,7 +14,7 @@ from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 if TYPE_CHECKING:
     from recsys.sparse.jagged import Bags
@@ -62,6 +62,11 @@ def is_debug() -> bool:
 def is_readable(tensor: Tensor) -> bool:
     """Return whether the contents can be read without a device sync (and are not traced)."""
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
+
+
+def is_proxy(values: object) -> bool:
+    """Return whether `torch.fx` records now: values are its proxies, of which nothing is known."""
+    return isinstance(values, fx.Proxy)
 
 
 def is_checked_in_full(
@@ -312,7 +317,7 @@ def check_strides(
     else:
         if stride is None:
             stride = num_bags // len(keys) if keys else 0
-        if num_bags != len(keys) * stride:
+        if not is_proxy(num_bags) and num_bags != len(keys) * stride:
             raise ValueError(
                 "KeyedJaggedTensor needs one length for each key and sample; received "
                 f"{num_bags} lengths for {len(keys)} keys"

@@ -41,7 +41,7 @@ from recsys.modules.embedding_configs import (
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.sparse import KeyedJaggedTensor
-from tests.inference.test_export import Processed, _eager, _inputs, _Mixed, _model
+from tests.inference.test_export import Mixed, Processed, dlrm, inputs_of, plain_tensors
 from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
 from tests.pretended_cuda import CUDA, PretendedCuda
 
@@ -51,20 +51,20 @@ KEYS = ["x", "y", "z"]
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sharded_model_equals_the_unsharded_one(tmp_path: Path, world_size: int) -> None:
-    model = _model()
+    model = dlrm()
     sharded: Any
     sharded, plan = shard_quant_model(model, world_size, "cpu")
-    inputs = _inputs(6)
-    expected = _eager(model, inputs, KEYS)
-    torch.testing.assert_close(_eager(sharded, inputs, KEYS), expected, rtol=0, atol=0)
-    scripted = export_torchscript(sharded, tmp_path / "model.pt", KEYS)
-    torch.testing.assert_close(scripted(*inputs), expected, rtol=0, atol=0)
+    inputs = inputs_of(6)
+    expected = model(*inputs)
+    torch.testing.assert_close(sharded(*inputs), expected, rtol=0, atol=0)
+    scripted = export_torchscript(sharded, tmp_path / "model.pt", inputs)
+    torch.testing.assert_close(scripted(*plain_tensors(*inputs)), expected, rtol=0, atol=0)
     ranks = [entry.ranks for tables in plan.plan.values() for entry in tables.values()]
     assert sorted(rank for [rank] in filter(None, ranks)) == [0, min(world_size, 2) - 1]
 
 
 def test_bad_plans_are_refused() -> None:
-    model = _model()
+    model = dlrm()
     _, plan = shard_quant_model(model, 2, "cpu")
     with pytest.raises(ValueError, match=r"on rank 1, but there are 1 ranks \(0\.\.0\)"):
         shard_quant_model(model, 1, "cpu", sharding_plan=plan)
@@ -76,17 +76,17 @@ def test_bad_plans_are_refused() -> None:
 
 def test_devices_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="must be 'cuda' or 'cpu'; received 'gpu'"):
-        shard_quant_model(_model(), 1, "gpu")
+        shard_quant_model(dlrm(), 1, "gpu")
     with pytest.raises(ValueError, match=r"sharding_device must be .* received 'gpu'"):
-        shard_quant_model(_model(), 1, "cpu", "gpu")
+        shard_quant_model(dlrm(), 1, "cpu", "gpu")
     with pytest.raises(ValueError, match="at least 1; received 0"):
-        shard_quant_model(_model(), 0, "cpu")
+        shard_quant_model(dlrm(), 0, "cpu")
     with pytest.raises(ValueError, match=r"must not exceed the CUDA devices, \d+ here"):
-        shard_quant_model(_model(), 99)
+        shard_quant_model(dlrm(), 99)
 
 
 def test_sharding_takes_the_rows_that_were_loaded() -> None:
-    model, other = _model(), _model()
+    model, other = dlrm(), dlrm()
     state = {
         name: value.flip(0) if name.endswith(".embedding_bags.a.weight") else value
         for name, value in model.state_dict().items()
@@ -302,8 +302,8 @@ def _exported() -> list[tuple[Any, bool]]:
     """Models in evaluation mode, and whether they take weights."""
     positions = PositionWeightedModuleCollection({"x": 3, "y": 4, "z": 5})
     return [
-        (quantize_embeddings(_Mixed()), False),
-        (_model(is_weighted=True), True),
+        (quantize_embeddings(Mixed()), False),
+        (dlrm(is_weighted=True), True),
         (quantize_inference_model(Processed(positions)), False),
     ]
 
@@ -313,13 +313,13 @@ def test_sharded_models_are_exported(tmp_path: Path, kind: ShardingType) -> None
     keys = ["z", "y", "x"]
     for model, weighted in _exported():
         sharded, _ = _sharded(model, kind)
-        export_torchscript(sharded, tmp_path / "model.pt", keys, weighted)
+        export_torchscript(sharded, tmp_path / "model.pt", inputs_of(5, keys, weighted))
         loaded = torch.jit.load(tmp_path / "model.pt")
         for size in (5, 1, 0):
-            inputs = _inputs(size, weighted)
-            expected = _eager(model, inputs, keys)
-            assert torch.equal(_eager(sharded, inputs, keys), expected)
-            assert torch.equal(loaded(*inputs), expected)
+            inputs = inputs_of(size, keys, weighted)
+            expected = model(*inputs)
+            assert torch.equal(sharded(*inputs), expected)
+            assert torch.equal(loaded(*plain_tensors(*inputs)), expected)
 
 
 class TestArguments:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from recsys.fx import Tracer, symbolic_trace
-from recsys.inference import quantize_embeddings, shard_quant_model
+from recsys.inference import quantize_embeddings, quantize_inference_model, shard_quant_model
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
@@ -152,9 +152,14 @@ def test_a_missing_feature_and_weights_are_named(kind: str) -> None:
         _script(graph)(_batch(2))
 
 
-def test_processors_need_the_keys() -> None:
+def test_processors_are_compiled_too() -> None:
     processed = FeatureProcessedEmbeddingBagCollection(
         _bags(True), PositionWeightedModuleCollection({"film": 4, "user": 4})
     )
-    with pytest.raises(fx.proxy.TraceError, match=r"Use recsys\.inference\.trace_model"):
-        symbolic_trace(_as("quantized", Bags(processed)))
+    model = quantize_inference_model(Bags(processed))
+    graph = symbolic_trace(model)
+    scripted = _script(graph)
+    for size in (3, 1, 0):
+        expected = model(_batch(size)).values()
+        assert torch.equal(graph(_batch(size)).values(), expected)
+        assert torch.equal(scripted(_batch(size)).values(), expected)
