@@ -143,7 +143,10 @@ def export_aoti(
         exported,
         inductor_configs={"aot_inductor.metadata": names},
     )
-    _write(path, lambda partial_path: compiled(package_path=partial_path))
+    with warnings.catch_warnings():
+        # what torch says to itself while it copies the structure of the inputs
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        _write(path, lambda partial_path: compiled(package_path=partial_path))
     program = torch._inductor.aoti_load_package(str(path))
     plain.check(program)
     return program
