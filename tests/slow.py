@@ -11,6 +11,7 @@ LAYOUT_PLOT = "tests/distributed/placement/test_layout_plot.py"
 NARROW_WIRES = (
     "tests/distributed/ranks/test_wire.py::test_tables_of_few_columns_travel_in_any_format"
 )
+TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_like_the_eager_one"
 
 QUICK_CASE_OF: dict[str, str] = {
     f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_in_torchrec": (
@@ -93,6 +94,7 @@ QUICK_CASE_OF: dict[str, str] = {
         "tests/modules/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
         "[DistributedModelParallel-sequence]"
     ),
+    f"{TRACED}[inductor-position weights]": f"{TRACED}[compile-position weights]",
     "tests/modules/test_embedding_tables.py::test_shared_memory_is_shared_with_another_process": (
         "tests/modules/test_embedding_tables.py::test_pickle_carries_each_table_once"
     ),

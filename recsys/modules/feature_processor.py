@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from recsys.modules.position_weights import PositionGather, PositionWeights, with_weights
+from recsys.modules.position_weights import PositionGather, PositionWeights, weigh, with_weights
+from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -180,7 +181,11 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
             ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
                 or the batch is on another device than the weights.
         """
-        return with_weights(features, self._gather(self.position_weights.tensors(), features))
+        weights = self.position_weights.tensors()
+        if is_proxy(features):
+            names = list(self.max_feature_lengths)
+            return record(weigh, features, weights, names, type(self).__name__)  # type: ignore[no-any-return]
+        return with_weights(features, self._gather(weights, features))
 
 
 class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFeatureProcessor):

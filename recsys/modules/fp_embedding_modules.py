@@ -6,7 +6,7 @@ Legend: `B` batch size, `D` columns, `N` ids.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from recsys.modules.feature_processor import (
     FeatureProcessorsCollection,
     PositionWeightedModule,
 )
-from recsys.modules.position_weights import PositionGather, with_weights
+from recsys.modules.position_weights import PositionGather, weigh, with_weights
+from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]
@@ -65,13 +66,24 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
             The same ids in the same bags, with weights [N].
 
         Raises:
-            ValueError: A processor returned no weights, or not one per id; or as the processors.
+            ValueError: A processor returned no weights, or not one per id; processors of other
+                kinds are traced or exported; or as the processors.
         """
         if self._gather is not None:
-            positions = [p.position_weight for p in self._processors().values()]
+            positions: list[Tensor] = [p.position_weight for p in self._processors().values()]
+            if is_proxy(features):
+                parts = positions, list(self._processors()), PositionWeightedModule.__name__
+                return record(weigh, features, *parts)  # type: ignore[no-any-return]
             return with_weights(features, self._gather(positions, features))
-        weights = [self._weigh(name, bags) for name, bags in features.to_dict().items()]
-        return with_weights(features, torch.cat(weights))
+        if torch.compiler.is_exporting() or is_proxy(features):
+            kinds = sorted({type(processor).__name__ for processor in self._modules.values()})
+            raise ValueError(
+                f"A graph has feature processors that work on the whole batch; received {kinds}, "
+                "which are called feature by feature. Pass a PositionWeightedModule for each "
+                "feature, or a FeatureProcessorsCollection."
+            )
+        weigh_each = _run_eagerly if torch.compiler.is_compiling() else _weigh_each
+        return with_weights(features, weigh_each(self, features))
 
     def check_lengths(self) -> None:
         """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
@@ -96,6 +108,16 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
                 f"for {ids.numel()} ids. Return a JaggedTensor of the same bags with weights."
             )
         return weights
+
+
+def _weigh_each(processors: FeatureProcessorDictWrapper, features: KeyedJaggedTensor) -> Tensor:
+    bags = features.to_dict()
+    return torch.cat([processors._weigh(name, of_name) for name, of_name in bags.items()])
+
+
+_run_eagerly: Any = torch.compiler.disable(
+    _weigh_each, reason="feature processors in a dict run eagerly, feature by feature"
+)
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, NoReturn, final
 
 import torch
@@ -133,6 +133,38 @@ class PositionGather:
                 f"{self._owner} has its position weights on {weights[0].device}; received a batch "
                 f"on {device}. Move one of them with .to()."
             )
+        if torch.compiler.is_compiling():
+            keys = features.keys()
+            place_N = torch.ops.recsys.places_of_positions(
+                keys,
+                features.stride_per_key(),
+                features.values(),
+                features.lengths(),
+                list(self._lengths),
+                list(self._lengths.values()),
+                self._owner,
+            )
+            has_others = any(key not in self._lengths for key in keys)
+        else:
+            place_N = self.places(features)
+            has_others = self._route.has_others
+        dtype = weights[0].dtype if weights else torch.float32
+        ones = [torch.ones(1, dtype=dtype, device=device)] if has_others else []
+        return torch.cat([*weights, *ones]).index_select(0, place_N)
+
+    def places(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return where among the weights of all features, and a 1 behind them, each id's is.
+
+        Args:
+            features: The batch.
+
+        Returns:
+            int64 [N].
+
+        Raises:
+            ValueError: A bag is too long, in this batch or (CUDA) an earlier one.
+        """
+        device = features.device()
         route = self._route_for(features.keys(), device)
         offsets_M1, lengths_M = features.offsets(), features.lengths()
         num_ids = features.values().shape[0]
@@ -143,13 +175,16 @@ class PositionGather:
         if route.has_others or place_N.is_cuda:  # else every bag is known to fit
             ends_N = last_M.repeat_interleave(lengths_M, output_size=num_ids)
             place_N = torch.minimum(place_N, ends_N)
-        dtype = weights[0].dtype if weights else torch.float32
-        ones = [torch.ones(1, dtype=dtype, device=device)] if route.has_others else []
-        return torch.cat([*weights, *ones]).index_select(0, place_N)
+        return place_N
 
     def check(self) -> None:
         """Wait for the device and raise if a bag of an earlier batch was too long."""
         self._late.read_all()
+        self._traced()._late.read_all()
+
+    def _traced(self) -> PositionGather:
+        """Return the one that a traced lookup of these features calls."""
+        return _gather_of(tuple(self._lengths), tuple(self._lengths.values()), self._owner)
 
     def _route_for(self, keys: list[str], device: torch.device) -> _Route:
         if self._seen is None or self._seen != (keys, device):
@@ -228,3 +263,64 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTen
         length_per_key=features.length_per_key_or_none(),
         inverse_indices=features.inverse_indices_or_none(),
     )
+
+
+def weigh(
+    features: KeyedJaggedTensor, weights: list[Tensor], names: list[str], owner: str
+) -> KeyedJaggedTensor:
+    """Weigh a batch by positions, as one node of a graph of `torch.fx`.
+
+    Args:
+        features: The batch.
+        weights: [P] per name.
+        names: The features that have weights; ids of others get 1.
+        owner: Who asks, for messages.
+    """
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        raise ValueError(
+            "TorchScript weighs by position in quantized models only; quantize the model, to "
+            "float32 for the same tables."
+        )
+    else:
+        sizes = [weight.numel() for weight in weights]
+        gather = _gather_of(tuple(names), tuple(sizes), owner)
+        return with_weights(features, gather(weights, features))
+
+
+# -- the operation that finds places, for what compiles or exports a model -------------------------
+
+_LIBRARY = torch.library.Library("recsys", "FRAGMENT")
+_LIBRARY.define(
+    "places_of_positions(str[] keys, SymInt[] strides, Tensor values, Tensor lengths, "
+    "str[] names, int[] sizes, str owner) -> Tensor"
+)
+
+
+@cache
+def _gather_of(names: tuple[str, ...], sizes: tuple[int, ...], owner: str) -> PositionGather:
+    return PositionGather(dict(zip(names, sizes, strict=True)), owner)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _places(
+    keys: list[str],
+    strides: list[int],
+    values: Tensor,
+    lengths: Tensor,
+    names: list[str],
+    sizes: list[int],
+    owner: str,
+) -> Tensor:
+    ranks = [[stride] for stride in strides] if len({*strides}) > 1 else None
+    batch = KeyedJaggedTensor.from_parts(
+        keys, values, None, lengths, stride=max(strides), stride_per_key_per_rank=ranks
+    )
+    return _gather_of(tuple(names), tuple(sizes), owner).places(batch)
+
+
+def _shape_of_places(keys: list[str], strides: list[int], values: Tensor, *rest: object) -> Tensor:
+    return values.new_empty(values.shape[0], dtype=torch.int64)
+
+
+_LIBRARY.impl("places_of_positions", _places, "CompositeExplicitAutograd")
+torch.library.register_fake("recsys::places_of_positions", _shape_of_places, lib=_LIBRARY)

@@ -163,3 +163,15 @@ def test_processors_are_compiled_too() -> None:
         expected = model(_batch(size)).values()
         assert torch.equal(graph(_batch(size)).values(), expected)
         assert torch.equal(scripted(_batch(size)).values(), expected)
+
+
+def test_processors_of_trained_models_are_traced_and_not_compiled() -> None:
+    model = Bags(
+        FeatureProcessedEmbeddingBagCollection(
+            _bags(True), PositionWeightedModuleCollection({"film": 4, "user": 4})
+        )
+    )
+    graph = symbolic_trace(model)
+    assert torch.equal(graph(_batch(3)).values(), model(_batch(3)).values())
+    with pytest.raises(torch.jit.Error, match="TorchScript weighs by position in quantized models"):
+        _script(graph)(_batch(3))

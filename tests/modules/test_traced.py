@@ -24,6 +24,13 @@ from recsys.modules.embedding_configs import (
     PoolingType,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.feature_processor import (
+    FeatureProcessor,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -64,7 +71,7 @@ class Sum(nn.Module):
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> list[Tensor]:
         found = self.collection(features)
         over = self.dense(dense)
-        if isinstance(self.collection, EmbeddingBagCollection):
+        if not isinstance(self.collection, EmbeddingCollection):
             return [found.values(), over * found["user"]]
         rows = [found[name].values() for name in ("shop", "film@shops", "film@films")]
         lengths = [over.sum() + found["shop"].lengths()]
@@ -85,12 +92,37 @@ class One(nn.Module):
         return [self.dlrm(dense, features)]
 
 
+class Rank(FeatureProcessorsCollection):
+    """One of a user's own: weighs by the ids themselves."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        ids = features.values()
+        return KeyedJaggedTensor(features.keys(), ids, 1 / (1 + ids), features.lengths())
+
+
+def _weighed(kind: str) -> nn.Module:
+    """Longest bags of each feature that differ; "other" has no weights in a collection."""
+    longest = {"user": 5, "shop": 3, "film": 4}
+    processors: Any = Rank()
+    if kind == "collection":
+        processors = PositionWeightedModuleCollection(longest)
+    elif kind == "dict":
+        processors = {name: PositionWeightedModule(most) for name, most in longest.items()}
+    model = FeatureProcessedEmbeddingBagCollection(_bags(is_weighted=True), processors)
+    for weight in model.split()[0].parameters():
+        nn.init.uniform_(weight)
+    return Sum(model)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "bags": lambda: Sum(_bags()),
     "weighted bags": lambda: Sum(_bags(is_weighted=True)),
     "ids": lambda: Sum(_ids(False)),
     "ids with indices": lambda: Sum(_ids(True)),
     "DLRM": One,
+    "position weights": lambda: _weighed("collection"),
+    "position weights in a dict": lambda: _weighed("dict"),
+    "weights of a user's": lambda: _weighed("own"),
 }
 
 
@@ -101,8 +133,9 @@ def _batch(
     lengths = torch.randint(0, most, (len(KEYS) * size,), generator=random)
     count = int(lengths.sum())
     weights = torch.rand(count, generator=random)
-    is_weighted = (
-        model is None or getattr(getattr(model, "collection", None), "is_weighted", lambda: False)()
+    collection = getattr(model, "collection", None)
+    is_weighted = model is None or (
+        isinstance(collection, EmbeddingBagCollection) and collection.is_weighted()
     )
     features = KeyedJaggedTensor(
         KEYS,
@@ -137,9 +170,11 @@ def _fresh() -> None:
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
-        *[(way, kind) for way in ("fx", "compile") for kind in MODELS],
+        *[("compile", kind) for kind in MODELS],
+        *[("fx", kind) for kind in MODELS if kind != "weights of a user's"],
         ("inductor", "weighted bags"),
         ("inductor", "DLRM"),
+        ("inductor", "position weights"),
     ],
 )
 def test_traced_and_compiled_models_train_like_the_eager_one(way: str, kind: str) -> None:
@@ -246,6 +281,39 @@ def test_bad_ids_are_named_by_a_compiled_model_too() -> None:
         compiled(features)
 
 
+def test_bags_longer_than_their_weights_are_named_by_a_compiled_model_too() -> None:
+    model = _weighed("collection")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    lengths = torch.tensor([0, 0, 1, 0, 0, 4, 0, 0])
+    features = KeyedJaggedTensor(KEYS, torch.arange(5), lengths=lengths)
+    for one in (model, compiled, symbolic_trace(model)):
+        with pytest.raises(ValueError, match="weights, 3; received 4 ids in bag 1 of feature 'sh"):
+            one(torch.ones(2, 3), features)
+
+
+class Half(FeatureProcessor):
+    """A processor of one feature."""
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        ids = features.values()
+        return JaggedTensor(ids, 0.5 * torch.ones(ids.shape), features.lengths())
+
+
+def test_processors_called_feature_by_feature_run_eagerly_or_are_refused() -> None:
+    processors = {name: Half() for name in KEYS[:3]}
+    model = FeatureProcessedEmbeddingBagCollection(_bags(is_weighted=True), processors)
+    _, features = _batch(0, 3, model)
+    found = torch.compile(model, backend="eager")(features)
+    assert torch.equal(found.values(), model(features).values())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="feature processors in a dict run eagerly"):
+        torch.compile(model, backend="eager", fullgraph=True)(features)
+    with pytest.raises(ValueError, match=r"received \['Half'\], which are called feature by"):
+        symbolic_trace(model)
+    with pytest.raises(ValueError, match=r"received \['Half'\], which are called feature by"):
+        torch.export.export(model, (features,), strict=False)
+
+
 def _varied() -> KeyedJaggedTensor:
     ones = torch.ones(len(KEYS) * 2, dtype=torch.int64)
     return KeyedJaggedTensor(
@@ -269,8 +337,9 @@ def test_what_a_graph_cannot_do_is_refused() -> None:
     assert torch.equal(graph(features).values(), collection(features).values())
 
 
-def test_a_compiled_model_takes_a_batch_size_per_feature() -> None:
-    collection = _bags()
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_a_compiled_model_takes_a_batch_size_per_feature(is_weighed: bool) -> None:
+    collection: Any = _weighed("collection").collection if is_weighed else _bags()
     compiled = torch.compile(collection, backend="eager")  # by a graph break
     features = _varied()
     assert torch.equal(compiled(features).values(), collection(features).values())
