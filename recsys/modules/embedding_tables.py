@@ -307,7 +307,7 @@ class TableCollection(nn.Module):
         # not as attributes, which are proxies under `torch.fx`
         updates = any(is_marked(table._parameters["weight"]) for table in self._tables())
         varies = not is_proxy(features) and features.variable_stride_per_key()
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if not (torch.compiler.is_exporting() or is_proxy(features)):
             if updates or varies:
                 return run_eagerly(self, features)
         elif varies:

@@ -42,8 +42,8 @@ def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
 def _keyed_jagged_of(leaves: Iterable[Tensor], context: Any) -> KeyedJaggedTensor:
     keys, is_weighted, strides_per_rank, inverse_keys = context
     values, lengths, *rest = leaves
-    weights = rest.pop(0) if is_weighted else None
-    inverse = None if inverse_keys is None else (inverse_keys, rest[0])
+    weights = rest[0] if is_weighted else None
+    inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
     if inverse is not None and isinstance(inverse[1], Tensor):
         stride = inverse[1].shape[1]
     elif strides_per_rank is not None:
