@@ -77,6 +77,17 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/docs/test_tutorials.py::test_the_readme_runs_by_python_and_by_torchrun[None]": (
         "tests/docs/test_tutorials.py::test_tutorial_runs_as_a_job_of_several_processes[1]"
     ),
+    **{
+        f"tests/examples/test_cpp.py::{case}": (
+            "tests/examples/test_dlrm.py::test_random_data_on_one_process"
+        )
+        for case in (
+            "test_bad_arguments_are_errors",
+            "test_bad_batches_are_errors",
+            "test_scores_are_those_of_python",
+            "test_times_are_printed",
+        )
+    },
     "tests/examples/test_dlrm.py::test_criteo_files_on_two_processes": (
         "tests/examples/test_dlrm.py::test_random_data_on_one_process"
     ),

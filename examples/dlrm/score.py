@@ -1,6 +1,8 @@
 """Score an exported model. Needs torch and fbgemm_gpu only: this is what a server runs.
 
-python examples/dlrm/score.py MODEL.pt TEST.pt
+python examples/dlrm/score.py MODEL.pt TEST.pt SCORES.pt
+
+In C++: examples/cpp/. It writes the same SCORES.pt.
 """
 
 import json
@@ -22,12 +24,11 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 def main() -> None:
     model = torch.jit.load(sys.argv[1])
-    scores, labels = [], []
+    test = torch.load(sys.argv[2])
     with torch.inference_mode():
-        for dense, values, lengths, label in torch.load(sys.argv[2]):
-            scores.append(model(dense, values, lengths).squeeze(1).sigmoid())
-            labels.append(label)
-    score, label = torch.cat(scores).double(), torch.cat(labels).double()
+        logits = [model(*inputs) for inputs in test["inputs"]]
+        score = torch.cat(logits).squeeze(1).sigmoid().double()
+    label = torch.cat(test["labels"]).double()
     assert "recsys" not in sys.modules
     loss = binary_cross_entropy(score, label)
     entropy = binary_cross_entropy(torch.full_like(label, label.mean().item()), label)
@@ -36,6 +37,7 @@ def main() -> None:
         "ne": (loss / entropy).item(),
         "loss": loss.item(),
     }
+    torch.save(logits, sys.argv[3])
     print(json.dumps(result))
 
 

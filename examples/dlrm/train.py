@@ -200,15 +200,17 @@ def export(arguments: argparse.Namespace, data: Data) -> dict[str, dict[str, flo
     example = next(iter(data.whole_test))
     export_torchscript(quantized, path, (example.dense_features, example.sparse_features))
 
-    batches = [
-        (b.dense_features, b.sparse_features.values(), b.sparse_features.lengths(), b.labels)
-        for b in data.whole_test
+    batches = list(data.whole_test)
+    inputs = [
+        (b.dense_features, b.sparse_features.values(), b.sparse_features.lengths()) for b in batches
     ]
-    torch.save(batches, arguments.out / "test.pt")
+    test = {"inputs": inputs, "labels": [b.labels for b in batches]}
+    torch.save(test, arguments.out / "test.pt")
     # a fresh process, in which nothing of this library can be imported by accident
     score = Path(__file__).with_name("score.py")
+    files = [str(arguments.out / name) for name in ("model.pt", "test.pt", "scores.pt")]
     result = subprocess.run(
-        [sys.executable, str(score), str(path), str(arguments.out / "test.pt")],
+        [sys.executable, str(score), *files],
         capture_output=True,
         text=True,
     )

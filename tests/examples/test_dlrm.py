@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "dlrm" / "train.py"
@@ -49,6 +50,9 @@ def test_random_data_on_one_process(tmp_path: Path) -> None:
     )
     assert (tmp_path / "checkpoint").is_dir()
     assert (tmp_path / "model.pt").is_file()
+    test, scores = (torch.load(tmp_path / name) for name in ("test.pt", "scores.pt"))
+    assert [len(inputs) for inputs in test["inputs"]] == [3] * 4  # what examples/cpp scores
+    assert [score.shape for score in scores] == [(16, 1)] * 4
     assert _auc(output, "int4 TorchScript, fresh process") == pytest.approx(
         _auc(output, "unsharded, from the checkpoint"), abs=0.05
     )

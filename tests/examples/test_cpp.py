@@ -1,0 +1,229 @@
+"""Programs score in C++ as in Python, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recsys.inference import export_torchscript, quantize_embeddings
+from recsys.kernels.tbe_fbgemm import has_cpu_ops
+from recsys.modules.dlrm import DLRM
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+
+SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
+
+pytestmark = [
+    pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed"),
+    pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake"),
+    pytest.mark.skipif(
+        not any(map(shutil.which, [os.environ.get("CXX", "c++"), "g++", "clang++"])),
+        reason="there is no C++ compiler",
+    ),
+    pytest.mark.timeout(900),  # the build, on a machine that has other work
+]
+
+Score = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=environment, cwd=cwd
+    )
+
+
+@pytest.fixture(scope="module")
+def score(tmp_path_factory: pytest.TempPathFactory) -> Score:
+    """Builds the program once; returns what runs it."""
+    build = tmp_path_factory.mktemp("a build")
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    for command in [("cmake", "-S", SOURCE, "-B", build, python), ("cmake", "--build", build)]:
+        done = _run(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "warning" not in done.stdout + done.stderr
+    return partial(_run, build / "score")
+
+
+def _inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    lengths = torch.randint(0, 4, (3 * size,), generator=generator)
+    values = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
+    return torch.rand(size, 5, generator=generator), values, lengths
+
+
+def _export_script(path: Path) -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(50, 8, "a", feature_names=["x", "y"]),
+        EmbeddingBagConfig(30, 8, "b", feature_names=["z"], pooling=PoolingType.MEAN),
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    model = quantize_embeddings(DLRM(collection, 5, [16, 8], [16, 1]))
+    export_torchscript(model, path, ["x", "y", "z"])
+
+
+class _Bags(nn.Module):
+    """Two outputs, and an operator of FBGEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(5, 4)
+        self.table = nn.EmbeddingBag(30, 4, mode="sum", include_last_offset=True)
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+        pooled = self.table(values, offsets).view(3, -1, 4)
+        return self.dense(dense), pooled.sum(0)
+
+
+def _export_package(path: Path) -> None:
+    torch.manual_seed(0)
+    names = {"inputs": ["dense", "values", "lengths"], "outputs": ["dense", 'the "table"']}
+    dims = [{0: torch.export.Dim.AUTO}] * 3
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(_Bags(), _inputs(4), dynamic_shapes=dims)
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(path),
+        inductor_configs={
+            "aot_inductor.check_lowerbound": False,
+            "aot_inductor.metadata": {name: json.dumps(of) for name, of in names.items()},
+        },
+    )
+
+
+EXPORTS = {"script.pt": _export_script, "package.pt2": _export_package}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a program of each kind."""
+    folder = tmp_path_factory.mktemp("programs")
+    with warnings.catch_warnings():
+        # torch.export pickles a class of torch that warns
+        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")
+        for name, export in EXPORTS.items():
+            export(folder / name)
+    return folder
+
+
+def _in_python(model: Path, batches: list[tuple[Tensor, ...]]) -> list[Any]:
+    is_package = model.suffix == ".pt2"
+    load = torch._inductor.aoti_load_package if is_package else torch.jit.load
+    program = load(str(model))
+    with torch.inference_mode():
+        return [program(*batch) for batch in batches]
+
+
+@pytest.mark.parametrize("model", EXPORTS)
+@pytest.mark.parametrize("kind", [list, dict])
+def test_scores_are_those_of_python(score: Score, folder: Path, model: str, kind: type) -> None:
+    batches = [_inputs(size) for size in (1, 0, 2, 7, 128, 0, 1)]
+    torch.save(batches if kind is list else {"inputs": batches, "labels": []}, folder / "b.pt")
+    done = score(model, "b.pt", "s.pt", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    scores = torch.load(folder / "s.pt")
+    expected = _in_python(folder / model, batches)
+    assert len(scores) == len(batches)
+    for received, wanted in zip(scores, expected, strict=True):
+        if isinstance(received, tuple):
+            names, received = zip(*received, strict=True)
+            assert names == ("dense", 'the "table"')
+        torch.testing.assert_close(received, wanted, rtol=0, atol=0)
+
+
+def test_times_are_printed(score: Score, folder: Path) -> None:
+    torch.save([_inputs(1), _inputs(8)], folder / "b.pt")
+    done = score("script.pt", "b.pt", "s.pt", "--time", "5", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert re.fullmatch(r"batch 0: [\d.]+ us", first)
+    assert re.fullmatch(r"batch 1: [\d.]+ us", second)
+    assert last.startswith("2 batches scored: ")
+
+
+def _few(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    return dense, values
+
+
+def _bad_id(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    return dense, values + 1000, lengths
+
+
+def _bad_lengths(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    return dense, values, lengths[:-1]
+
+
+def _bad_width(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    return dense[:, 1:], values, lengths
+
+
+def _no_tensor(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    return dense, values, 3
+
+
+THREE = "A batch must have 3 tensors (dense, values, lengths); received 2."
+TUPLES = "tuples of tensors, in a file of torch.save; received 'b.pt'. Expected Tensor"
+
+
+@pytest.mark.parametrize(
+    ("model", "broken", "message"),
+    [
+        ("script.pt", _few, THREE),
+        ("package.pt2", _few, THREE),
+        ("script.pt", _bad_id, "Batch 1 of 'b.pt': Feature x has the id 10"),
+        ("script.pt", _bad_lengths, "3 features; received 20 values."),
+        ("script.pt", _bad_width, "mat1 and mat2 shapes cannot be multiplied (7x4 and 5x16)"),
+        ("package.pt2", _bad_width, "unmatched dim value at 1, expected: 5, but got: 4"),
+        ("script.pt", _no_tensor, TUPLES),
+    ],
+)
+def test_bad_batches_are_errors(
+    score: Score, folder: Path, model: str, broken: Callable[..., Any], message: str
+) -> None:
+    torch.save([_inputs(2), broken(*_inputs(7))], folder / "b.pt")
+    done = score(model, "b.pt", "never.pt", cwd=folder)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "frame #" not in done.stderr
+    assert not (folder / "never.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.pt", "b.pt", "s.pt"], "received 'no.pt'. There is no such file."),
+        (["no.pt2", "b.pt", "s.pt"], "received 'no.pt2'. There is no such file."),
+        (["b.pt", "b.pt", "s.pt"], "A program must be a file of export_torchscript or, if its"),
+        (["script.pt", "no.pt", "s.pt"], "received 'no.pt'. There is no such file."),
+        (["script.pt", "script.pt", "s.pt"], "a list, or a dict with one as 'inputs', of tuples"),
+        (["script.pt", "b.pt", "no/s.pt"], "file that can be written; received 'no/s.pt'."),
+        (["script.pt", "b.pt"], "Usage: score MODEL BATCHES SCORES [--time RUNS] [--fbgemm"),
+        (["script.pt", "b.pt", "s.pt", "--time", "x"], "a number of runs, 1 or more; received 'x'"),
+        (
+            ["script.pt", "b.pt", "s.pt", "--fbgemm", "no"],
+            f"made for torch {torch.__version__.partition('+')[0]}, must be in 'no'. Name",
+        ),
+    ],
+)
+def test_bad_arguments_are_errors(
+    score: Score, folder: Path, arguments: list[str], message: str
+) -> None:
+    torch.save([_inputs(2)], folder / "b.pt")
+    done = score(*arguments, cwd=folder)
+    assert done.returncode == 1
+    assert message in done.stderr
