@@ -197,10 +197,9 @@ def export(arguments: argparse.Namespace, data: Data) -> dict[str, dict[str, flo
     dtype = torch.int8 if arguments.bits == 8 else torch.quint4x2
     quantized = quantize_embeddings(model.model, dtype)
     path = arguments.out / "model.pt"
-    example = next(iter(data.whole_test))
-    export_torchscript(quantized, path, (example.dense_features, example.sparse_features))
-
     batches = list(data.whole_test)
+    export_torchscript(quantized, path, (batches[0].dense_features, batches[0].sparse_features))
+
     inputs = [
         (b.dense_features, b.sparse_features.values(), b.sparse_features.lengths()) for b in batches
     ]

@@ -137,12 +137,13 @@ def export_aoti(
         raise ValueError(f"A package's path must end in '.pt2'; received {str(path)!r}.")
     plain = PlainModel(model, inputs)
     exported = exported_program(plain)
-    names = {"inputs": json.dumps(plain.names), "outputs": json.dumps(plain.output_names)}
-    compiled = partial(
-        torch._inductor.aoti_compile_and_package,
-        exported,
-        inductor_configs={"aot_inductor.metadata": names},
-    )
+    names = {"inputs": plain.names, "outputs": plain.output_names}
+    config = {
+        "aot_inductor.metadata": {k: json.dumps(v, ensure_ascii=False) for k, v in names.items()},
+        # or AOTI_RUNTIME_CHECK_INPUTS=1 would refuse batches of 0 and 1 samples
+        "aot_inductor.check_lowerbound": False,
+    }
+    compiled = partial(torch._inductor.aoti_compile_and_package, exported, inductor_configs=config)
     with warnings.catch_warnings():
         # what torch says to itself while it copies the structure of the inputs
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,15 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from recsys.inference import export_torchscript, quantize_embeddings
+from recsys.inference import (
+    QuantEmbeddingBagCollection,
+    export_aoti,
+    export_torchscript,
+    quantize_embeddings,
+)
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
-from recsys.modules.dlrm import DLRM
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from tests.inference.test_export import dlrm, inputs_of, plain_tensors
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
+NAMES = ["user", 'a "film"', "prêt"]
 
 pytestmark = [
     pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed"),
@@ -58,66 +62,23 @@ def score(tmp_path_factory: pytest.TempPathFactory) -> Score:
     return partial(_run, build / "score")
 
 
-def _inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(size)
-    lengths = torch.randint(0, 4, (3 * size,), generator=generator)
-    values = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
-    return torch.rand(size, 5, generator=generator), values, lengths
+def _inputs(size: int) -> tuple[Tensor, ...]:
+    return tuple(plain_tensors(*inputs_of(size)))
 
 
-def _export_script(path: Path) -> None:
+def _bags() -> QuantEmbeddingBagCollection:
     torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(50, 8, "a", feature_names=["x", "y"]),
-        EmbeddingBagConfig(30, 8, "b", feature_names=["z"], pooling=PoolingType.MEAN),
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
-    model = quantize_embeddings(DLRM(collection, 5, [16, 8], [16, 1]))
-    export_torchscript(model, path, ["x", "y", "z"])
-
-
-class _Bags(nn.Module):
-    """Two outputs, and an operator of FBGEMM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(5, 4)
-        self.table = nn.EmbeddingBag(30, 4, mode="sum", include_last_offset=True)
-
-    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
-        pooled = self.table(values, offsets).view(3, -1, 4)
-        return self.dense(dense), pooled.sum(0)
-
-
-def _export_package(path: Path) -> None:
-    torch.manual_seed(0)
-    names = {"inputs": ["dense", "values", "lengths"], "outputs": ["dense", 'the "table"']}
-    dims = [{0: torch.export.Dim.AUTO}] * 3
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        program = torch.export.export(_Bags(), _inputs(4), dynamic_shapes=dims)
-    torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(path),
-        inductor_configs={
-            "aot_inductor.check_lowerbound": False,
-            "aot_inductor.metadata": {name: json.dumps(of) for name, of in names.items()},
-        },
-    )
-
-
-EXPORTS = {"script.pt": _export_script, "package.pt2": _export_package}
+    table = EmbeddingBagConfig(30, 8, "a", feature_names=NAMES)
+    return quantize_embeddings(EmbeddingBagCollection(tables=[table]))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has a program of each kind."""
+    """Has programs of each kind."""
     folder = tmp_path_factory.mktemp("programs")
-    with warnings.catch_warnings():
-        # torch.export pickles a class of torch that warns
-        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")
-        for name, export in EXPORTS.items():
-            export(folder / name)
+    for export, suffix in [(export_torchscript, "pt"), (export_aoti, "pt2")]:
+        export(dlrm(), folder / f"dlrm.{suffix}", inputs_of(4))
+        export(_bags(), folder / f"bags.{suffix}", [inputs_of(4, NAMES)[1]])
     return folder
 
 
@@ -129,26 +90,26 @@ def _in_python(model: Path, batches: list[tuple[Tensor, ...]]) -> list[Any]:
         return [program(*batch) for batch in batches]
 
 
-@pytest.mark.parametrize("model", EXPORTS)
+@pytest.mark.parametrize("model", ["dlrm.pt", "dlrm.pt2", "bags.pt", "bags.pt2"])
 @pytest.mark.parametrize("kind", [list, dict])
 def test_scores_are_those_of_python(score: Score, folder: Path, model: str, kind: type) -> None:
     batches = [_inputs(size) for size in (1, 0, 2, 7, 128, 0, 1)]
+    if model.startswith("bags"):
+        batches = [jagged for _, *jagged in batches]
     torch.save(batches if kind is list else {"inputs": batches, "labels": []}, folder / "b.pt")
     done = score(model, "b.pt", "s.pt", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    scores = torch.load(folder / "s.pt")
     expected = _in_python(folder / model, batches)
-    assert len(scores) == len(batches)
-    for received, wanted in zip(scores, expected, strict=True):
-        if isinstance(received, tuple):
-            names, received = zip(*received, strict=True)
-            assert names == ("dense", 'the "table"')
-        torch.testing.assert_close(received, wanted, rtol=0, atol=0)
+    scores = torch.load(folder / "s.pt")
+    if model.startswith("bags"):
+        scores = list(map(dict, scores))
+        assert all(list(found) == NAMES for found in scores)
+    torch.testing.assert_close(list(scores), expected, rtol=0, atol=0)
 
 
 def test_times_are_printed(score: Score, folder: Path) -> None:
     torch.save([_inputs(1), _inputs(8)], folder / "b.pt")
-    done = score("script.pt", "b.pt", "s.pt", "--time", "5", cwd=folder)
+    done = score("dlrm.pt", "b.pt", "s.pt", "--time", "5", cwd=folder)
     assert done.returncode == 0, done.stderr
     first, second, last = done.stdout.splitlines()
     assert re.fullmatch(r"batch 0: [\d.]+ us", first)
@@ -164,6 +125,10 @@ def _bad_id(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
     return dense, values + 1000, lengths
 
 
+def _bad_dtype(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
+    return dense, values.float(), lengths
+
+
 def _bad_lengths(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...]:
     return dense, values, lengths[:-1]
 
@@ -176,20 +141,22 @@ def _no_tensor(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Any, ...
     return dense, values, 3
 
 
-THREE = "A batch must have 3 tensors (dense, values, lengths); received 2."
+THREE = "A batch must have 3 tensors (dense_features, sparse_features_values, sparse_features_le"
 TUPLES = "tuples of tensors, in a file of torch.save; received 'b.pt'. Expected Tensor"
 
 
 @pytest.mark.parametrize(
     ("model", "broken", "message"),
     [
-        ("script.pt", _few, THREE),
-        ("package.pt2", _few, THREE),
-        ("script.pt", _bad_id, "Batch 1 of 'b.pt': Feature x has the id 10"),
-        ("script.pt", _bad_lengths, "3 features; received 20 values."),
-        ("script.pt", _bad_width, "mat1 and mat2 shapes cannot be multiplied (7x4 and 5x16)"),
-        ("package.pt2", _bad_width, "unmatched dim value at 1, expected: 5, but got: 4"),
-        ("script.pt", _no_tensor, TUPLES),
+        ("dlrm.pt", _few, THREE),
+        ("dlrm.pt2", _few, THREE),
+        ("dlrm.pt", _bad_id, "Batch 1 of 'b.pt': Feature x has the id 10"),
+        ("dlrm.pt", _bad_lengths, "3 features; received 20 values."),
+        ("dlrm.pt", _bad_width, "mat1 and mat2 shapes cannot be multiplied (7x4 and 5x16)"),
+        ("dlrm.pt2", _bad_id, "Batch 1 of 'b.pt': An id is outside its table."),
+        ("dlrm.pt2", _bad_dtype, "unmatched dtype, expected: 4(at::kLong), but got: 6"),
+        ("dlrm.pt2", _bad_width, "unmatched dim value at 1, expected: 5, but got: 4"),
+        ("dlrm.pt", _no_tensor, TUPLES),
     ],
 )
 def test_bad_batches_are_errors(
@@ -209,13 +176,13 @@ def test_bad_batches_are_errors(
         (["no.pt", "b.pt", "s.pt"], "received 'no.pt'. There is no such file."),
         (["no.pt2", "b.pt", "s.pt"], "received 'no.pt2'. There is no such file."),
         (["b.pt", "b.pt", "s.pt"], "A program must be a file of export_torchscript or, if its"),
-        (["script.pt", "no.pt", "s.pt"], "received 'no.pt'. There is no such file."),
-        (["script.pt", "script.pt", "s.pt"], "a list, or a dict with one as 'inputs', of tuples"),
-        (["script.pt", "b.pt", "no/s.pt"], "file that can be written; received 'no/s.pt'."),
-        (["script.pt", "b.pt"], "Usage: score MODEL BATCHES SCORES [--time RUNS] [--fbgemm"),
-        (["script.pt", "b.pt", "s.pt", "--time", "x"], "a number of runs, 1 or more; received 'x'"),
+        (["dlrm.pt", "no.pt", "s.pt"], "received 'no.pt'. There is no such file."),
+        (["dlrm.pt", "dlrm.pt", "s.pt"], "a list, or a dict with one as 'inputs', of tuples"),
+        (["dlrm.pt", "b.pt", "no/s.pt"], "file that can be written; received 'no/s.pt'."),
+        (["dlrm.pt", "b.pt"], "Usage: score MODEL BATCHES SCORES [--time RUNS] [--fbgemm"),
+        (["dlrm.pt", "b.pt", "s.pt", "--time", "x"], "a number of runs, 1 or more; received 'x'"),
         (
-            ["script.pt", "b.pt", "s.pt", "--fbgemm", "no"],
+            ["dlrm.pt", "b.pt", "s.pt", "--fbgemm", "no"],
             f"made for torch {torch.__version__.partition('+')[0]}, must be in 'no'. Name",
         ),
     ],
