@@ -364,12 +364,14 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.proposers",
         "recsys.compat.planner.proposers",
-        "DynamicProgrammingProposer, GreedyProposer, GridSearchProposer, UniformProposer",
+        "DynamicProgrammingProposer, GreedyProposer, GridSearchProposer, UniformProposer, "
+        "proposers_to_proposals_list",
     ),
     (
         "torchrec.distributed.planner.shard_estimators",
         "recsys.compat.planner.shard_estimators",
-        "EmbeddingPerfEstimator, EmbeddingStorageEstimator, calculate_shard_storages",
+        "EmbeddingPerfEstimator, EmbeddingStorageEstimator, KV_CACHING_RATIO, "
+        "calculate_shard_storages",
     ),
     (
         "torchrec.distributed.planner.shard_estimators",
@@ -386,7 +388,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.compat.planner.estimator_types",
         "HardwarePerfConfig, ShardPerfContext",
     ),
-    ("torchrec.distributed.planner.stats", "recsys.compat.planner.stats", "EmbeddingStats"),
+    (
+        "torchrec.distributed.planner.stats",
+        "recsys.compat.planner.stats",
+        "EmbeddingStats, NoopEmbeddingStats",
+    ),
     (
         "torchrec.distributed.planner.storage_reservations",
         "recsys.compat.planner.storage_reservations",
@@ -420,7 +426,89 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.compat.planner.shard_estimators",
         "build_sharder_data_map",
     ),
-    ("torchrec.distributed.planner.utils", "recsys.compat.planner.types", "get_num_poolings"),
+    (
+        "torchrec.distributed.planner.utils",
+        "recsys.compat.planner.types",
+        "get_num_poolings, reset_shard_rank, storage_repr_in_gb",
+    ),
+    (
+        "torchrec.distributed.planner.constants",
+        "recsys.compat.planner.constants",
+        "BATCHED_COPY_PERF_FACTOR, BWD_COMPUTE_MULTIPLIER, CROSS_NODE_BANDWIDTH, DDR_CAP, "
+        "DDR_MEM_BW, DEFAULT_PERF_ESTIMATOR, DP_ELEMENTWISE_KERNELS_PERF_FACTOR, "
+        "FULL_BLOCK_EMB_DIM, HALF_BLOCK_PENALTY, HBM_CAP, HBM_MEM_BW, HBM_TO_DDR_MEM_BW, "
+        "HUNDRED_GB, INTRA_NODE_BANDWIDTH, MAX_SIZE, MIN_CW_DIM, QUARTER_BLOCK_PENALTY, "
+        "SSD_CAP, SSD_MEM_BW, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER, "
+        "WEIGHTED_KERNEL_MULTIPLIER",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.distributed.planner.constants",
+        "POOLING_FACTOR",
+    ),
+    (
+        "torchrec.distributed.planner.enumerators",
+        "recsys.compat.planner.constants",
+        "DEFAULT_PERF_ESTIMATOR",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.types",
+        "recsys.distributed.planner.constants",
+        "BIGINT_DTYPE",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.types",
+        "recsys.compat.planner.constants",
+        "BWD_COMPUTE_MULTIPLIER, DDR_MEM_BW, HBM_MEM_BW, SSD_MEM_BW, "
+        "WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER, WEIGHTED_KERNEL_MULTIPLIER",
+    ),
+    (
+        "torchrec.distributed.planner.planners",
+        "recsys.distributed.planner.constants",
+        "BATCH_SIZE",
+    ),
+    (
+        "torchrec.distributed.planner.planners",
+        "recsys.compat.planner.constants",
+        "MAX_SIZE",
+    ),
+    (
+        "torchrec.distributed.planner.proposers",
+        "recsys.compat.planner.constants",
+        "MAX_PROPOSALS",
+    ),
+    (
+        "torchrec.distributed.planner.shard_estimators",
+        "recsys.distributed.planner.constants",
+        "BIGINT_DTYPE, NUM_POOLINGS, UVM_CACHING_RATIO",
+    ),
+    (
+        "torchrec.distributed.planner.storage_reservations",
+        "recsys.distributed.planner.constants",
+        "BIGINT_DTYPE, POOLING_FACTOR",
+    ),
+    (
+        "torchrec.distributed.planner.types",
+        "recsys.distributed.planner.constants",
+        "BATCH_SIZE, POOLING_FACTOR",
+    ),
+    (
+        "torchrec.distributed.planner.types",
+        "recsys.compat.planner.constants",
+        "BWD_COMPUTE_MULTIPLIER, CROSS_NODE_BANDWIDTH, DDR_CAP, DDR_MEM_BW, HBM_CAP, "
+        "HBM_MEM_BW, HBM_TO_DDR_MEM_BW, HUNDRED_GB, INTRA_NODE_BANDWIDTH, SSD_CAP, "
+        "SSD_MEM_BW, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER",
+    ),
+    (
+        "torchrec.distributed.planner.utils",
+        "math",
+        "prod",
+    ),
+    (
+        "torchrec.distributed.planner.utils",
+        "recsys.distributed.placement.strategies",
+        "placement",
+    ),
     # inference
     (
         "torchrec.inference.state_dict_transform",

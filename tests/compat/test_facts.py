@@ -108,6 +108,8 @@ DIFFERENT = {
     ),
     r"GradientClippingOptimizer\.last_total_grad_norm": "step returns what the optimizer does",
     r"KeyedOptimizerWrapper\(pass_params_dict\)": "the factory takes a list",
+    r"Embedding(Bag)?CollectionContext[.(]\w+\)?": "made by create_context",
+    r"NoopEmbeddingStats\.log\(\w+\)": "takes what it is given",
     r"TowerQPSMetric\((warmup_steps|batch_size_stages)\)": "taken by keyword, as metrics' own are",
 }
 """What differs, as a pattern, and why."""

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 import torch
 
+from recsys.compat.planner.constants import MAX_PROPOSALS
 from recsys.compat.planner.topology import Topology
 from recsys.compat.planner.types import Enumerator, Proposer, ShardingOption, groups_of
-
-MAX_PROPOSALS = 10_000
-"""Of a grid search; one with more proposes nothing."""
 
 
 class _Listed(Proposer):
@@ -264,3 +262,25 @@ def _memory(option: ShardingOption) -> tuple[int, int, int, int]:
     sizes = [shard.storage for shard in option.shards if shard.storage is not None]
     hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
     return max(hbm), sum(hbm), max(ddr), sum(ddr)
+
+
+def proposers_to_proposals_list(
+    proposers_list: list[Proposer], search_space: list[ShardingOption]
+) -> list[list[ShardingOption]]:
+    """Return what proposers propose as long as everything fits, each proposal once.
+
+    Args:
+        proposers_list: each is loaded, asked and told that what it proposed fits.
+        search_space: all options of all tables, estimated.
+
+    Example:
+        >>> proposers_to_proposals_list([GridSearchProposer()], [])
+        []
+    """
+    found: dict[tuple[int, ...], list[ShardingOption]] = {}
+    for proposer in proposers_list:
+        proposer.load(search_space)
+        while (proposal := proposer.propose()) is not None:
+            found.setdefault(tuple(sorted(map(hash, proposal))), proposal)
+            proposer.feedback(partitionable=True)
+    return list(found.values())

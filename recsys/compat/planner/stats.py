@@ -78,5 +78,12 @@ class EmbeddingStats(Stats):
         logger.info("\n".join(lines))
 
 
+class NoopEmbeddingStats(EmbeddingStats):
+    """Logs nothing; arguments as of `EmbeddingStats`."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
 def _memory(size: Storage) -> str:
     return f"{bytes_to_mb(size.hbm):.1f}, {bytes_to_mb(size.ddr):.1f}"

@@ -20,7 +20,12 @@ import torch
 from torch import nn
 
 from recsys.compat.planner.topology import Perf, Storage, Topology
-from recsys.distributed.planner.constants import BATCH_SIZE, NUM_POOLINGS, sharder_name
+from recsys.distributed.planner.constants import (
+    BATCH_SIZE,
+    NUM_POOLINGS,
+    bytes_to_gb,
+    sharder_name,
+)
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from recsys.kernels.types import BoundsCheckMode
@@ -516,3 +521,23 @@ def get_num_poolings(
     demands = constraints.get(so.name) if constraints else None
     asked = None if demands is None else demands.num_poolings
     return list(so.num_poolings or asked or [NUM_POOLINGS] * so.num_inputs)
+
+
+def reset_shard_rank(proposal: list[ShardingOption]) -> None:
+    """Take the shards of options from the ranks that they were placed on."""
+    for option in proposal:
+        for shard in option.shards:
+            shard.rank = None
+
+
+def storage_repr_in_gb(storage: Storage | None) -> str:
+    """Write memory in GiB.
+
+    Example:
+        >>> storage_repr_in_gb(Storage(hbm=3 * 2**30, ddr=2**29))
+        'Storage(hbm = 3.0 GB, ddr = 0.5 GB)'
+    """
+    if storage is None:
+        return ""
+    hbm, ddr = (round(bytes_to_gb(size), 3) for size in (storage.hbm, storage.ddr))
+    return f"Storage(hbm = {hbm} GB, ddr = {ddr} GB)"

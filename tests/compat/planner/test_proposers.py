@@ -10,6 +10,7 @@ from recsys.compat.planner.proposers import (
     GreedyProposer,
     GridSearchProposer,
     UniformProposer,
+    proposers_to_proposals_list,
 )
 from recsys.compat.planner.topology import Perf, Storage, Topology
 from recsys.compat.planner.types import Proposer, Shard, ShardingOption
@@ -123,3 +124,14 @@ def test_proposals_are_those_of_torchrec() -> None:
     ours = printed("choices.py")["proposals"]
     assert ours == printed("choices.py", by_peer=True)["proposals"]
     assert all(any(len(run) > 1 for run in runs) for name, runs in ours.items() if "of" not in name)
+
+
+def test_proposals_of_several_proposers_come_once() -> None:
+    proposers = [UniformProposer(), GridSearchProposer()]
+    found = [
+        [f"{o.name} {o.sharding_type}" for o in proposal]
+        for proposal in proposers_to_proposals_list(proposers, SPACE)
+    ]
+    uniform, grid = all_of(UniformProposer()), all_of(GridSearchProposer())
+    assert found == [*uniform, *(one for one in grid if one not in uniform)]
+    assert len(found) == 6

@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 
-from recsys.compat.planner.stats import EmbeddingStats
+from recsys.compat.planner.stats import EmbeddingStats, NoopEmbeddingStats
 from recsys.compat.planner.storage_reservations import FixedPercentageStorageReservation
 from recsys.compat.planner.topology import Perf, Storage, Topology
-from recsys.compat.planner.types import Shard, ShardingOption
+from recsys.compat.planner.types import Shard, ShardingOption, Stats
 from recsys.distributed.types import ShardingPlan
 
 
@@ -39,3 +39,10 @@ def test_ranks_and_tables_are_logged(caplog: pytest.LogCaptureFixture, debug: bo
     assert "FixedPercentageStorageReservation" in text
     assert "\n0: 0, 0.0, 0.0, 0.000\n1: 2, 6.0, 2.0, 3.000" in text
     assert ("m.t: row_wise, fused, [1, 1], 6.0, 2.0, 3.000" in text) == debug
+
+
+def test_a_stats_class_that_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        NoopEmbeddingStats().log(ShardingPlan({}), best_plan=[])
+    assert isinstance(NoopEmbeddingStats(), Stats)
+    assert not caplog.records

@@ -17,6 +17,8 @@ from recsys.compat.planner.types import (
     Stats,
     StorageReservation,
     groups_of,
+    reset_shard_rank,
+    storage_repr_in_gb,
 )
 from recsys.distributed.types import CacheParams
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -98,3 +100,16 @@ def test_options_of_a_table_are_a_group() -> None:
 def test_what_is_to_be_extended_cannot_be_used_as_it_is(kind: type) -> None:
     with pytest.raises(TypeError, match="abstract"):
         kind()
+
+
+def test_ranks_are_taken_back() -> None:
+    options = [option(), option()]
+    assert {shard.rank for each in options for shard in each.shards} == {1, None}
+    reset_shard_rank(options)
+    assert {shard.rank for each in options for shard in each.shards} == {None}
+
+
+def test_memory_is_written_in_gib() -> None:
+    size = Storage(hbm=2**30 // 3, ddr=2**40, ssd=5)
+    assert storage_repr_in_gb(size) == "Storage(hbm = 0.333 GB, ddr = 1024.0 GB)"
+    assert storage_repr_in_gb(None) == ""

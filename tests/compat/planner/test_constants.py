@@ -1,0 +1,28 @@
+"""Numbers under TorchRec's names are TorchRec's."""
+
+from __future__ import annotations
+
+import pytest
+
+from recsys.compat.planner import constants
+from tests.compat.planner.scripts import needs_peer, printed
+
+
+@needs_peer
+def test_constants_are_those_of_torchrec() -> None:
+    ours, theirs = printed("constants.py"), printed("constants.py", by_peer=True)
+    assert len(ours) == 28
+    assert ours == pytest.approx(theirs)
+
+
+def test_speeds_are_bytes_per_millisecond() -> None:
+    gib_per_s = {
+        "HBM_MEM_BW": 897,
+        "DDR_MEM_BW": 51,
+        "SSD_MEM_BW": 100 / 1024,
+        "HBM_TO_DDR_MEM_BW": 32,
+        "INTRA_NODE_BANDWIDTH": 600,
+        "CROSS_NODE_BANDWIDTH": 12.5,
+    }
+    for name, speed in gib_per_s.items():
+        assert getattr(constants, name) * 1000 / 2**30 == pytest.approx(speed)
