@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
+from recsys.kernels.ops import HAS_FBGEMM
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -173,7 +174,12 @@ class PlainModel(nn.Module):
         self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
         self._batch_sizes = _batch_sizes(inputs)
         self.names = ["_".join(map(_text, found[i][0])) for i in self._places]
-        self.are_jagged = [isinstance(found[i][0][-1], pytree.GetAttrKey) for i in self._places]
+        jagged = [
+            _is_jagged(leaf)
+            for leaf in pytree.tree_leaves(inputs, is_leaf=_is_jagged)
+            for _ in pytree.tree_leaves(leaf)
+        ]
+        self.are_jagged = [jagged[i] for i in self._places]
         served = {
             id(m): m.served if isinstance(m, QuantizedCollection) else position_processor(m)
             for m in model.modules()
@@ -350,9 +356,13 @@ def _named(model: nn.Module, inputs: Sequence[object]) -> dict[str, object]:
     return dict(zip(names, inputs, strict=False))
 
 
+def _is_jagged(value: object) -> bool:
+    return isinstance(value, _JAGGED)
+
+
 def _batch_sizes(inputs: Sequence[object]) -> set[int]:
     """Return the batch sizes of all jagged inputs."""
-    leaves = pytree.tree_leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, _JAGGED))
+    leaves = pytree.tree_leaves(inputs, is_leaf=_is_jagged)
     strides = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
     return strides | {len(leaf.lengths()) for leaf in leaves if isinstance(leaf, JaggedTensor)}
 
@@ -373,7 +383,7 @@ def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
     """
     if isinstance(like, Tensor):
         return {name or "output": output}
-    if isinstance(like, _JAGGED):
+    if isinstance(like, JaggedTensor | KeyedJaggedTensor):
         parts = {"values": output.values(), "lengths": output.lengths()}
         if like.weights_or_none() is not None:
             parts["weights"] = output.weights()
@@ -397,6 +407,11 @@ def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
 
 
 def _check_model(model: nn.Module) -> None:
+    if not HAS_FBGEMM:
+        raise ImportError(
+            "Exported programs call FBGEMM's kernels; fbgemm_gpu is not installed. `python -m "
+            "recsys doctor` says which release fits."
+        )
     if model.training:
         raise ValueError("A model is exported in evaluation mode; call model.eval() first.")
     for path, child in model.named_modules():

@@ -168,7 +168,11 @@ class QuantizedLookup(nn.Module):
         Returns:
             `[B, sum of D over features]`, or `[N, D]` without pooling, in the output dtype.
         """
-        if not torch.jit.is_scripting() and self.backend != "fbgemm":  # type: ignore[attr-defined]
+        if (
+            not torch.jit.is_scripting()  # type: ignore[attr-defined]
+            and self.backend != "fbgemm"
+            and not torch.compiler.is_compiling()  # exported programs call FBGEMM
+        ):
             tables = [self.table_rows(table) for table in range(len(self._num_rows))]
             return self._look_up(tables, indices, offsets, weights)
         return self._look_up_in(self.weights, indices, offsets, weights)  # type: ignore[arg-type]

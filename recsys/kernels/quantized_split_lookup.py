@@ -66,7 +66,11 @@ class QuantizedSplitLookup(QuantizedLookup):
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Look up bags, as `QuantizedLookup` does; arguments are on the first block's device."""
         rows, places = self._gather(indices)
-        if not torch.jit.is_scripting() and self.backend != "fbgemm":  # type: ignore[attr-defined]
+        if (
+            not torch.jit.is_scripting()  # type: ignore[attr-defined]
+            and self.backend != "fbgemm"
+            and not torch.compiler.is_compiling()  # exported programs call FBGEMM
+        ):
             size = self.table_rows(0).shape[1]
             return self._look_up([rows[:, :size]], places, offsets, weights)
         return self._look_up_in(rows.flatten(), places, offsets, weights)

@@ -466,3 +466,18 @@ def test_a_file_runs_without_this_library(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", SCORE, tmp_path / "model.pt", tmp_path / "inputs.pt"], check=True
     )
+
+
+def test_programs_call_fbgemm_whatever_looks_up_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = dlrm()(*inputs_of(3))
+    monkeypatch.setattr("recsys.kernels.ops.FBGEMM_DEVICES", ())  # as RECSYS_KERNELS=torch does
+    model = dlrm()
+    tables: Any = model.sparse_arch.embedding_bag_collection
+    assert [lookup.backend for lookup in tables.lookups().lookups] == ["torch", "torch"]
+    for program in _programs(model, inputs_of(3), tmp_path / "model.pt"):
+        torch.testing.assert_close(program(*plain_tensors(*inputs_of(3))), expected)
+    monkeypatch.setattr("recsys.inference.export.HAS_FBGEMM", False)
+    with pytest.raises(ImportError, match="fbgemm_gpu is not installed"):
+        export_torchscript(model, tmp_path / "model.pt", inputs_of(3))
