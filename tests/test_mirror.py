@@ -61,6 +61,7 @@ TESTED_THROUGH = {
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_table.py": "inference/test_shard.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",
+    "inference/served.py": "inference/test_export.py",
     "kernels/backend.py": "kernels/test_support.py",
     "kernels/deferred.py": "kernels/test_tbe.py",
     "kernels/quantized_lookup.py": "kernels/test_quantized.py",
