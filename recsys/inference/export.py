@@ -39,8 +39,6 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["export_aoti", "export_torchscript"]
 
-_JAGGED = JaggedTensor, KeyedJaggedTensor
-
 
 def export_torchscript(
     model: nn.Module, path: str | Path, inputs: Sequence[object]
@@ -186,16 +184,16 @@ class PlainModel(nn.Module):
         }
         self.model: nn.Module = copy.deepcopy(model, {k: m for k, m in served.items() if m})
 
-    def forward(self, *tensors: Tensor) -> Tensor | dict[str, Tensor]:
+    def forward(self, *tensors: Tensor) -> Any:
         """Call the model."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         arguments = pytree.tree_unflatten(leaves, self._structure)
-        output = self.model(*arguments.values())
-        if isinstance(self._expected, Tensor):
-            return output  # type: ignore[no-any-return]
-        return _plain(output, self._expected)
+        return self._tensors_of(self.model(*arguments.values()))
+
+    def _tensors_of(self, output: Any) -> Any:
+        return output if isinstance(self._expected, Tensor) else _plain(output, self._expected)
 
     def check(self, program: Callable[..., object]) -> None:
         """Raise if a program returns another thing than the model.
@@ -203,9 +201,7 @@ class PlainModel(nn.Module):
         Raises:
             ValueError: It does, on the example or on an empty batch that the model serves.
         """
-        expected = self._expected
-        if not isinstance(expected, Tensor):
-            expected = _plain(expected, expected)
+        expected = self._tensors_of(self._expected)
         cases: list[tuple[Sequence[Tensor], object]] = [(self.tensors, expected)]
         with torch.no_grad():
             sizes = self._batch_sizes
@@ -357,7 +353,7 @@ def _named(model: nn.Module, inputs: Sequence[object]) -> dict[str, object]:
 
 
 def _is_jagged(value: object) -> bool:
-    return isinstance(value, _JAGGED)
+    return isinstance(value, JaggedTensor | KeyedJaggedTensor)
 
 
 def _batch_sizes(inputs: Sequence[object]) -> set[int]:

@@ -367,8 +367,9 @@ def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]
 
 
 def _traced_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
-    ids_per_key, message = lengths_KB.sum(1), "lengths must add up to the number of ids"
-    fails((lengths_KB >= 0).all() & (ids_per_key.sum() == values.numel()), f"{message}.")
+    ids_per_key = lengths_KB.sum(1)
+    fit = (lengths_KB >= 0).all() & (ids_per_key.sum() == values.numel())
+    fails(fit, "lengths must add up to the number of ids.")
     sizes: list[int] = ids_per_key.tolist() if is_needed else []
     for size in sizes:
         torch._check(size >= 0)

@@ -83,12 +83,10 @@ class Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return what a node takes for an argument; a batch of proxies is built by a node."""
-        if isinstance(a, KeyedJaggedTensor):
+        if isinstance(a, JaggedTensor | KeyedJaggedTensor):
+            keys = (a.keys(),) if isinstance(a, KeyedJaggedTensor) else ()
             tensors = {"weights": a.weights_or_none(), "lengths": a.lengths()}
-            return self._built(KeyedJaggedTensor, (a.keys(), a.values()), tensors)
-        if isinstance(a, JaggedTensor):
-            tensors = {"weights": a.weights_or_none(), "lengths": a.lengths()}
-            return self._built(JaggedTensor, (a.values(),), tensors)
+            return self._built(type(a), (*keys, a.values()), tensors)
         if isinstance(a, KeyedTensor):
             widths = a.keys(), a.length_per_key()
             return self._built(KeyedTensor, (*widths, a.values(), a.key_dim()), {})

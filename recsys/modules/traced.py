@@ -24,6 +24,7 @@ from torch.nn import functional
 from recsys.kernels.tbe_torch import sum_bags
 from recsys.kernels.types import PoolingType
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recsys.sparse.validate import is_proxy
 
 if TYPE_CHECKING:
     from recsys.modules.embedding_tables import TableCollection
@@ -37,12 +38,7 @@ def is_traced(features: object) -> bool:
     Args:
         features: What the collection was called with; `torch.fx` passes a proxy.
     """
-    return torch.compiler.is_compiling() or isinstance(features, fx.Proxy)
-
-
-def is_proxy(features: object) -> bool:
-    """Return whether `torch.fx` traces now, which knows no keys: a forward pass is recorded."""
-    return isinstance(features, fx.Proxy)
+    return torch.compiler.is_compiling() or is_proxy(features)
 
 
 def record(function: Callable[..., Any], features: object, *arguments: object) -> Any:

@@ -11,7 +11,7 @@ from recsys.distributed.planner.hardware import NUMBERS
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
-from recsys.distributed.planner.types import PlannerError
+from recsys.distributed.planner.types import PlannerError, PlannerErrorType
 from recsys.distributed.ranks.agreement import Facts, agree, differs, stable
 from recsys.distributed.ranks.comm import broadcast_object
 
@@ -78,13 +78,17 @@ def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology
         Exception: why a rank cannot say what it was asked for.
     """
     caps = tuple(getattr(topology, cap) for cap in _CAPS)
-    seen = agree(group, _STAGE, facts, caps, PlannerError)
+    seen = agree(group, _STAGE, facts, caps, _mismatch)
     for number, cap in enumerate(_CAPS):
         sizes = [caps[number] for caps in seen]
         for rank, size in enumerate(sizes):
             if abs(size - sizes[0]) > _ALIKE * sizes[0]:
                 text = differs(_STAGE, rank, f"topology.{cap}", str(sizes[0]), str(size))
-                raise PlannerError(text)
+                raise _mismatch(text)
+
+
+def _mismatch(text: str) -> PlannerError:
+    return PlannerError(text, PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH)
 
 
 def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -383,13 +383,15 @@ class EmbeddingShardingPlanner:
             if constraints is None:
                 raise PlannerError(
                     f"{name}.enumerate must list every table; received none of table "
-                    f"{table.name!r} of module {table.path!r}."
+                    f"{table.name!r} of module {table.path!r}.",
+                    PlannerErrorType.INPUT_VALIDATION,
                 )
             if self._constraints and constraints != table.constraints:
                 raise PlannerError(
                     f"{name}.enumerate must list table {table.name!r} under the planner's "
                     f"constraints; received it under others. Give {name} the constraints, and "
-                    "EmbeddingEnumerator in it."
+                    "EmbeddingEnumerator in it.",
+                    PlannerErrorType.INPUT_VALIDATION,
                 )
 
     def _no_option(self, table: PlannedTable) -> str:

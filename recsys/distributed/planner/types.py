@@ -30,6 +30,15 @@ class PlannerErrorType(Enum):
     """Constraints on a table leave no way to place it, or contradict each other or the model."""
     PARTITION = "partition"
     """A partitioner of the user's own found no rank with memory for a shard."""
+    PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
+    """Ranks were asked for different plans."""
+    INPUT_VALIDATION = "input_validation"
+    """An enumerator of your own left out tables or constraints."""
+    INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
+    """For planners of your own, as the next three; ours raises a ValueError there."""
+    INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
+    MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
+    PLAN_LOADING_FAILED = "plan_loading_failed"
     OTHER = "other"
 
 

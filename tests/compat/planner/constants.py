@@ -1,9 +1,21 @@
-"""Prints the numbers of TorchRec's planner that its users' parts compute with."""
+"""Prints what parts of users' planners compute with: TorchRec's numbers and small functions."""
 
 import importlib
 import json
 
-MODULES = ("constants", "enumerators", "estimator.types", "planners", "proposers", "types")
+from torchrec.distributed.planner.utils import placement, prod
+
+MODULES = (
+    "constants",
+    "enumerators",
+    "estimator.types",
+    "planners",
+    "proposers",
+    "shard_estimators",
+    "storage_reservations",
+    "types",
+    "utils",
+)
 NAMES = [
     "BATCHED_COPY_PERF_FACTOR",
     "BATCH_SIZE",
@@ -42,4 +54,7 @@ for module in MODULES:
         if hasattr(values, name):
             found.setdefault(name, getattr(values, name))
             assert found[name] == getattr(values, name)
+for device, rank, local_size in (("cpu", 3, 2), ("cuda", 3, 2), ("cuda", 1, 8)):
+    found[f"placement of {device} {rank} {local_size}"] = placement(device, rank, local_size)
+found["prod"] = [prod(numbers) for numbers in ([2, 3, 4], [])]
 print(json.dumps(found))

@@ -1,5 +1,6 @@
 """A planner with constraints and with an estimator, a proposer and a partitioner of its own."""
 
+import copy
 import json
 import os
 
@@ -10,11 +11,12 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
+    Partitioner,
     Perf,
     PlannerError,
+    PlannerErrorType,
     Proposer,
     ShardEstimator,
     Storage,
@@ -63,6 +65,22 @@ class OneTypeEach(Proposer):
         self.tried += 1
 
 
+class FreestRank(Partitioner):
+    """Gives each shard, the largest first, the rank that has most host memory left."""
+
+    def partition(self, proposal, storage_constraint):
+        devices = copy.deepcopy(storage_constraint.devices)
+        plan = copy.deepcopy(proposal)
+        shards = [shard for option in plan for shard in option.shards]
+        for shard in sorted(shards, key=lambda shard: -shard.storage.ddr):
+            freest = max(devices, key=lambda device: (device.storage.ddr, -device.rank))
+            if not shard.storage.fits_in(freest.storage):
+                raise PlannerError("no room", PlannerErrorType.PARTITION)
+            freest.storage -= shard.storage
+            shard.rank = freest.rank
+        return plan
+
+
 def build_model():
     tables = [
         EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows, feature_names=[name])
@@ -81,7 +99,7 @@ def build_planner(topology, constraints, proposer):
         ),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.1),
         proposer=[proposer],
-        partitioner=GreedyPerfPartitioner(),
+        partitioner=FreestRank(),
         constraints=constraints,
     )
 

@@ -13,7 +13,7 @@ from recsys.distributed.planner.enumerators import EmbeddingEnumerator
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.pooling_stats import FeatureStats, PoolingStats
 from recsys.distributed.planner.tables import PlannedTable
-from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.planner.types import ParameterConstraints, PlannerErrorType
 from recsys.distributed.types import ModuleSharder, ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection, only
 
@@ -127,13 +127,15 @@ class Wrapped:
 
 
 def test_all_tables_must_be_listed_under_the_planners_constraints() -> None:
-    with pytest.raises(PlannerError, match=r"Wrapped\.enumerate must list every .* table 'b'"):
+    with pytest.raises(PlannerError, match=r"Wrapped\.enumerate must list every .* table 'b'") as e:
         EmbeddingShardingPlanner(TOPOLOGY, enumerator=Wrapped("a")).plan(MODEL, SHARDERS)
     planner = EmbeddingShardingPlanner(
         TOPOLOGY, enumerator=Wrapped("a", "b"), constraints={"a": only("row_wise")}
     )
-    with pytest.raises(PlannerError, match="table 'a' under the planner's constraints"):
+    assert e.value.error_type is PlannerErrorType.INPUT_VALIDATION
+    with pytest.raises(PlannerError, match="table 'a' under the planner's constraints") as e:
         planner.plan(MODEL, SHARDERS)
+    assert e.value.error_type is PlannerErrorType.INPUT_VALIDATION
 
 
 def test_constraints_are_those_of_the_enumerator() -> None:

@@ -510,7 +510,7 @@ def _plan_together(mib: float, of_rank_1: dict[str, Any] | None = None) -> Shard
     try:
         return planner.collective_plan(model, SHARDERS)
     except PlannerError as error:
-        return str(error)
+        return f"{error.error_type.value}: {error}"
 
 
 def test_all_sharders_there_are_unless_told() -> None:
@@ -533,13 +533,16 @@ def test_every_rank_gets_the_plan_of_rank_0(ranks: RankPool) -> None:
 def test_every_rank_gets_the_error_of_rank_0(ranks: RankPool) -> None:
     first, second = ranks(2, _plan_together, 0.01)
     assert first == second
-    assert first.startswith("Table 'a' of module ''")
+    assert first.startswith("insufficient_storage: Table 'a' of module ''")
 
 
 @pytest.mark.parametrize(
     ("of_rank_1", "message"),
     [
-        ({"batch_size": 256}, "batch_size differs: rank 0 has 512, rank 1 has 256"),
+        (
+            {"batch_size": 256},
+            "planner_input_context_mismatch: .*batch_size differs: rank 0 has 512, rank 1 has 256",
+        ),
         (
             {"rows": 999},
             r"table 'a' of module '' differs: rank 0 has rows 1000, rank 1 has rows 999\.",
@@ -549,7 +552,11 @@ def test_every_rank_gets_the_error_of_rank_0(ranks: RankPool) -> None:
             "table 'a' of module '' differs: rank 0 has optimizer SGD, rank 1 .* EXACT_ROWWISE_ADA",
         ),
         ({"kind": "table_wise"}, r"constraints of table 'a' .* differs: .*row_wise.*table_wise"),
-        ({"mib": 50.0}, "topology.ddr_cap differs: rank 0 has 104857600, rank 1 has 52428800"),
+        (
+            {"mib": 50.0},
+            "planner_input_context_mismatch: .*topology.ddr_cap differs: rank 0 has 104857600, "
+            "rank 1 has 52428800",
+        ),
         ({"device": "cuda"}, "topology.compute_device differs: rank 0 has 'cpu', .* 'cuda'"),
         ({"name": "b"}, r"On rank 1: Constraints are given .* \['b'\]"),
     ],
