@@ -14,6 +14,12 @@ NARROW_WIRES = (
 TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_like_the_eager_one"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/examples/test_dlrm.py::test_a_killed_job_goes_on_and_ends_alike": (
+        "tests/examples/test_dlrm.py::test_random_data_on_one_process"
+    ),
+    "tests/examples/test_dlrm.py::test_it_goes_on_from_its_last_save": (
+        "tests/examples/test_dlrm.py::test_random_data_on_one_process"
+    ),
     f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_in_torchrec": (
         f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_without_the_pipeline"
     ),

@@ -39,6 +39,7 @@ BROAD = {
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
+    "distributed/train_pipeline/batches.py": "distributed/train_pipeline/test_even_batches.py",
     "contact.py": "distributed/ranks/test_comm.py",
     "lazy.py": "test_public_surface.py",
     "distributed/ranks/agreement.py": "distributed/ranks/test_construction.py",

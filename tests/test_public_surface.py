@@ -22,13 +22,20 @@ SURFACE = {
     "recsys.compat": "",
     "recsys.datasets": "",
     "recsys.distributed": """
-        Awaitable DistributedModelParallel ModuleSharder NoWait ParameterSharding ShardedModule
-        ShardingEnv get_local_rank get_local_size
+        Awaitable DistributedModelParallel EvalPipelineSparseDist ModuleSharder NoWait
+        ParameterSharding PrefetchTrainPipelineSparseDist ShardedModule ShardingEnv TrainPipeline
+        TrainPipelineBase TrainPipelineSparseDist get_local_rank get_local_size
     """,
     "recsys.distributed.planner": """
         CustomTopologyData EmbeddingEnumerator EmbeddingShardingPlanner
         FixedPercentageStorageReservation Hardware HeuristicalStorageReservation
         ParameterConstraints PlannerError PlannerErrorType PoolingStats Topology
+    """,
+    "recsys.distributed.train_pipeline": """
+        EvalPipelineSparseDist EvenBatches GradientAccumulationConfig GradientAccumulationWrapper
+        PipelineStage PrefetchTrainPipelineSparseDist SparseDataDistUtil StagedTrainPipeline
+        TrainPipeline TrainPipelineBase TrainPipelineContext TrainPipelineFusedSparseDist
+        TrainPipelineSemiSync TrainPipelineSparseDist UnevenPolicy
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection

@@ -5,27 +5,39 @@
     torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset criteo --data DIR
     torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset random
 
-It also runs on one process without torchrun.
+It also runs on one process without torchrun. With `--resume auto` a job that was killed goes on
+where it last saved: start the same command again, or let torchrun (`--max-restarts`).
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from data import Data, load_data
 from torch import nn
 
-from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint import (
+    RandomState,
+    load_checkpoint,
+    newest_version,
+    save_checkpoint,
+    save_checkpoint_async,
+)
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
+from recsys.distributed.train_pipeline import TrainPipelineSparseDist
 from recsys.distributed.types import ShardingEnv
+from recsys.distributed.watchdog import end_with_launcher
 from recsys.inference import export_torchscript, quantize_embeddings
 from recsys.metrics import AUC, NormalizedEntropy
 from recsys.modules.dlrm import DLRM, DLRMTrain
@@ -56,6 +68,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, choices=[8, 4], default=8, help="of quantized rows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/dlrm"))
+    parser.add_argument(
+        "--resume", choices=["never", "auto"], default="never", help="save, and go on from there"
+    )
+    parser.add_argument("--save-every", type=int, default=50, help="steps, with --resume auto")
     return parser.parse_args()
 
 
@@ -129,7 +145,8 @@ class Progress:
 
 def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device) -> dict:
     data = load_data(arguments, env)
-    torch.manual_seed(arguments.seed)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(arguments.seed)
     model = build_model(data, arguments, META)
     apply_optimizer_in_backward(
         RowWiseAdagrad,
@@ -157,22 +174,32 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
             print(f"{name:16} {'':10} {row['auc']:7.4f} {row['ne']:7.4f} {row['loss']:8.4f}")
 
     # By log loss: the last epochs still order samples better, but are ever surer where they err.
-    checkpoint, best = arguments.out / "checkpoint", math.inf
-    for epoch in range(arguments.epochs or data.epochs):
+    checkpoint, resume = arguments.out / "checkpoint", arguments.out / "resume"
+    at = {"epoch": 0, "step": 0, "best": math.inf, "losses": []}
+    progress = {"random": RandomState()}
+    if arguments.resume == "auto" and newest_version(resume):
+        at = load_checkpoint(resume, sharded, optimizer, progress=progress)
+        if is_first:
+            print(f"Going on from {resume}: epoch {at['epoch'] + 1}, step {at['step']}", flush=True)
+    pipeline = TrainPipelineSparseDist(sharded, optimizer, device)
+    for epoch in range(at["epoch"], arguments.epochs or data.epochs):
         data.train.set_epoch(epoch)
-        progress = Progress(f"epoch {epoch + 1}", data.train_steps, is_first)
-        losses = []
-        for batch in data.train:
-            optimizer.zero_grad()
-            loss, (detached, _, _) = sharded(batch.to(device))
-            loss.backward()
-            optimizer.step()
-            losses.append(detached)
-            progress.step(len(batch.labels))
-        rate = progress.close() * env.world_size
+        bar = Progress(f"epoch {epoch + 1}", data.train_steps, is_first)
+        batches = itertools.islice(data.train, at["step"], None)
+        while True:
+            try:
+                detached, _, labels = pipeline.progress(batches)
+            except StopIteration:
+                break
+            at["losses"].append(detached)
+            at["step"] += 1
+            bar.step(len(labels))
+            if arguments.resume == "auto" and at["step"] % arguments.save_every == 0:
+                save_checkpoint_async(resume, sharded, optimizer, at, progress=progress)
+        rate = bar.close() * env.world_size
         scores = evaluate(sharded, data.validation, device)
         if is_first:
-            mean_loss = torch.stack(losses).mean().item()
+            mean_loss = torch.stack(at["losses"]).mean().item()
             name = f"epoch {epoch + 1}"
             print(
                 f"{name:16} {mean_loss:10.4f} {scores['auc']:7.4f} {scores['ne']:7.4f} "
@@ -180,9 +207,12 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
                 flush=True,
             )
 
-        if scores["loss"] < best:  # the same on all ranks
-            best = scores["loss"]
+        if scores["loss"] < at["best"]:  # the same on all ranks
+            at["best"] = scores["loss"]
             save_checkpoint(checkpoint, sharded, optimizer, {"epoch": epoch + 1})
+        at |= {"epoch": epoch + 1, "step": 0, "losses": []}
+        if arguments.resume == "auto":
+            save_checkpoint(resume, sharded, optimizer, at, progress=progress)
 
     extra = load_checkpoint(checkpoint, sharded, optimizer)
     if is_first:
@@ -229,6 +259,7 @@ def print_table(rows: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    end_with_launcher()
     if "RANK" in os.environ:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":

@@ -509,6 +509,72 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.distributed.placement.strategies",
         "placement",
     ),
+    # pipelines
+    (
+        "torchrec.distributed.train_pipeline.train_pipelines",
+        "recsys.distributed.train_pipeline.pipelines",
+        "EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist, TrainPipeline, "
+        "TrainPipelineBase, TrainPipelineFusedSparseDist, TrainPipelineSemiSync, "
+        "TrainPipelineSparseDist",
+    ),
+    (
+        "torchrec.distributed.train_pipeline",
+        "recsys.distributed.train_pipeline.pipelines",
+        "EvalPipelineSparseDist, In, Out, PrefetchTrainPipelineSparseDist, TrainPipeline, "
+        "TrainPipelineBase, TrainPipelineContext, TrainPipelineFusedSparseDist, "
+        "TrainPipelineSparseDist",
+    ),
+    (
+        "torchrec.distributed.train_pipeline.pipeline_context",
+        "recsys.distributed.train_pipeline.pipelines",
+        "In, Out, TrainPipelineContext",
+    ),
+    (
+        "torchrec.distributed",
+        "recsys.distributed.train_pipeline.pipelines",
+        "EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist, TrainPipeline, "
+        "TrainPipelineBase, TrainPipelineSparseDist",
+    ),
+    (
+        "torchrec.distributed.train_pipeline",
+        "recsys.distributed.train_pipeline.staged",
+        "SparseDataDistUtil, StageOut, StagedTrainPipeline",
+    ),
+    (
+        "torchrec.distributed.train_pipeline.train_pipelines",
+        "recsys.distributed.train_pipeline.staged",
+        "StagedTrainPipeline",
+    ),
+    (
+        "torchrec.distributed.train_pipeline.pipeline_stage",
+        "recsys.distributed.train_pipeline.staged",
+        "PipelineStage, SparseDataDistUtil, StageOut",
+    ),
+    (
+        "torchrec.distributed.train_pipeline",
+        "recsys.distributed.train_pipeline.gradient_accumulation",
+        "GradientAccumulationConfig, GradientAccumulationWrapper",
+    ),
+    (
+        "torchrec.distributed.train_pipeline.gradient_accumulation",
+        "recsys.distributed.train_pipeline.gradient_accumulation",
+        "GradientAccumulationConfig, GradientAccumulationWrapper",
+    ),
+    (
+        "torchrec.distributed.train_pipeline",
+        "recsys.fx",
+        "Tracer",
+    ),
+    (
+        "torchrec.distributed.train_pipeline.utils",
+        "recsys.fx",
+        "Tracer",
+    ),
+    (
+        "torchrec.distributed.train_pipeline.tracing",
+        "recsys.fx",
+        "Tracer",
+    ),
     # inference
     (
         "torchrec.inference.state_dict_transform",
@@ -720,9 +786,8 @@ HOMES: dict[str, dict[str, Home]] = _build_homes()
 
 INSTEAD: dict[str, str] = {
     "torchrec.distributed.embedding_types.": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.train_pipeline": "Write the loop by hand, as README does; embeddings "
-    "are under way while dense layers work.",
-    "torchrec.distributed.TrainPipeline": "Write the loop by hand, as README does.",
+    "torchrec.distributed.train_pipeline.utils.": "The pipelines inside are others: "
+    "docs/pipelines.md.",
     "torchrec.modules.mc_modules": "Ids must be in their table: hash them before the model, "
     "by recsys.sparse.hash_ids.",
     "torchrec.modules.mc_embedding_modules": "Use EmbeddingBagCollection or EmbeddingCollection, "

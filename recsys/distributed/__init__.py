@@ -20,15 +20,27 @@ if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.ranks.env import ShardingEnv
     from recsys.distributed.ranks.node import get_local_rank, get_local_size
     from recsys.distributed.sharder import ModuleSharder, ShardedModule
+    from recsys.distributed.train_pipeline.pipelines import (
+        EvalPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
+        TrainPipeline,
+        TrainPipelineBase,
+        TrainPipelineSparseDist,
+    )
 
 __all__ = [
     "Awaitable",
     "DistributedModelParallel",
+    "EvalPipelineSparseDist",
     "ModuleSharder",
     "NoWait",
     "ParameterSharding",
+    "PrefetchTrainPipelineSparseDist",
     "ShardedModule",
     "ShardingEnv",
+    "TrainPipeline",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
     "get_local_rank",
     "get_local_size",
 ]
@@ -36,11 +48,16 @@ __all__ = [
 _HOMES = {
     "Awaitable": "distributed.types",
     "DistributedModelParallel": "distributed.model_parallel",
+    "EvalPipelineSparseDist": "distributed.train_pipeline.pipelines",
     "ModuleSharder": "distributed.types",
     "NoWait": "distributed.types",
     "ParameterSharding": "distributed.types",
+    "PrefetchTrainPipelineSparseDist": "distributed.train_pipeline.pipelines",
     "ShardedModule": "distributed.types",
     "ShardingEnv": "distributed.types",
+    "TrainPipeline": "distributed.train_pipeline.pipelines",
+    "TrainPipelineBase": "distributed.train_pipeline.pipelines",
+    "TrainPipelineSparseDist": "distributed.train_pipeline.pipelines",
     "get_local_rank": "distributed.ranks.node",
     "get_local_size": "distributed.ranks.node",
 }

@@ -221,7 +221,8 @@ class DistributedModelParallel(nn.Module):
         self._optimizer = CombinedOptimizer(
             [(path, child.fused_optimizer) for path, child in sharded_modules(module)]
         )
-        self._ahead = InputsAhead.of_model(module)
+        ahead = InputsAhead.of_model(module)
+        self._ahead = ahead if len(ahead) > 1 else None
         self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             self._rename_for_load
         )

@@ -53,10 +53,11 @@ from recsys.optim.apply_optimizer_in_backward import (
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 
-started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Trip | None] | None] = (
+started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
     ContextVar("started_ahead", default=None)
 )
-"""Asked at each call of a collection for the trip of these features, if it has started already."""
+"""Asked at each call of a collection for its output of these features, if their trip has started
+already; else returns None."""
 
 
 class ShardedCollection(ShardedModule):
@@ -110,6 +111,7 @@ class ShardedCollection(ShardedModule):
             weights = module.table_weights()
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
             subject = construction.path or module_fqn or type(module).__name__
+            self._path = subject
             check_plan_covers(subject, plan, weights)
             plan = with_table_settings(plan, fused_params or {})
             check_untied(module, weights.values())
@@ -181,7 +183,9 @@ class ShardedCollection(ShardedModule):
             self._bounds_check_mode,
             is_weighted=self._is_weighted,
             distinct=self._use_index_dedup,
+            trains=any(option.requires_grad for option in options),
             owner=type(self).__name__,
+            path=self._path,
         )
         own = layout.groups[env.rank]
         self._lookups = build_lookups(own, layout.tables, device, env.world_size)
@@ -201,7 +205,7 @@ class ShardedCollection(ShardedModule):
             self._output_dtype,
             **self._output_options(),
         )
-        self._trains = any(option.requires_grad for option in options)
+        self._trains = self._input_dist.trains
         tables = TableDict()
         shards: list[list[Any]] = [[] for _ in layout.tables]
         for lookup in (*self._lookups, *self._replicas):
@@ -385,6 +389,23 @@ class ShardedCollection(ShardedModule):
         """
         return self.output_dist(ctx, self._look_up(ctx, input))
 
+    def prefetch(
+        self,
+        dist_input: Trip,
+        forward_stream: torch.Stream | None = None,
+        ctx: Trip | None = None,
+    ) -> None:
+        """Bring the rows that `compute` will read into the caches of tables that have one.
+
+        Args:
+            dist_input: what its `input_dist` gave in the end.
+            forward_stream: means nothing: call it on the stream of the lookups, after the update of
+                the batch before.
+            ctx: means nothing.
+        """
+        for lookup, bags in zip(self._lookups, dist_input.lookups, strict=True):
+            lookup.kernel.prefetch(bags.indices, bags.offsets)
+
     def _look_up(self, ctx: Trip, dist_input: Trip) -> Iterator[Tensor]:
         """Look up in the replicated tables now, in the others while the result is read."""
         if dist_input is not ctx:
@@ -426,11 +447,12 @@ class ShardedCollection(ShardedModule):
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
         ask = started_ahead.get()
-        trip = None if ask is None else ask(self, features)
-        if trip is None:  # else it has started ahead
-            trip = self._input_dist.prepare(features)
-            start_together([trip])
-            trip.send()
+        output = None if ask is None else ask(self, features)
+        if output is not None:
+            return output  # type: ignore[no-any-return]
+        trip = self._input_dist.prepare(features)
+        start_together([trip])
+        trip.send()
         return self.output_dist(trip, self._look_up(trip, trip.ids()))
 
     @property

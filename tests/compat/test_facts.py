@@ -109,6 +109,26 @@ DIFFERENT = {
     r"GradientClippingOptimizer\.last_total_grad_norm": "step returns what the optimizer does",
     r"KeyedOptimizerWrapper\(pass_params_dict\)": "the factory takes a list",
     r"Embedding(Bag)?CollectionContext[.(]\w+\)?": "made by create_context",
+    (
+        r"\w+Pipeline\w*\((enable_inplace_copy_batch|free_features_storage_early|"
+        r"clear_data_dist_inputs|enqueue_batch_after_forward)\)"
+    ): "a batch is kept until it was trained on, and read when its turn comes",
+    r"\w+Pipeline\w*\((emb_lookup_stream|embedding_lookup_after_data_dist|strict)\)": (
+        "the order of steps is fixed: docs/pipelines.md"
+    ),
+    r"\w+Pipeline\w*\(context_type\)": "there is one type",
+    (
+        r"\w+Pipeline\w*\.(attach|copy_batch_to_gpu|dequeue_batch|embedding_backward|"
+        r"enqueue_batch|extract_model_input_from_batch|fill_pipeline|inplace_copy_batch_to_gpu|"
+        r"register_backward_hook|start_\w+|wait_\w+|clear_\w+|sync_embeddings)(\(.*\))?"
+    ): "progress does it all: docs/pipelines.md",
+    r"GradientAccumulationWrapper\.(current_step|optimizer_wrapper)": "of how it is made there",
+    r"Tracer[.(](extend_leaf_fqn|is_extended_leaf_modules)\)?": "pipelines here do not trace",
+    r"TrainPipelineContext[.(]\w+\)?": "of the engine inside: docs/engine.md",
+    (
+        r"SparseDataDistUtil\.(data_exhausted_callback|load_prefetch|prefetch|"
+        r"should_assert_context_invariants|wait_sdd_fill_callback)"
+    ): "its stages need no more than docs/pipelines.md says",
     r"NoopEmbeddingStats\.log\(\w+\)": "takes what it is given",
     r"TowerQPSMetric\((warmup_steps|batch_size_stages)\)": "taken by keyword, as metrics' own are",
 }

@@ -13,7 +13,6 @@ from tests.offenders import check_each
 
 # Names that mean something else in TorchRec.
 OTHER_MEANING = {
-    "torchrec.distributed.train_pipeline.utils.Tracer",  # what a pipeline rewrites models by
     "torchrec.distributed.model_tracker.types.UpdateMode",
     "torchrec.quant.embedding_modules.EmbeddingCollection",
 }

@@ -163,8 +163,8 @@ def test_star_import(torchrec: Any) -> None:
             "what differs: docs/migrating.md.",
         ),
         (
-            "from torchrec.distributed.train_pipeline import TrainPipelineSparseDist",
-            "no counterpart of torchrec.distributed.train_pipeline. Write the loop by hand",
+            "from torchrec.distributed.train_pipeline.utils import DataLoadingThread",
+            "no counterpart of torchrec.distributed.train_pipeline.utils.DataLoadingThread. The pipe",
         ),
         (
             "from torchrec.modules.mc_modules import ManagedCollisionModule",

@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "docs" / "metrics.md",
     ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",
+    ROOT / "docs" / "pipelines.md",
     ROOT / "docs" / "quantization.md",
     ROOT / "docs" / "several_machines.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),

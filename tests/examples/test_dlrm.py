@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.examples.kills import saved_by
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "dlrm" / "train.py"
@@ -73,3 +76,29 @@ def test_criteo_files_on_two_processes(tmp_path: Path) -> None:
     assert auc > 0.75  # the first category tells the label; guessing gives 0.5
     assert _auc(output, "unsharded, from the checkpoint") == pytest.approx(auc, abs=1e-4)
     assert _auc(output, "int8 TorchScript, fresh process") == pytest.approx(auc, abs=0.002)
+
+
+def test_a_killed_job_goes_on_and_ends_alike() -> None:
+    """A short form of what ``python -m tests.examples.kills`` does at length."""
+    done = subprocess.run(
+        [*(sys.executable, "-m", "tests.examples.kills"), "--one=1", "--all=0", "--agent=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kills"] == 2
+
+
+def test_it_goes_on_from_its_last_save(tmp_path: Path) -> None:
+    """In two parts on one process: the second ends where an undivided run ends."""
+    settings = ("--dataset", "random", "--num-embeddings", "100", "--batch-size", "16")
+    settings += ("--embedding-dim", "8", "--resume", "auto", "--save-every", "20", "--out")
+    undivided, divided = tmp_path / "undivided", tmp_path / "divided"
+    _run([], *settings, str(undivided), "--epochs", "2")
+    _run([], *settings, str(divided), "--epochs", "1")
+    said = _run([], *settings, str(divided), "--epochs", "2")
+    assert "Going on from" in said
+    assert "epoch 2, step 0" in said
+    assert saved_by(divided) == saved_by(undivided)

@@ -5,11 +5,24 @@ ranks and files; the files here read as follows: `errors` (raised on every rank)
 may be saved besides tensors), `state` (of model and optimizer, by the names of whole tables),
 `settings` (learning rates and the like), `versions` (the `step-N` folders and their
 manifests), `metadata` (read without running what a pickle says), `blocks` (written and read
-with a CRC each), `save` and `load`.
+with a CRC each), `progress` (what each rank keeps for itself), `background` (saves while training
+goes on), `save` and `load`.
 """
 
+from recsys.distributed.checkpoint.background import PendingSave
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.load import load_checkpoint
-from recsys.distributed.checkpoint.save import save_checkpoint
+from recsys.distributed.checkpoint.progress import RandomState, Stateful
+from recsys.distributed.checkpoint.save import save_checkpoint, save_checkpoint_async
+from recsys.distributed.checkpoint.versions import newest_version
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "PendingSave",
+    "RandomState",
+    "Stateful",
+    "load_checkpoint",
+    "newest_version",
+    "save_checkpoint",
+    "save_checkpoint_async",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
 from recsys.distributed.checkpoint.plain import decode, decode_pickle
+from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank_key
 from recsys.distributed.checkpoint.save import without_expected_warnings
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
 from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
@@ -31,6 +34,7 @@ def load_checkpoint(
     *,
     allow_partial: bool = False,
     keep_settings: bool = False,
+    progress: Mapping[str, Stateful] | None = None,
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` saved, in place, under any plan and on any ranks.
 
@@ -45,6 +49,9 @@ def load_checkpoint(
         allow_partial: leave what the checkpoint lacks as it is, instead of raising.
         keep_settings: leave the optimizer its own learning rates and other settings, to train on
             with others than were saved.
+        progress: objects that go on from what each rank kept for itself, by the names that
+            `save_checkpoint` was given. With another number of ranks than saved, they need a
+            method `load_state_dicts` that takes the states of all ranks.
 
     Returns:
         The `extra` that was saved; its tensors are on the CPU.
@@ -52,8 +59,10 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if the
             folder is no checkpoint, is damaged, or lacks a part of the model or of the optimizer's
-            state, or if that state is of an optimizer of another kind.
+            state or of `progress`, or if that state is of an optimizer of another kind.
+        TypeError: if `progress` holds something without a state.
     """
+    end_pending(model)
     env = env_of(model)
     group = env.process_group
     what = f"Loading {path}"
@@ -73,6 +82,10 @@ def load_checkpoint(
 
     def prepare() -> None:
         state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
+        if progress:
+            keys = _progress_keys(reader)
+            own = [rank_key(env.rank)] if len(keys) == env.world_size else keys
+            state["progress"] = dict.fromkeys(own, b"")
         if optimizer is not None and settings is not None:
             check_settings(
                 f"The checkpoint {folder}",
@@ -88,7 +101,7 @@ def load_checkpoint(
     failed = (
         f"The checkpoint {folder} cannot be loaded. Load an earlier one, or copy this one anew."
     )
-    with failures_named(failed, env, "load a checkpoint"), without_expected_warnings():
+    with failures_named(failed, env, "load a checkpoint"), without_expected_warnings(group is None):
         load(
             state,
             storage_reader=reader,
@@ -104,6 +117,11 @@ def load_checkpoint(
                 names = whole_names(model, optimizer)
                 load_settings(f"The checkpoint {folder}", optimizer, names, settings)
             load_optimizer(model, optimizer, state["optimizer"])
+        if progress and (state["progress"] or not allow_partial):
+            num_saved = len(_progress_keys(reader))
+            subject = f"The checkpoint {folder}"
+            saved = {key: decode(subject, data) for key, data in state["progress"].items()}
+            load_progress(subject, progress, saved, num_saved, env)
 
     on_every_rank(env, what, take_over)
     if not state["extra"]:  # of a folder that torch.distributed.checkpoint wrote
@@ -123,7 +141,11 @@ def _state_to_fill(
 ) -> dict[str, Any]:
     """Return the live state to fill, names checked."""
     try:
-        saved = reader.read_metadata().state_dict_metadata
+        saved = {
+            name: metadata
+            for name, metadata in reader.read_metadata().state_dict_metadata.items()
+            if not name.startswith("progress.")
+        }
     except OSError as error:
         raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
 
@@ -172,6 +194,13 @@ def _state_to_fill(
             f"has no place for: {unread[:10]}. Pass allow_partial=True to leave them out."
         )
     return state
+
+
+def _progress_keys(reader: BlockReader) -> list[str]:
+    """Return by what names a checkpoint has the progress of ranks."""
+    start = "progress."
+    saved = reader.read_metadata().state_dict_metadata
+    return [name.removeprefix(start) for name in saved if name.startswith(start)]
 
 
 class _CompleteLoadPlanner(DefaultLoadPlanner):

@@ -11,12 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from recsys.distributed.checkpoint.background import PendingSave, copy_to_host, end_pending
 from recsys.distributed.checkpoint.blocks import BlockWriter
 from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
 from recsys.distributed.checkpoint.plain import check_plain, encode
+from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_key
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import env_of, flat, state_of, whole_names
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
+from recsys.distributed.ranks.env import ShardingEnv
 from recsys.optim.keyed import KeyedOptimizer
 
 
@@ -28,6 +31,7 @@ def save_checkpoint(
     *,
     step: int | None = None,
     keep: int | None = 2,
+    progress: Mapping[str, Stateful] | None = None,
 ) -> None:
     """Save a model, sharded or not, with its optimizer, as a new version in `path/step-N`.
 
@@ -48,13 +52,16 @@ def save_checkpoint(
         step: N, larger than that of any complete version; the next number if None.
         keep: how many complete versions stay, this one included; None for all. The others are
             removed once this one is complete.
+        progress: what each rank keeps for itself, by names of yours: objects with `state_dict` and
+            `load_state_dict`, such as a data loader that knows its position, or `RandomState()`.
 
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if
-            `extra`, a module's extra state or an optimizer's setting is not of that kind, an
-            optimizer keeps something for a part of a table that is neither one value per element,
-            nor per row of whole width, nor a single one, or the files cannot be written.
-        TypeError: if `extra` is no mapping.
+            `extra`, `progress`, a module's extra state or an optimizer's setting is not of that
+            kind, an optimizer keeps something for a part of a table that is neither one value per
+            element, nor per row of whole width, nor a single one, or the files cannot be written;
+            or an asynchronous save of the model before this one failed.
+        TypeError: if `extra` is no mapping, or `progress` holds something else.
         ValueError: if `step` is negative or `keep` not positive.
 
     Example:
@@ -69,9 +76,88 @@ def save_checkpoint(
         ['step-1', 'step-2']
         {'epoch': 2}
     """
+    end_pending(model)
     env = env_of(model)
-    group = env.process_group
-    what = f"Saving {path}"
+    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
+    with contextlib.ExitStack() as until_saved:
+        folder = _claim(env, path, step, until_saved)
+        _write(env, Path(path), folder, state, settings)
+    _remove_old(env, Path(path), folder, keep)
+
+
+def save_checkpoint_async(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = 2,
+    progress: Mapping[str, Stateful] | None = None,
+) -> PendingSave:
+    """Save as `save_checkpoint` does, while training goes on.
+
+    The values of this moment are copied to host memory, which is kept for the next save, and a
+    thread writes them. One save of a model is under way at a time: the next save or load of the
+    model waits for it, and raises its error. Nothing is said of a version before it is complete; a
+    job that is killed on the way has the versions before.
+
+    Args:
+        path: as for `save_checkpoint`, and so on.
+        model: such as a `DistributedModelParallel`.
+        optimizer: all optimizers of the model.
+        extra: further values to keep.
+        step: N of the version `path/step-N`.
+        keep: how many complete versions stay.
+        progress: what each rank keeps for itself.
+
+    Returns:
+        What is under way. Call its `wait()` before the job ends its process group.
+
+    Raises:
+        CheckpointError: on every rank, as for `save_checkpoint`; what fails in the background is
+            raised by `wait`, on every rank.
+        TypeError: if `extra` is no mapping, or `progress` holds something else.
+        ValueError: if `step` is negative or `keep` not positive.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pending = save_checkpoint_async(folder, model)
+        ...     pending.wait().name
+        'step-1'
+    """
+    end_pending(model)
+    env = env_of(model)
+    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
+    aside = env.aside()
+    copied: dict[str, Any] = {}
+    with contextlib.ExitStack() as until_copied:
+        folder = _claim(env, path, step, until_copied)
+        on_every_rank(env, f"Saving {path}", lambda: copied.update(copy_to_host(model, state)))
+        until_saved = until_copied.pop_all()
+
+    def work() -> Path:
+        with until_saved:
+            _write(aside, Path(path), folder, copied, settings)
+        _remove_old(aside, Path(path), folder, keep)
+        return folder
+
+    return PendingSave(model, work)
+
+
+def _collect(
+    env: ShardingEnv,
+    path: str | Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    extra: Mapping[str, Any] | None,
+    step: int | None,
+    keep: int | None,
+    progress: Mapping[str, Stateful] | None,
+) -> tuple[dict[str, Any], Settings]:
+    """Return the live values to save, and the optimizers' settings; all checked."""
     state: dict[str, Any] = {}
 
     def prepare() -> Settings:
@@ -90,36 +176,58 @@ def save_checkpoint(
                 check_plain(name, value)
         if env.rank == 0:
             state["extra"] = encode(extra or {})  # one leaf: nothing in it is renamed
+        if progress:
+            state["progress"] = {rank_key(env.rank): encode(progress_of(progress))}
         return [] if optimizer is None else settings_of(optimizer, whole_names(model, optimizer))
 
-    settings = merge(on_every_rank(env, what, prepare))
-    with contextlib.ExitStack() as until_saved:
+    return state, merge(on_every_rank(env, f"Saving {path}", prepare))
 
-        def claim() -> Path | None:
-            if env.rank != 0:
-                return None
-            return until_saved.enter_context(new_version(Path(path), step))
 
-        folder = on_every_rank(env, what, claim)[0]
-        assert folder is not None
-        until_saved.enter_context(
-            failures_named(f"{folder} cannot be saved.", env, "save a checkpoint")
-        )
-        until_saved.enter_context(without_expected_warnings())
+def _claim(
+    env: ShardingEnv, path: str | Path, step: int | None, until_saved: contextlib.ExitStack
+) -> Path:
+    """Return the folder of the new version."""
+
+    def claim() -> Path | None:
+        if env.rank != 0:
+            return None
+        return until_saved.enter_context(new_version(Path(path), step))
+
+    folder = on_every_rank(env, f"Saving {path}", claim)[0]
+    assert folder is not None
+    return folder
+
+
+def _write(
+    env: ShardingEnv, path: Path, folder: Path, state: dict[str, Any], settings: Settings
+) -> None:
+    group = env.process_group
+    failed = failures_named(f"{folder} cannot be saved.", env, "save a checkpoint")
+    with failed, without_expected_warnings(group is None):
         writer = BlockWriter(folder, {"optimizer": settings})
         save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
-    def remove_old() -> None:
+
+def _remove_old(env: ShardingEnv, path: Path, folder: Path, keep: int | None) -> None:
+    def remove() -> None:
         if env.rank == 0:
-            keep_newest(Path(path), keep, folder)
+            keep_newest(path, keep, folder)
 
     if keep is not None:
-        on_every_rank(env, what, remove_old)
+        on_every_rank(env, f"Saving {path}", remove)
+
+
+def without_expected_warnings(alone: bool) -> contextlib.AbstractContextManager[Any]:
+    """Hide the warning that one process is taken for one.
+
+    Args:
+        alone: whether it is; else nothing is touched, as other threads may be warned meanwhile.
+    """
+    return _without_warnings() if alone else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def without_expected_warnings() -> Any:
-    """Hide the warning that one process is taken for one."""
+def _without_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.distributed is disabled, unavailable or unini")
         yield

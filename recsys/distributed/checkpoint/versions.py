@@ -27,6 +27,20 @@ _FORMAT = 1
 _TRIES = 100
 
 
+def newest_version(path: str | Path) -> Path | None:
+    """Return the newest complete version that `save_checkpoint` made in a folder, None if none.
+
+    Args:
+        path: what was given to `save_checkpoint`; it need not exist.
+
+    Example:
+        >>> newest_version("/runs/of/nobody") is None
+        True
+    """
+    complete = _complete(Path(path))
+    return _folder(Path(path), complete[-1]) if complete else None
+
+
 def find_version(path: Path) -> Path:
     """Return the folder to load: the newest complete version, or the path itself.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TypeVar
@@ -31,7 +31,7 @@ def agree(
     stage: str,
     facts: Facts | Exception,
     own: T,
-    kind: type[Exception] = ValueError,
+    differs_as: Callable[[str], Exception] = ValueError,
 ) -> list[T]:
     """Exchange what ranks are about to do, in one collective; raise on all if they do not agree.
 
@@ -42,7 +42,7 @@ def agree(
         stage: what comes next, such as "plan the model".
         facts: what has to agree, or why this rank cannot go on.
         own: what else the ranks tell each other; small.
-        kind: of the error where ranks differ.
+        differs_as: makes the error, of its message, where ranks differ.
 
     Returns:
         `own` of each rank.
@@ -50,8 +50,8 @@ def agree(
     Raises:
         Exception: this rank's error, if all ranks have the same; else, on every rank alike, the
             error of the lowest rank that has one, led by its number.
-        ValueError: if the ranks are at different stages; or, as `kind`, if their facts differ.
-            It names a rank that differs from rank 0, and in what.
+        ValueError: if the ranks are at different stages; or what `differs_as` makes, if their
+            facts differ. It names a rank that differs from rank 0, and in what.
     """
     error = facts if isinstance(facts, Exception) else None
     lines = {} if isinstance(facts, Exception) else dict(facts)
@@ -72,7 +72,7 @@ def agree(
                     f"to {other}. Pass the same arguments on every rank."
                 )
         if len({digest for _, _, digest, _ in seen}) > 1:
-            raise kind(_find_difference(group, stage, lines))
+            raise differs_as(_find_difference(group, stage, lines))
     except Exception as shared:
         shared._raised_on_all_ranks = True  # type: ignore[attr-defined]
         raise

@@ -60,6 +60,16 @@ class ShardingEnv:
         group = self.group_of(range(first, first + node_size))
         return ShardingEnv(node_size, self.rank - first, group)
 
+    def aside(self) -> ShardingEnv:
+        """Return the same ranks with a gloo group of their own, for exchanges of another thread.
+
+        Every rank must ask in the same order; the group is made once.
+        """
+        if self.process_group is None:
+            return self
+        group = self.group_of(range(self.world_size), "gloo")
+        return ShardingEnv(self.world_size, self.rank, group)
+
     def group_of(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> torch.distributed.ProcessGroup:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, cast, final
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -52,9 +53,14 @@ from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
 from recsys.streamable import Multistreamable
 
-# bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, and
-# the sender has no batch after this one
-_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST = 1, 2, 4, 8
+# bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
+# sender has no batch after this one, the sender will train on it; above them, which module it is of
+_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS = 1, 2, 4, 8, 16
+_MODULE = ~0xFF
+
+
+_paths: dict[int, str] = {}
+"""Of the modules that there were, by how their headers say it."""
 
 
 def _warnings_raise() -> bool:
@@ -112,7 +118,9 @@ class InputDist:
         mode: what to do with an id outside its table.
         is_weighted: whether the features carry weights.
         distinct: whether each id of a feature travels once, where embeddings return to their ids.
+        trains: whether any of the tables does.
         owner: who looks up, for messages.
+        path: of the module in its model, for messages, and to tell modules apart.
     """
 
     def __init__(
@@ -125,10 +133,15 @@ class InputDist:
         *,
         is_weighted: bool = False,
         distinct: bool = False,
+        trains: bool = True,
         owner: str = "A sharded collection",
+        path: str = "",
     ) -> None:
         self.layout, self.feature_names, self.env = layout, tuple(feature_names), env
         self.device, self.mode, self.owner = device, mode, owner
+        self.path, self.trains = path, trains
+        self._mark = (crc32(path.encode()) & 0xFFFFFF) << 8
+        _paths[self._mark] = path
         self.is_weighted, self.distinct = is_weighted, distinct
         self.pooled = pooled = layout.is_pooled
         self.last_batches: LastBatches | None = None
@@ -172,9 +185,10 @@ class InputDist:
         """
         trip = trip or Trip(self)
         trip.given = cast(KeyedJaggedTensor, features)
+        news = trip.last_batches = self.last_batches
         try:
-            if self.last_batches is not None and self.last_batches.error is not None:
-                raise self.last_batches.error
+            if news is not None and news.error is not None:
+                raise news.error
             if isinstance(features, Exception):
                 raise features
             self._take_apart(trip, self._checked(trip, features))
@@ -290,13 +304,19 @@ class InputDist:
         return lengths
 
     def header_of(self, trip: Trip) -> Tensor:
-        """Build `[flag, batch size, ids per stream]` per destination; a failure is all ones."""
+        """Build `[flag, batch size, ids per stream]` per destination; a failure is all flags."""
+        flag = self._mark
+        if self.trains and torch.is_grad_enabled():
+            flag |= _TRAINS
         if trip.error is not None:
+            trip.flag = flag | _FAILED
             total = sum(self.header_sizes)
-            return torch.full((total,), _FAILED, dtype=torch.int64, device=self.device)
-        flag = _WEIGHTS_NEED_GRAD if trip.weights_need_grad else 0
-        if self.last_batches is not None and self.last_batches.is_last:
+            return torch.full((total,), trip.flag, dtype=torch.int64, device=self.device)
+        if trip.weights_need_grad:
+            flag |= _WEIGHTS_NEED_GRAD
+        if trip.last_batches is not None and trip.last_batches.is_last:
             flag |= _IS_LAST
+        trip.flag = flag
         head = ops.upload([flag, trip.batch_size], self.device)
         if trip.bad_N is not None:
             # what is an error here must be one on all ranks
@@ -444,6 +464,8 @@ class Trip(Multistreamable):
         stage: the module's, whose batch it is.
         given: the batch as the user gave it.
         error: why it cannot travel, or None.
+        flag: what its header says of it before its ids are looked at.
+        last_batches: of the epoch that the batch belongs to, or None.
         routes: the ways of its segments.
         checked: its bags with one batch size, before bad ids were replaced.
         bad_N: which ids are bad; None: none.
@@ -474,6 +496,7 @@ class Trip(Multistreamable):
     """
 
     given: KeyedJaggedTensor
+    flag: int
     routes: Routes
     checked: Parts
     bags: Parts
@@ -489,6 +512,7 @@ class Trip(Multistreamable):
     def __init__(self, stage: InputDist) -> None:
         self.stage = stage
         self.error: Exception | None = None
+        self.last_batches: LastBatches | None = None
         self.bad_N: Tensor | None = None
         self.is_bad: Tensor | None = None
         self.lengths: list[Tensor] = []
@@ -542,9 +566,10 @@ class Trip(Multistreamable):
             _read_headers(*self.headers)
         stage, host_RH = self.stage, self.host_RH
         flags = host_RH[:, FLAG]
-        warning = self._raise_faults(flags) if flags.any() else ""
-        if stage.last_batches is not None:
-            stage.last_batches.ranks = (flags & _IS_LAST) != 0
+        is_usual = self.error is None and bool((flags == self.flag).all())
+        warning = "" if is_usual else self._raise_faults(flags)
+        if self.last_batches is not None:
+            self.last_batches.ranks = (flags & _IS_LAST) != 0
         self.batch_sizes, self.received_counts = host_RH[:, BATCH], host_RH[:, COUNTS:]
         send_sizes = []
         for segments in self.routes.segments:
@@ -567,6 +592,7 @@ class Trip(Multistreamable):
         """Raise what any rank found wrong; return what this rank warns of."""
         stage, error = self.stage, self.error
         own_flag = flags[stage.env.rank]
+        self._check_in_step(flags)
         message = ""
         if error is None and own_flag & (_FAILED | _WARNED):
             error = self._fault_of_bags()
@@ -577,6 +603,23 @@ class Trip(Multistreamable):
         if (flags & _FAILED).any():
             comm.raise_together(stage.env, "tell of a bad batch", error)
         return message if stage.mode is BoundsCheckMode.WARNING else ""
+
+    def _check_in_step(self, flags: np.ndarray) -> None:
+        """Raise, on every rank alike, if the ranks are not at the same call of the same model."""
+        what = flags & (_MODULE | _TRAINS)
+        (others,) = np.nonzero(what != what[0])
+        if not others.size:
+            return
+        calls = [
+            f"rank {rank} calls {_paths.get(int(what[rank] & _MODULE), 'another module')!r} "
+            f"{'with' if what[rank] & _TRAINS else 'without'} gradients"
+            for rank in (0, int(others[0]))
+        ]
+        raise ValueError(
+            "All ranks must call the sharded modules of a model in one order, and all with "
+            f"gradients or all without; {', '.join(calls)}. Look for a call that depends on the "
+            "rank or on its batch, such as an evaluation on rank 0 alone."
+        )
 
     def _fault_of_bags(self) -> ValueError | None:
         """Return what is wrong with the lengths or inverse indices; wait for the device."""

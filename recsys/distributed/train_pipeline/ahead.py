@@ -1,33 +1,36 @@
-"""Several sharded modules of one model share one header exchange.
+"""The input stages of sharded modules start before the model is called.
 
 A model calls its sharded modules one after another, and each would send its own header. Where the
 modules read features that the model is given as they are, all their input stages can start
-together before the model runs. Which features a module reads is observed, not traced: the first
-forward pass runs plainly and notes which of the model's inputs each module was called with, by
-object identity; from the second on those inputs are sent ahead.
+together before the model runs: just before, or batches before, as pipelines do. Which features a
+module reads is observed, not traced: the first forward pass runs plainly and notes which of the
+model's inputs each module was called with, by object identity; from the second on those inputs are
+sent ahead.
 
-What a module reads of its own making (features that the model permuted, weighted or split) is not
-among the inputs; such a module sends when it is called, as in the first pass. All ranks run the
-same model, so they observe the same.
+What a module reads of the model's own making (features that the model permuted, weighted or split)
+is not among the inputs; such a module sends when it is called, as in the first pass, unless the
+user declares how its features are made. All ranks run the same model, so they observe the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
-from recsys.distributed.ranks.comm import holding
+from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.input_dist import Trip, start_together
 from recsys.sparse import KeyedJaggedTensor
 
 _Path: TypeAlias = tuple[object, ...]
 """How to reach one input: positions, keys and names of attributes."""
+Maker: TypeAlias = Callable[..., KeyedJaggedTensor]
+"""Makes a module's features of what the model is called with."""
 
 
 @final
@@ -35,22 +38,50 @@ class InputsAhead:
     """Starts the input stages of a model's sharded collections before the model runs.
 
     Args:
-        collections: two at least.
+        collections: by their paths in the model.
+        makers: of the features of collections, by their paths, that the model makes itself.
+
+    Raises:
+        KeyError: if `makers` names no collection.
     """
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> InputsAhead | None:
-        """Make one for the sharded collections of a model; None if there are fewer than two."""
-        found = [part for part in model.modules() if isinstance(part, ShardedCollection)]
-        return cls(found) if len(found) > 1 else None
+    def of_model(cls, model: nn.Module, makers: Mapping[str, Maker] | None = None) -> InputsAhead:
+        """Make one for the sharded collections of a model."""
+        found = {
+            path: part
+            for path, part in model.named_modules()
+            if isinstance(part, ShardedCollection)
+        }
+        return cls(found, makers or {})
 
-    def __init__(self, collections: Sequence[ShardedCollection]) -> None:
-        self._collections = collections
+    def __init__(
+        self, collections: Mapping[str, ShardedCollection], makers: Mapping[str, Maker]
+    ) -> None:
+        self.collections = collections
+        unknown = makers.keys() - collections.keys()
+        if unknown:
+            raise KeyError(
+                f"features must name sharded modules of the model, {sorted(collections)}; received "
+                f"{sorted(unknown)}."
+            )
+        self._made = {collections[path]: make for path, make in makers.items()}
         self._paths: dict[ShardedCollection, _Path] | None = None  # None: not observed yet
+        self.reasons: dict[str, str] = {}
+        """Why collections send when they are called, by path; known once a pass was observed."""
+
+    @property
+    def has_observed(self) -> bool:
+        """Whether a forward pass was observed, so that inputs can start ahead."""
+        return self._paths is not None
+
+    def __len__(self) -> int:
+        """Return how many collections start ahead; before the first pass, how many may."""
+        return len(self.collections if self._paths is None else [*self._paths, *self._made])
 
     @contextmanager
     def around(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Surround one forward pass.
+        """Surround one forward pass: its own input stages start together, just before it.
 
         Args:
             args: the model's inputs.
@@ -59,55 +90,193 @@ class InputsAhead:
         Raises:
             Exception: what is wrong with the features that are sent ahead, on every rank.
         """
-        inputs = self._collections if self._paths is None else self._paths
-        if len(inputs) < 2 or torch.compiler.is_compiling():
+        if len(self) < 2 or started_ahead.get() is not None or torch.compiler.is_compiling():
             yield
         elif self._paths is None:
-            with self._observe(args, kwargs):
+            with self.observe(args, kwargs):
                 yield
         else:
-            with self._send(dict(_features_in((args, kwargs)))):
+            with self.start(args, kwargs).used():
                 yield
 
     @contextmanager
-    def _observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Surround a forward pass that notes which of the inputs each collection reads.
+
+        Args:
+            args: the model's inputs.
+            kwargs: the model's inputs by name.
+
+        Raises:
+            ValueError: if a declared maker makes other features than the model.
+        """
         calls: list[tuple[ShardedCollection, int]] = []
+        names = {module: path for path, module in self.collections.items()}
 
         def note(module: ShardedCollection, features: KeyedJaggedTensor) -> None:
-            if module in self._collections:
+            if module in names:
                 calls.append((module, id(features)))
+                if module in self._made:
+                    _check_made(names[module], self._made[module](*args, **kwargs), features)
 
         paths = {id(features): path for path, features in _features_in((args, kwargs))}
         with holding(started_ahead, note):
             yield
-        modules = [module for module, _ in calls]
-        self._paths = {
-            module: paths[read]
-            for module, read in calls
-            if read in paths and modules.count(module) == 1
-        }
+        self._paths = {}
+        for module, path in names.items():
+            read = [features for called, features in calls if called is module]
+            if len(read) != 1:
+                self.reasons[path] = f"is called {len(read)} times" if read else "is not called"
+                self._made.pop(module, None)
+            elif module not in self._made:
+                if read[0] in paths:
+                    self._paths[module] = paths[read[0]]
+                else:
+                    self.reasons[path] = "reads features that the model makes"
+
+    def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Started:
+        """Start the input stages of one batch: one header for all.
+
+        Args:
+            args: the model's inputs.
+            kwargs: the model's inputs by name.
+        """
+        assert self._paths is not None
+        inputs = dict(_features_in((args, kwargs))) if self._paths else {}
+        given = {module: inputs[path] for module, path in self._paths.items() if path in inputs}
+        trips = {m: m.input_stage.prepare(features) for m, features in given.items()}
+        for module, make in self._made.items():
+            trips[module] = module.input_stage.prepare(_made_by(make, args, kwargs))
+        if trips:
+            start_together(list(trips.values()))
+        return Started(self, trips, given)
+
+    def _leave_out(self, module: ShardedCollection) -> None:
+        """Let a module send when it is called from now on: the model takes another way."""
+        assert self._paths is not None
+        self._paths.pop(module, None)
+        self._made.pop(module, None)
+
+
+@final
+class Started:
+    """The input stages of one batch, under way before the model is called with it.
+
+    Args:
+        ahead: what started them.
+        trips: of each module.
+        given: the features of those that are among the model's inputs.
+    """
+
+    def __init__(
+        self,
+        ahead: InputsAhead,
+        trips: dict[ShardedCollection, Trip],
+        given: Mapping[ShardedCollection, KeyedJaggedTensor],
+    ) -> None:
+        self._ahead, self.trips, self._given = ahead, trips, given
+        self._outputs: dict[ShardedCollection, LazyAwaitable[Any]] = {}
+        self._is_sent = self._has_ids = False
+        self._error: Exception | None = None
+
+    def send(self) -> None:
+        """Wait for the headers and start sending ids, if that was not done.
+
+        What is wrong with the batch, on any rank, is raised when it is used.
+        """
+        if self._is_sent:
+            return
+        self._is_sent = True
+        try:
+            for trip in self.trips.values():
+                trip.send()
+        except Exception as error:
+            self._error = error
+
+    def look_up(self) -> None:
+        """Look up and start sending embeddings, with the tables as they are now."""
+        self.send()
+        if self._error is None:
+            for module, trip in self.trips.items():
+                self._outputs[module] = self._output_of(module, trip)
+            self.trips.clear()
+
+    def _output_of(self, module: ShardedCollection, trip: Trip) -> LazyAwaitable[Any]:
+        return module.compute_and_output_dist(trip, trip if self._has_ids else trip.ids())
+
+    def prefetch(self) -> None:
+        """Bring the rows that are looked up into caches."""
+        self.send()
+        if self._error is None and not self._has_ids:
+            self._has_ids = True
+            for module, trip in self.trips.items():
+                module.prefetch(trip.ids())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep what is under way in memory until work that is now in a stream is done."""
+        for trip in self.trips.values():
+            trip.record_stream(stream)
 
     @contextmanager
-    def _send(self, inputs: Mapping[_Path, KeyedJaggedTensor]) -> Iterator[None]:
-        assert self._paths is not None
-        read = {module: inputs[path] for module, path in self._paths.items() if path in inputs}
-        if len(read) < 2:
-            yield
-            return
-        trips = [m.input_stage.prepare(features) for m, features in read.items()]
-        start_together(trips)
-        sent = dict(zip(read, [trip.send() for trip in trips], strict=True))
+    def used(self) -> Iterator[None]:
+        """Surround the forward pass that is called with this batch.
 
-        def take(module: ShardedCollection, features: KeyedJaggedTensor) -> Trip | None:
-            if read.get(module) is not features:
+        Raises:
+            Exception: what is wrong with the batch, on every rank.
+        """
+        self.send()
+        if self._error is not None:
+            raise self._error
+        trips, outputs, given = self.trips, self._outputs, self._given
+
+        def take(module: ShardedCollection, features: KeyedJaggedTensor) -> object:
+            if module in given and given[module] is not features:
                 return None
-            return sent.pop(module, None)
+            trip = trips.pop(module, None)
+            if trip is None:
+                return outputs.pop(module, None)
+            return self._output_of(module, trip)
 
         with holding(started_ahead, take):
             yield
-        for module, trip in sent.items():  # the model takes another way by now
-            trip.ids()
-            del self._paths[module]
+        for module in (*trips, *outputs):
+            self._ahead._leave_out(module)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let what is under way arrive, for a batch that nobody looks up."""
+        self.send()
+        if self._error is None and not self._has_ids:
+            for trip in self.trips.values():
+                trip.ids()
+        self.trips.clear()
+        self._outputs.clear()
+
+
+def _made_by(
+    make: Maker, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> KeyedJaggedTensor | Exception:
+    try:
+        return make(*args, **kwargs)
+    except Exception as error:  # every rank hears of it
+        return error
+
+
+def _check_made(path: str, made: KeyedJaggedTensor, read: KeyedJaggedTensor) -> None:
+    ours, theirs = (
+        (features.lengths(), features.values(), features.weights_or_none())
+        for features in (made, read)
+    )
+    same = [
+        mine is other if mine is None or other is None else torch.equal(mine, other)
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    if made.keys() != read.keys() or not all(same):
+        raise ValueError(
+            f"The features declared for module {path!r} must be those that the model calls it "
+            f"with; received {made.keys()} with {made.values().numel()} ids for {read.keys()} with "
+            f"{read.values().numel()}. Let both be made by one function."
+        )
 
 
 def _features_in(given: object, path: _Path = ()) -> Iterator[tuple[_Path, KeyedJaggedTensor]]:

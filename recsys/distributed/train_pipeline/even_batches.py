@@ -9,19 +9,18 @@ looks like, and an error of a rank's data is raised on all.
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum, unique
 from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import broadcast_object, together
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.input_dist import LastBatches
+from recsys.distributed.train_pipeline.batches import map_batch
 from recsys.kernels.arguments import choice
 from recsys.sparse import KeyedJaggedTensor
 
@@ -105,6 +104,7 @@ class EvenBatches(Generic[B]):
         missing: Any = object()
         batch: Any = self._first(batches, missing)
         news = LastBatches()
+        before = [stage.last_batches for stage in self._stages]  # of a loop around this one
         try:
             for stage in self._stages:
                 stage.last_batches = news
@@ -134,8 +134,8 @@ class EvenBatches(Generic[B]):
                         batch = empty_batch(batch)
         finally:
             self.is_filler = False
-            for stage in self._stages:
-                stage.last_batches = None
+            for stage, outer in zip(self._stages, before, strict=True):
+                stage.last_batches = outer
 
     def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
         """Return this rank's first batch, an empty one if it has none and others have."""
@@ -178,8 +178,10 @@ class EvenBatches(Generic[B]):
             return batch
         # what lay on the GPU of the source goes to that of this rank
         device = self._stages[0].device
-        return _map_batch(
-            pickle.loads(received), lambda part: part.to(device) if part.is_cuda else part
+        return map_batch(
+            pickle.loads(received),
+            lambda part: isinstance(part, Tensor) and part.is_cuda,
+            lambda part: part.to(device),
         )
 
 
@@ -197,31 +199,13 @@ def empty_batch(batch: B) -> B:
         >>> dense.shape, empty.stride(), empty.keys()
         (torch.Size([0, 3]), 0, ['f'])
     """
-    return _map_batch(batch, lambda part: part[:0] if part.dim() else part, _empty_features)
+    return map_batch(batch, lambda part: isinstance(part, Tensor | KeyedJaggedTensor), _empty)
 
 
-def _map_batch(
-    batch: B,
-    of_tensor: Callable[[Tensor], Tensor],
-    of_features: Callable[[KeyedJaggedTensor], KeyedJaggedTensor] | None = None,
-) -> B:
-    """Change the tensors of a batch; jagged features as a whole, or tensor by tensor if None."""
-
-    def is_leaf(part: Any) -> bool:
-        is_features = isinstance(part, KeyedJaggedTensor) and of_features is not None
-        return is_features or dataclasses.is_dataclass(part)
-
-    def changed(part: Any) -> Any:
-        if isinstance(part, KeyedJaggedTensor) and of_features is not None:
-            return of_features(part)
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
-            new = {name: _map_batch(v, of_tensor, of_features) for name, v in fields.items()}
-            return dataclasses.replace(part, **new)
-        return of_tensor(part) if isinstance(part, Tensor) else part
-
-    result: B = pytree.tree_map(changed, batch, is_leaf=is_leaf)
-    return result
+def _empty(part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
+    if isinstance(part, KeyedJaggedTensor):
+        return _empty_features(part)
+    return part[:0] if part.dim() else part
 
 
 def _empty_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

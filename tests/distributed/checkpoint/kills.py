@@ -1,11 +1,12 @@
 """Kills processes while they save, and loads what is left.
 
-    python -m tests.distributed.checkpoint.kills [--kills 60] [--savers 2] [--seed 0]
+    python -m tests.distributed.checkpoint.kills [--kills 60] [--savers 2] [--seed 0] [--aside]
 
 A job of two ranks saves version after version of a model whose values are all the version's number.
 Some time later one of its ranks is killed (signal 9), the other soon after. Then the folder must
 load, with the values of one version, which is none before the last that was reported as saved; and
-the next job goes on in the same folder. With two savers, two jobs save into it at once.
+the next job goes on in the same folder. With two savers, two jobs save into it at once. With
+`--aside` saves are asynchronous, and the values change while one is under way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint import (
+    load_checkpoint,
+    save_checkpoint,
+    save_checkpoint_async,
+)
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
@@ -44,7 +49,14 @@ def build() -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=tables)
 
 
-def save_for_ever(path: Path, rank: int, store: Path, saved: Path) -> None:
+def fill(model: torch.nn.Module, number: float) -> None:
+    """Makes all values a number."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+
+
+def save_for_ever(path: Path, rank: int, store: Path, saved: Path, aside: bool) -> None:
     """Saves until it is killed, or the other rank was; says in a file what is saved."""
     dist.init_process_group(
         "gloo",
@@ -69,15 +81,18 @@ def save_for_ever(path: Path, rank: int, store: Path, saved: Path) -> None:
         sharders=[EmbeddingBagCollectionSharder()],
     )
     for number in range(1, 1_000_000):
-        with torch.no_grad():
-            for parameter in sharded.parameters():
-                parameter.fill_(number)
-        save_checkpoint(path, sharded, extra={"number": number})
+        fill(sharded, number)
+        if aside:
+            pending = save_checkpoint_async(path, sharded, extra={"number": number})
+            fill(sharded, number + 0.5)
+            pending.wait()
+        else:
+            save_checkpoint(path, sharded, extra={"number": number})
         if rank == 0:
             saved.write_text(str(number))
 
 
-def start(path: Path, work: Path, job: str) -> list[int]:
+def start(path: Path, work: Path, job: str, aside: bool) -> list[int]:
     """Starts the ranks of a job; returns their process ids."""
     children = []
     for rank in range(RANKS):
@@ -85,7 +100,8 @@ def start(path: Path, work: Path, job: str) -> list[int]:
         if child == 0:
             with (work / f"{job}-{rank}").open("w") as log:
                 try:
-                    save_for_ever(path, rank, work / f"{job}-store", work / f"{job}-saved")
+                    files = work / f"{job}-store", work / f"{job}-saved"
+                    save_for_ever(path, rank, *files, aside)
                 except BaseException:  # the other rank was killed
                     traceback.print_exc(file=log)
             os._exit(0)
@@ -125,7 +141,7 @@ def check(path: Path, at_least: int) -> int:
     return number
 
 
-def try_kills(kills: int, savers: int, seed: int) -> dict[str, int]:
+def try_kills(kills: int, savers: int, seed: int, aside: bool) -> dict[str, int]:
     """Kills so many jobs, one after the other; returns what the loads found."""
     chance = random.Random(seed)
     random.seed(seed)
@@ -133,7 +149,8 @@ def try_kills(kills: int, savers: int, seed: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         work, path = Path(folder), Path(folder) / "checkpoint"
         for kill in range(kills):
-            jobs = {f"{kill}-{i}": start(path, work, f"{kill}-{i}") for i in range(savers)}
+            names = [f"{kill}-{i}" for i in range(savers)]
+            jobs = {name: start(path, work, name, aside) for name in names}
             try:
                 for job in jobs:
                     wait_for(work / f"{job}-saved")
@@ -158,11 +175,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60, help="jobs that are killed")
     parser.add_argument("--savers", type=int, default=1, help="jobs at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--aside", action="store_true", help="asynchronous saves")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
-    print(json.dumps(try_kills(arguments.kills, arguments.savers, arguments.seed)))
+    found = try_kills(arguments.kills, arguments.savers, arguments.seed, arguments.aside)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

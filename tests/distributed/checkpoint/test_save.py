@@ -102,12 +102,12 @@ def test_a_full_disk_leaves_the_version_before(
     assert "File too large" in error
 
 
-@pytest.mark.parametrize("savers", [1, 2])
-def test_killed_jobs_leave_the_last_version(savers: int) -> None:
+@pytest.mark.parametrize(("savers", "how"), [(1, []), (2, []), (1, ["--aside"])])
+def test_killed_jobs_leave_the_last_version(savers: int, how: list[str]) -> None:
     """A short form of what ``python -m tests.distributed.checkpoint.kills`` does at length."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.checkpoint.kills"]
     done = subprocess.run(
-        [*command, "--kills", "3", "--savers", str(savers), "--seed", str(savers)],
+        [*command, "--kills", "3", "--savers", str(savers), "--seed", str(savers), *how],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

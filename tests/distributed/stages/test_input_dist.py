@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
@@ -17,7 +19,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
-from tests.distributed.cases import FEATURES, Case, counted_collectives, shard
+from tests.distributed.cases import CPU, FEATURES, Case, counted_collectives, shard
 from tests.ranks import RankPool
 
 KINDS = [
@@ -327,3 +329,54 @@ def test_replicated_tables_and_column_splits_add_one_collective_each(ranks: Rank
     case = Case(12, 2, types=KINDS[2], optimizer=RowWiseAdagrad)
     (counts, _) = ranks(2, _count_collectives, case)
     assert counts["backward"] == {"all_to_all_single": 2}
+
+
+class _Towers(nn.Module):
+    """Two collections whose headers are equally long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.film = (
+            EmbeddingBagCollection(
+                tables=[EmbeddingBagConfig(9, 4, name, feature_names=["f"])], device=CPU
+            )
+            for name in ("users", "films")
+        )
+
+
+def _out_of_step(how: str) -> list[str]:
+    """Two steps of which the second is out of step; returns the errors, of a step after it, too."""
+    rank = dist.get_rank()
+    model: Any = DistributedModelParallel(_Towers(), device=CPU).module
+    features = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    messages = []
+    for step in range(3):
+        order = [model.user, model.film]
+        if step == 1 and how == "order" and rank == 1:
+            order.reverse()
+        alone = step == 1 and how == "alone" and rank == 0
+        try:
+            with torch.set_grad_enabled(not alone):
+                outputs = [part(features).values().sum() for part in order]
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+            continue
+        if step != 1:
+            sum(outputs).backward()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("order", "rank 0 calls 'user' with gradients, rank 1 calls 'film' with gradients"),
+        ("alone", "rank 0 calls 'user' without gradients, rank 1 calls 'user' with gradients"),
+    ],
+)
+def test_ranks_that_are_out_of_step_hear_of_it(ranks: RankPool, how: str, said: str) -> None:
+    first, second = ranks(2, _out_of_step, how)
+    assert first == second
+    assert [bool(message) for message in first] == [False, True, False]
+    assert said in first[1]
+    assert "an evaluation on rank 0 alone" in first[1]

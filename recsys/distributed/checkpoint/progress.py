@@ -1,0 +1,142 @@
+"""What each rank keeps for itself in a checkpoint: positions in the data, random generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+import torch
+
+from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.plain import check_plain
+from recsys.distributed.ranks.env import ShardingEnv
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can say where it is, and go on from there.
+
+    One that also has `load_state_dicts(states)`, with the state of each rank that saved, can go on
+    with another number of ranks.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is, as plain data."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+@final
+class RandomState:
+    """The random generators of a process: of torch on CPU and GPU, NumPy and Python.
+
+    With another number of ranks than saved, each goes on with its own.
+
+    Example:
+        >>> state = RandomState()
+        >>> saved = state.state_dict()
+        >>> first = torch.rand(3)
+        >>> state.load_state_dict(saved)
+        >>> torch.equal(torch.rand(3), first)
+        True
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states."""
+        kind, keys, *rest = np.random.get_state()  # what users' code may draw from
+        found: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+            "python": random.getstate(),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the generators go on from these states."""
+        torch.set_rng_state(state_dict["torch"])
+        kind, keys, *rest = state_dict["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        random.setstate(_tuples(state_dict["python"]))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"])
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Do nothing: generators of other ranks are of no use."""
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the states of this rank's parts, checked to be plain data.
+
+    Raises:
+        CheckpointError: if a state is not.
+        TypeError: if a part has no state.
+    """
+    found = {}
+    for name, part in parts.items():
+        _check_stateful(name, part)
+        found[name] = part.state_dict()
+        check_plain(f"progress[{name!r}]", found[name])
+    return found
+
+
+def rank_key(rank: int) -> str:
+    """Return by what name a checkpoint has the progress of a rank."""
+    return f"rank-{rank}"
+
+
+def load_progress(
+    subject: str,
+    parts: Mapping[str, Stateful],
+    saved: Mapping[str, dict[str, Any]],
+    num_saved: int,
+    env: ShardingEnv,
+) -> None:
+    """Let this rank's parts go on from what was saved.
+
+    Args:
+        subject: how errors call the checkpoint.
+        parts: by name.
+        saved: by `rank_key`, the states of this rank, or of all that saved if they were not as
+            many.
+        num_saved: ranks that saved.
+        env: the ranks that go on.
+
+    Raises:
+        CheckpointError: if a part was not saved, or cannot go on with another number of ranks.
+        TypeError: if a part has no state.
+    """
+    for name, part in parts.items():
+        _check_stateful(name, part)
+        if not saved or any(name not in of_rank for of_rank in saved.values()):
+            raise CheckpointError(
+                f"{subject} has no progress {name!r}. Leave it out of progress=, or pass "
+                "allow_partial=True to go on without."
+            )
+        if num_saved == env.world_size:
+            part.load_state_dict(saved[rank_key(env.rank)][name])
+            continue
+        load = getattr(part, "load_state_dicts", None)
+        if load is None:
+            raise CheckpointError(
+                f"{subject} has the progress {name!r} of {num_saved} ranks, for as many; received "
+                f"{env.world_size}, and a {type(part).__qualname__} without a load_state_dicts "
+                "that takes the states of all. Leave it out of progress=, or give it one."
+            )
+        load([saved[rank_key(rank)][name] for rank in range(num_saved)])
+
+
+def _check_stateful(name: str, part: object) -> None:
+    if not isinstance(part, Stateful):
+        raise TypeError(
+            f"progress[{name!r}] must have state_dict and load_state_dict; received a "
+            f"{type(part).__qualname__}."
+        )

@@ -1,0 +1,258 @@
+"""A pipeline of stages that the user names, and the stages that send a sharded model's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from torch import nn
+
+from recsys.distributed.train_pipeline.ahead import InputsAhead, Started
+from recsys.distributed.train_pipeline.batches import record_stream
+from recsys.distributed.train_pipeline.pipelines import In, TrainPipeline, bare_model
+
+StageOut = TypeVar("StageOut")
+_NOTHING: Any = object()
+
+
+@final
+@dataclass
+class PipelineStage(Generic[StageOut]):
+    """What is done with every batch, while later stages have earlier batches.
+
+    Args:
+        name: of the stage.
+        runnable: called with what the stage before returned, the first with the batch.
+        stream: of a GPU, on which it runs; on a CPU it means nothing.
+        fill_callback: called after each run while the pipeline fills at its start.
+        data_exhausted_callback: called in place of `runnable` when there is no batch left.
+    """
+
+    name: str
+    runnable: Callable[..., StageOut]
+    stream: torch.Stream | None = None
+    fill_callback: Callable[[], None] | None = None
+    data_exhausted_callback: Callable[[], None] | None = None
+
+
+@final
+class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
+    """Runs stages of the user's own, each on another batch.
+
+    `progress` returns what the last stage made of a batch, None once there is none left, and moves
+    every other batch one stage on. Train on what it returns.
+
+    Args:
+        pipeline_stages: in the order in which a batch passes them.
+        debug_mode: whether the host waits for each stage on a GPU, so that errors show where they
+            are.
+        compute_stream: of a GPU, where what `progress` returns is used; the current one if None.
+        on_flush_end: called when a flush has ended.
+
+    Raises:
+        ValueError: if there are no stages.
+
+    Example:
+        >>> stages = [PipelineStage("double", lambda x: 2 * x), PipelineStage("text", str)]
+        >>> pipeline = StagedTrainPipeline(stages)
+        >>> batches = iter([1, 2, 3])
+        >>> [pipeline.progress(batches) for _ in range(4)]
+        ['2', '4', '6', None]
+    """
+
+    def __init__(
+        self,
+        pipeline_stages: Sequence[PipelineStage[Any]],
+        debug_mode: bool = False,
+        compute_stream: torch.Stream | None = None,
+        on_flush_end: Callable[[], None] | None = None,
+    ) -> None:
+        if not pipeline_stages:
+            raise ValueError("StagedTrainPipeline needs at least one stage; received none.")
+        self._stages = list(pipeline_stages)
+        self._debug_mode, self._compute_stream = debug_mode, compute_stream
+        self._on_flush_end = on_flush_end
+        self._outputs: list[tuple[Any, Any]] = []  # of each stage, with the event of its end
+        self._is_flushing = False
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self._stages)
+
+    def set_flush(self, flush: bool) -> None:
+        """Read no batch until those under way are through; then go on."""
+        self._is_flushing = flush
+
+    def flush_end(self) -> None:
+        """End a flush."""
+        self._is_flushing = False
+        if self._on_flush_end is not None:
+            self._on_flush_end()
+
+    def progress(self, dataloader_iter: Iterator[In]) -> StageOut | None:
+        """Move every batch one stage on; return what the last stage made of the oldest."""
+        if not self._outputs:
+            self._fill(dataloader_iter)
+        if self._is_flushing and all(output is _NOTHING for output, _ in self._outputs):
+            self.flush_end()
+            self._fill(dataloader_iter)
+        output, event = self._outputs[-1]
+        if event is not None and output is not _NOTHING:
+            stream = self._compute_stream or torch.cuda.current_stream()
+            stream.wait_event(event)
+            record_stream(output, stream)
+        before = [(self._next(dataloader_iter), None), *self._outputs[:-1]]
+        self._outputs = [
+            self._run(stage, *given) for stage, given in zip(self._stages, before, strict=True)
+        ]
+        return None if output is _NOTHING else output
+
+    def reset(self) -> None:
+        """Forget the batches under way."""
+        self._outputs, self._is_flushing = [], False
+
+    def _next(self, source: Iterator[In]) -> Any:
+        return _NOTHING if self._is_flushing else next(source, _NOTHING)
+
+    def _fill(self, source: Iterator[In]) -> None:
+        self._outputs = [(_NOTHING, None)] * self.num_stages
+        for last in reversed(range(self.num_stages)):
+            given: tuple[Any, Any] = self._next(source), None
+            for stage in self._stages[: last + 1]:
+                given = self._run(stage, *given)
+                if stage.fill_callback is not None:
+                    with _on(stage.stream):
+                        stage.fill_callback()
+            self._outputs[last] = given
+
+    def _run(self, stage: PipelineStage[Any], given: Any, event: Any) -> tuple[Any, Any]:
+        """Return what a stage makes of what the one before gave, and the event of its end."""
+        if given is _NOTHING:
+            if stage.data_exhausted_callback is not None:
+                stage.data_exhausted_callback()
+            return _NOTHING, None
+        with _on(stage.stream):
+            if event is not None and stage.stream is not None:
+                stage.stream.wait_event(event)
+                record_stream(given, stage.stream)
+            output = stage.runnable(given)
+            if not _is_cuda(stage.stream):
+                return output, None
+            ended = torch.cuda.Event()
+            ended.record(stage.stream)
+            if self._debug_mode:
+                ended.synchronize()
+            return output, ended
+
+
+def _is_cuda(stream: torch.Stream | None) -> bool:
+    return stream is not None and stream.device.type == "cuda"
+
+
+def _on(stream: torch.Stream | None) -> Any:
+    return torch.cuda.stream(stream) if _is_cuda(stream) else nullcontext()  # type: ignore[arg-type]
+
+
+@final
+class SparseDataDistUtil(Generic[In]):
+    """Sends the ids of a sharded model's batches from a stage, for `StagedTrainPipeline`.
+
+    The first batch shows which of the model's inputs each sharded module reads; from then on a call
+    of the model with a batch that `start_sparse_data_dist` was given looks up what was sent.
+
+    Args:
+        model: contains sharded modules; called with one argument, the batch.
+        data_dist_stream: of a GPU, on which ids are sent.
+        apply_jit: means nothing.
+        prefetch_stream: means nothing.
+        pipeline_postproc: means nothing.
+        embedding_lookup_stream: means nothing.
+
+    Example:
+        >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        >>> from recsys.distributed.model_parallel import DistributedModelParallel
+        >>> table = EmbeddingBagConfig(9, 4, "films", feature_names=["film"])
+        >>> tables = EmbeddingBagCollection(tables=[table])
+        >>> model = DistributedModelParallel(tables, device=torch.device("cpu"))
+        >>> ids = SparseDataDistUtil(model, None)
+        >>> pipeline = StagedTrainPipeline([ids.start_sparse_data_dist_stage()])
+        >>> film = KeyedJaggedTensor(["film"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        >>> batches, shapes = iter([film] * 3), []
+        >>> while (batch := pipeline.progress(batches)) is not None:
+        ...     shapes.append(tuple(model(batch).values().shape))
+        >>> shapes
+        [(2, 4), (2, 4), (2, 4)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_dist_stream: torch.Stream | None,
+        apply_jit: bool = False,
+        prefetch_stream: torch.Stream | None = None,
+        pipeline_postproc: bool = False,
+        embedding_lookup_stream: torch.Stream | None = None,
+    ) -> None:
+        self._model, self._stream = model, data_dist_stream
+        self._ahead = InputsAhead.of_model(bare_model(model))
+        self._started: list[tuple[Any, Started]] = []
+        self._forward = model.forward
+        model.forward = self._call
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ahead.has_observed:
+            with self._ahead.observe(args, kwargs):
+                return self._forward(*args, **kwargs)
+        for place, (batch, started) in enumerate(self._started):
+            if args and args[0] is batch:
+                del self._started[place]
+                if self._stream is not None:
+                    torch.cuda.current_stream().wait_stream(self._stream)
+                with started.used():
+                    return self._forward(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def start_sparse_data_dist(self, batch: In) -> In:
+        """Send the header of a batch, after the ids of the one before; return the batch."""
+        self.wait_sparse_data_dist()
+        if self._ahead.has_observed and batch is not None:
+            self._started.append((batch, self._ahead.start((batch,), {})))
+        return batch
+
+    def wait_sparse_data_dist(self) -> None:
+        """Read the headers of the batches that have started, and send their ids."""
+        for _, started in self._started:
+            started.send()
+
+    def start_embedding_lookup(self, batch: In) -> In:
+        """Look up a batch that has started, with the tables as they are; return the batch."""
+        for other, started in self._started:
+            if other is batch:
+                started.look_up()
+        return batch
+
+    def start_sparse_data_dist_stage(
+        self,
+        name: str = "start_sparse_data_dist",
+        runnable: Callable[..., Any] | None = None,
+    ) -> PipelineStage[Any]:
+        """Return the stage that sends ids; `runnable` in place of `start_sparse_data_dist`."""
+        made = runnable or self.start_sparse_data_dist
+        return PipelineStage(name, made, self._stream, self.wait_sparse_data_dist)
+
+    def start_embedding_lookup_stage(
+        self, name: str = "start_embedding_lookup", runnable: Callable[..., Any] | None = None
+    ) -> PipelineStage[Any]:
+        """Return the stage that looks up; `runnable` in place of `start_embedding_lookup`."""
+        return PipelineStage(name, runnable or self.start_embedding_lookup, self._stream)
+
+    def detach(self) -> nn.Module:
+        """Let what is under way arrive; return the model, which sends when it is called again."""
+        while self._started:
+            self._started.pop()[1].drop()
+        self._model.__dict__.pop("forward", None)
+        return self._model

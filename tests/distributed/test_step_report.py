@@ -1,0 +1,178 @@
+"""A report finds the stage that takes the time, and leaves the engine as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recsys.distributed.ranks import comm
+from recsys.distributed.stages.input_dist import InputDist
+from recsys.distributed.stages.output_dist import _PooledExchange
+from recsys.distributed.stages.sequence_dist import _SequenceExchange
+from recsys.distributed.step_report import STAGES, StepReport
+from recsys.kernels.tbe import TableBatchedEmbedding
+from tests.distributed.cases import whole_state
+from tests.distributed.train_pipeline.test_pipelines import STEPS, build, plain, samples
+from tests.ranks import RankPool
+
+PAUSE = 0.03
+SLOWED = {
+    "input dist": [(InputDist, "prepare")],
+    "lookup": [(TableBatchedEmbedding, "forward")],
+    "output dist": [(_PooledExchange, "spread"), (_SequenceExchange, "place")],
+}
+TOUCHED = [
+    (InputDist, "prepare"),
+    (comm, "all_to_all"),
+    (comm.Pending, "wait"),
+    (TableBatchedEmbedding, "forward"),
+]
+
+
+def _slow(batches: list[Any]) -> Iterator[Any]:
+    for batch in batches:
+        time.sleep(PAUSE)
+        yield batch
+
+
+def _sleepy(*_: Any) -> None:
+    time.sleep(PAUSE)
+
+
+def _sleeping(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(PAUSE)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _reported(
+    model: Any, optimizer: Any, batches: list[Any], *, is_slow: bool
+) -> tuple[StepReport, list[Tensor]]:
+    outputs = []
+    with StepReport() as report:
+        for batch in report.data(_slow(batches) if is_slow else batches):
+            outputs += plain(model, optimizer, [batch])
+            report.step(len(batch.dense))
+    return report, outputs
+
+
+def _with_slow(part: str) -> dict[str, float]:
+    """Shares of a training in which one part sleeps in every step."""
+    batches = [samples(dist.get_rank(), step) for step in range(STEPS)]
+    model, optimizer = build("mixed")
+    expected = plain(model, optimizer, batches)
+    state = whole_state(model)
+    model, optimizer = build("mixed")
+    if part == "dense":
+        model.module.get_submodule("over").register_forward_hook(_sleepy)
+    elif part == "optimizer":
+        optimizer._optimizer.register_step_pre_hook(_sleepy)
+    with contextlib.ExitStack() as stack:
+        for owner, name in SLOWED.get(part, []):
+            slow = _sleeping(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, slow))
+        before = [getattr(owner, name) for owner, name in TOUCHED]
+        report, outputs = _reported(model, optimizer, batches, is_slow=part == "data")
+        assert [getattr(owner, name) for owner, name in TOUCHED] == before
+    assert all(map(torch.equal, outputs, expected))
+    assert all(torch.equal(v, state[name]) for name, v in whole_state(model).items())
+    assert report.steps == STEPS
+    assert report.samples == sum(len(batch.dense) for batch in batches)
+    assert f"{STEPS} steps, " in str(report)
+    return report.shares()
+
+
+@pytest.mark.parametrize("part", STAGES)
+def test_the_slow_stage_is_named(ranks: RankPool, part: str) -> None:
+    for shares in ranks(2, _with_slow, part):
+        assert sum(shares.values()) == pytest.approx(1)
+        assert list(shares) == list(STAGES)
+        assert max(shares, key=lambda stage: shares[stage]) == part
+        assert all(share > 0 for share in shares.values())
+
+
+class SlowWork:
+    """An exchange that takes its time."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+        threading.Timer(4 * PAUSE, self.future.set_result, [None]).start()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self.future
+
+    def wait(self) -> None:
+        self.future.wait()
+
+
+def _exchange(env: Any, what: str) -> comm.Pending:
+    return comm.Pending(torch.zeros(1), cast(Any, SlowWork()), env=env, what=what)
+
+
+@pytest.mark.parametrize(("pauses", "low", "high"), [(0, 0.0, 0.2), (2, 0.3, 0.7), (6, 0.9, 1.0)])
+def test_what_is_hidden_of_exchanges(pauses: int, low: float, high: float) -> None:
+    with mock.patch.object(comm, "all_to_all", _exchange), StepReport() as report:
+        start: Any = comm.all_to_all
+        pending = start(None, "send ids to their owners")
+        time.sleep(pauses * PAUSE)  # what else the host does
+        pending.wait()
+        report.step(1)
+    assert low <= report.overlap <= high
+    if pauses == 2:
+        assert f"under way for {report.numbers()['under way'] * 1e3:.2f} ms" in str(report)
+
+
+class Writer:
+    """Takes the numbers as TensorBoard's does."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars.append((tag, scalar_value, global_step))
+
+
+def test_numbers_go_to_a_writer() -> None:
+    writer = Writer()
+    with StepReport(writer, every=2) as report:
+        for number in report.data(_slow([1, 2, 3, 4, 5])):
+            report.step(samples=number)
+    assert {step for _, _, step in writer.scalars} == {2, 4}
+    by_tag = {tag: value for tag, value, step in writer.scalars if step == 4}
+    assert by_tag["step/milliseconds"] >= PAUSE * 1e3
+    assert by_tag["step/samples per second"] <= (3 + 4) / (2 * PAUSE)
+    assert by_tag["step/share of data"] > 0.9
+    assert "step/overlap" not in by_tag
+
+
+def test_steps_are_traced(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    file = tmp_path / "trace.json"
+    with StepReport(trace=file, traced_steps=2) as report:
+        for x in report.data(torch.ones(4, 3, 2)):
+            layer(x)
+            report.step(3)
+            assert file.exists() == (report.steps >= 2)
+    names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
+    assert names.count("recsys data") == 2
+
+
+def test_without_steps_there_is_nothing_to_say() -> None:
+    with StepReport() as report:
+        pass
+    assert str(report) == "StepReport: no step yet"
+    with pytest.raises(ValueError, match=r"StepReport\.every"):
+        StepReport(every=0)
