@@ -40,6 +40,7 @@ BROAD = {
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
     "distributed/train_pipeline/batches.py": "distributed/train_pipeline/test_even_batches.py",
+    "distributed/state/moves.py": "distributed/test_reshard.py",
     "contact.py": "distributed/ranks/test_comm.py",
     "lazy.py": "test_public_surface.py",
     "distributed/ranks/agreement.py": "distributed/ranks/test_construction.py",

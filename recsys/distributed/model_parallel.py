@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol, final
 
@@ -18,9 +18,11 @@ from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.agreement import stable
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.reshard import Moves, moves_by_module
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,
     materialize_dense,
@@ -30,7 +32,7 @@ from recsys.distributed.shard import (
     sharded_names,
     why_no_exchange,
 )
-from recsys.distributed.sharded_collection import canonical_device
+from recsys.distributed.sharded_collection import ShardedCollection, canonical_device
 from recsys.distributed.sharder import (
     ModuleSharder,
     ShardedModule,
@@ -268,6 +270,59 @@ class DistributedModelParallel(nn.Module):
     def plan(self) -> ShardingPlan:
         """The placement of every sharded module."""
         return self._plan
+
+    def reshard(self, plan: Moves) -> None:
+        """Move tables to other ranks while the job lives, with their optimizer state.
+
+        Every rank must call it with the same plan, between an optimizer step and the next batch.
+        Training goes on as if it had begun under the new plan: outputs, weights and learning rates
+        are the same, to rounding, and so are the optimizers and schedulers that you hold. A
+        pipeline sends again what it has sent ahead. The modules move one after another; meanwhile
+        a rank holds the old and the new parts of one module's tables, and up to 64 MiB on the way.
+
+        Args:
+            plan: where tables go: a ShardingPlan, or for some modules by path, some tables by name.
+                What it does not name stays. A table keeps its settings; see
+                `ShardedCollection.reshard`.
+
+        Raises:
+            TypeError: if it is no plan.
+            ValueError: on every rank, with nothing moved: if it does not fit the model or the ranks
+                or the ranks differ; naming the module, of which nothing has moved then, if
+                one of its tables cannot move.
+
+        Example:
+            >>> from recsys.distributed.sharding_plan import construct_module_sharding_plan
+            >>> from recsys.distributed.sharding_plan import row_wise
+            >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+            >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+            >>> from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+            >>> table = EmbeddingBagConfig(
+            ...     name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"]
+            ... )
+            >>> ebc = EmbeddingBagCollection(tables=[table])
+            >>> apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.1})
+            >>> rows = construct_module_sharding_plan(ebc, {"t": row_wise()}, world_size=1)
+            >>> model = nn.ModuleDict({"ebc": ebc})
+            >>> model = DistributedModelParallel(model, device=torch.device("cpu"))
+            >>> model.reshard({"ebc": rows})
+            >>> model.plan.plan["ebc"]["t"].sharding_type
+            'row_wise'
+        """
+        collections = {
+            path: child
+            for path, child in sharded_modules(self.module)
+            if isinstance(child, ShardedCollection)
+        }
+        after = dict(self._plan.plan)
+        with constructing(self.env) as construction:
+            moves = moves_by_module(plan, collections, self.env.world_size)
+            for path, (inner, entry) in moves.items():
+                after[path] = collections[inner].plan_after(entry)
+                construction.add(path or "the model", {"the new plan": stable(after[path])})
+        for path, (inner, entry) in moves.items():
+            collections[inner].reshard(entry)
+            self._plan = replace(self._plan, plan={**self._plan.plan, path: after[path]})
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:

@@ -33,11 +33,13 @@ from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
+from recsys.distributed.reshard import check_moves, merged_plan
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
 from recsys.distributed.stages.input_dist import InputDist, Trip, start_together
-from recsys.distributed.stages.lookup import GroupSettings, build_lookups, needs_one_width
+from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
+from recsys.distributed.state.moves import move_tables
 from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.distributed.state.table_shards import TableShards, load_tables
 from recsys.kernels.arguments import setting
@@ -162,18 +164,16 @@ class ShardedCollection(ShardedModule):
         """Return what the output stage is told besides what every collection tells it."""
         return {}
 
-    def _build(self, options: Sequence[_TableOptions]) -> None:
+    def _build(
+        self,
+        options: Sequence[_TableOptions],
+        lookups: Sequence[Lookup] = (),
+        replicas: Sequence[Lookup] = (),
+    ) -> None:
+        """Compile the plan and allocate the tables, but for what given lookups hold already."""
         env, device = self._env, self._device
         self._options = list(options)
-        features, layout = place_tables(
-            self._configs,
-            self._poolings,
-            self._plan,
-            env.world_size,
-            env.node_size,
-            self._group_of,
-            self._needs_one_width,
-        )
+        features, layout = self._place()
         self._layout = layout
         self._input_dist = InputDist(
             layout,
@@ -188,9 +188,9 @@ class ShardedCollection(ShardedModule):
             path=self._path,
         )
         own = layout.groups[env.rank]
-        self._lookups = build_lookups(own, layout.tables, device, env.world_size)
+        self._lookups = build_lookups(own, layout.tables, device, env.world_size, known=lookups)
         self._replicas = build_lookups(
-            layout.replica_groups, layout.tables, device, replicated=True
+            layout.replica_groups, layout.tables, device, replicated=True, known=replicas
         )
         self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
         names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
@@ -218,12 +218,23 @@ class ShardedCollection(ShardedModule):
                 for shard in shards[index]:
                     mark_in_backward(shard.parameter, option.source)
         self._hold_tables(tables)
-        tables_optimizer = FusedTablesOptimizer(
+        self._tables_optimizer = FusedTablesOptimizer(
             {self._weight_name(name): table for name, table in self._tables().items()},
             [option.optimizer for option in options],
             self._finisher.deferred,
         )
-        self._fused_optimizer = CombinedOptimizer([tables_optimizer])
+        self._fused_optimizer = CombinedOptimizer([self._tables_optimizer])
+
+    def _place(self) -> tuple[list[str], Layout]:
+        return place_tables(
+            self._configs,
+            self._poolings,
+            self._plan,
+            self._env.world_size,
+            self._env.node_size,
+            self._group_of,
+            self._needs_one_width,
+        )
 
     def _group_of(self, number: int, rects: Sequence[Rect]) -> GroupSettings:
         """Return what a table must have in common with those it shares a lookup with.
@@ -506,12 +517,7 @@ class ShardedCollection(ShardedModule):
 
     def copy(self, device: torch.device) -> Self:
         """Return a copy on another device: same plan, weight, optimizer state, learning rates."""
-        other = type(self).__new__(type(self))
-        # the settings; what is built of them is built anew
-        other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
-        nn.Module.__init__(other)
-        other._configs, other._plan = copy.deepcopy((self._configs, self._plan))
-        other._device = canonical_device(device)
+        other = self._with(self._plan, canonical_device(device))
         other._build(self._options)
         own, others = self._tables(), other._tables()
         with torch.no_grad():
@@ -524,6 +530,80 @@ class ShardedCollection(ShardedModule):
             mine["lr"] = theirs["lr"]
         other.train(self.training)
         return other
+
+    def _with(self, plan: EmbeddingModuleShardingPlan, device: torch.device) -> Self:
+        """Return one with these settings, of which nothing is built yet."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
+        nn.Module.__init__(other)
+        other._configs, other._plan = copy.deepcopy((self._configs, plan))
+        other._device = device
+        return other
+
+    def plan_after(self, plan: Mapping[str, ParameterSharding]) -> EmbeddingModuleShardingPlan:
+        """Return the plan that `reshard(plan)` leads to; nothing moves, and no rank waits.
+
+        Args:
+            plan: as for `reshard`.
+
+        Raises:
+            ValueError: as `reshard` does of a plan that fits no tables.
+        """
+        whole = merged_plan(self._path, self._plan, plan)
+        self._with(whole, self._device)._place()
+        return whole
+
+    def reshard(self, plan: Mapping[str, ParameterSharding]) -> None:
+        """Move tables to other ranks while training goes on: weights and optimizer state.
+
+        Every rank must call it, between a step and the next forward pass. Until the old parts are
+        given up, a rank holds the old and the new parts of the lookups that change, and up to 64
+        MiB on their way; lookups of which no table moves are left alone. `fused_optimizer` stays
+        the same object, with its learning rates.
+
+        Args:
+            plan: where tables go, by name; the others stay. What an entry leaves None, but for the
+                shards, stays as it was.
+
+        Raises:
+            ValueError: on every rank, with nothing moved: if the plan does not fit the tables or
+                the ranks, or asks for another `bounds_check_mode`, `output_dtype` or
+                `stochastic_rounding`; if a table that moves has no optimizer of its own but trains,
+                or gradients are held for a step to come; if row states of parts of the columns
+                would have to be split or joined.
+        """
+        try:
+            with constructing(self._env) as construction:
+                if self._finisher.deferred.wait_for_step:
+                    raise ValueError(
+                        f"Gradients of the tables of {self._path!r} wait for a step, and would be "
+                        "lost by a move. Call step() or zero_grad() before reshard."
+                    )
+                whole = merged_plan(self._path, self._plan, plan)
+                other = self._with(whole, self._device)
+                other._build(self._options, self._lookups, self._replicas)
+                own, others = self._tables(), other._tables()
+                check_moves(own, others)
+                construction.add(self._path, other._facts())
+                construction.load(0, lambda seed: move_tables(own, others, self._env))
+                construction.at_the_end(lambda: self._become(other))
+        finally:
+            for group in self._fused_optimizer.param_groups:  # of kernels that serve both
+                group["lr"] = group["lr"]
+
+    def _become(self, other: Self) -> None:
+        """Take over what another one was built of; what users hold of this one stays theirs."""
+        other._input_dist.last_batches = self._input_dist.last_batches
+        tables = TableDict()
+        for name, table in other._tables().items():
+            tables[name] = table
+        self._hold_tables(tables)
+        for name in (
+            *("_plan", "_layout", "_input_dist", "_output_dist"),
+            *("_lookups", "_replicas", "_finisher"),
+        ):
+            setattr(self, name, getattr(other, name))
+        self._tables_optimizer.follow(other._tables_optimizer)
 
 
 @final

@@ -60,6 +60,16 @@ class TablesGroup(dict[str, Any]):
         self._use_rate = use_rate
         self["lr"] = learning_rate
 
+    def follow(self, other: TablesGroup) -> None:
+        """Be the group of another one's tables: the same ones, which have moved.
+
+        Args:
+            other: a group with the same settings; its tables get the rate of this one.
+        """
+        self._use_rate = other._use_rate
+        self["params"] = other["params"]
+        self["lr"] = self["lr"]
+
     def __reduce__(self) -> Any:
         return dict, (dict(self),)  # tables and kernels are not pickled
 

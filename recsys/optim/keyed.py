@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -326,7 +326,6 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
         self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
-        params: dict[str, Tensor] = {}
         taken: set[str] = set()
         for prefix, optim in self._optims:
             # some save more than their parameters' state, such as a warm-up its progress
@@ -338,9 +337,8 @@ class CombinedOptimizer(KeyedOptimizer):
                         "Give one of the optimizers a prefix: (prefix, optimizer)."
                     )
                 taken.add(key)
-                if name in optim.params:
-                    params[key] = optim.params[name]
         groups = [group for _, optim in self._optims for group in optim.param_groups]
+        params = _ChainedParams(self._optims)
         super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
 
     @staticmethod
@@ -419,6 +417,27 @@ class CombinedOptimizer(KeyedOptimizer):
 def _state_of(optim: KeyedOptimizer) -> dict[str, Any]:
     state: dict[str, Any] = optim.state_dict()["state"]
     return state
+
+
+class _ChainedParams(Mapping[str, Tensor]):
+    """The parameters of several optimizers by their prefixed names; always current."""
+
+    def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
+        self._owners = {
+            CombinedOptimizer.prepend_opt_key(name, prefix): (optim, name)
+            for prefix, optim in optims
+            for name in optim.params
+        }
+
+    def __getitem__(self, key: str) -> Tensor:
+        optim, name = self._owners[key]
+        return optim.params[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
 
 
 class _ChainedState(Mapping[Any, Any]):

@@ -24,9 +24,8 @@ DIFFERENT = {
     r"DistributedModelParallel\.(get_delta_tracker|init_torchrec_delta_tracker)": (
         "no tracker of changed rows yet"
     ),
-    r"(DistributedModelParallel|EmbeddingBagCollectionSharder)\.reshard": (
-        "load a checkpoint under another plan"
-    ),
+    r"DistributedModelParallel\.reshard\(sharded_module_fqn\)": "takes plans by module path",
+    r"EmbeddingBagCollectionSharder\.reshard": "a sharded collection reshards itself",
     r"\w*Sharder\.storage_usage": "the planner knows the bytes",
     r"\w*Sharder\.sharded_module_type": "a sharder may return any module",
     r"(\w*Sharder|ShardedModule|Sharded\w+)\.qcomm_codecs_registry": HELD,

@@ -164,7 +164,7 @@ def test_star_import(torchrec: Any) -> None:
         ),
         (
             "from torchrec.distributed.train_pipeline.utils import DataLoadingThread",
-            "no counterpart of torchrec.distributed.train_pipeline.utils.DataLoadingThread. The pipe",
+            "no counterpart of torchrec.distributed.train_pipeline.utils.DataLoadingThread. The",
         ),
         (
             "from torchrec.modules.mc_modules import ManagedCollisionModule",

@@ -6,8 +6,8 @@ which `row_updates` exchanges and applies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -103,6 +103,7 @@ def build_lookups(
     num_sources: int = 1,
     *,
     replicated: bool = False,
+    known: Sequence[Lookup] = (),
 ) -> list[Lookup]:
     """Allocate the tables of one rank's lookups, or of the replicated tables'.
 
@@ -112,9 +113,15 @@ def build_lookups(
         device: where the tables are allocated.
         num_sources: ranks whose batches are looked up.
         replicated: whether gradients are those of this rank's batch only, to be added up later.
+        known: lookups of the same tables elsewhere; what serves here too is taken over.
     """
     found = []
+    served = {_served_by(lookup.group): lookup for lookup in known}
     for group in groups:
+        same = served.get(_served_by(group))
+        if same is not None:
+            found.append(replace(same, group=group))
+            continue
         settings: GroupSettings = group.key  # type: ignore[assignment]
         pooled = settings.pooling is not PoolingType.NONE
         optimizer, mode = _updates(settings, replicated)
@@ -137,6 +144,11 @@ def build_lookups(
         parameters = [nn.Parameter(w, requires_grad=settings.requires_grad) for w in kernel.weights]
         found.append(Lookup(group=group, settings=settings, kernel=kernel, parameters=parameters))
     return found
+
+
+def _served_by(group: LookupGroup) -> Hashable:
+    """Return all that a lookup's kernel depends on."""
+    return group.key, group.tables, group.rects, group.feature_table_map
 
 
 def needs_one_width(

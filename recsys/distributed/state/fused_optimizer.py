@@ -85,6 +85,19 @@ class FusedTablesOptimizer(FusedOptimizer):
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Do nothing: the tables have their state from the start."""
 
+    def follow(self, other: FusedTablesOptimizer) -> None:
+        """Be the optimizer of another one's tables, which are the same and have moved.
+
+        Whoever holds this one or its groups, such as a scheduler, has what it wants.
+
+        Args:
+            other: of the tables in their new place; it is not used any more.
+        """
+        self.params, self.state = other.params, other.state
+        self._tables, self._deferred = other._tables, other._deferred
+        for own, new in zip(self.param_groups, other.param_groups, strict=True):
+            own.follow(new)  # type: ignore[attr-defined]
+
     def table_gradients(self) -> list[TableGradients]:
         """Return the gradients of the deferred tables.
 

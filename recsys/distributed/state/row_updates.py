@@ -160,13 +160,18 @@ class DeferredUpdates:
         self.exist = any(table.group.deferred for table in layout.tables)  # type: ignore[attr-defined]
         self._arrived = False
 
+    @property
+    def wait_for_step(self) -> bool:
+        """Whether there are gradients."""
+        return self._arrived or any(kernel.deferred.exist for kernel in self._kernels)
+
     def end_backward(self) -> None:
         """Note, on every rank, that a backward pass has ended; not needed with one rank."""
         self._arrived = self.exist
 
     def step(self) -> None:
         """Apply the gradients to the tables and drop them; without any it does nothing."""
-        if not (self._arrived or any(kernel.deferred.exist for kernel in self._kernels)):
+        if not self.wait_for_step:
             return
         self._columns.apply()
         for kernel in self._kernels:  # those of column splits have nothing left

@@ -175,7 +175,7 @@ class Started:
         given: Mapping[ShardedCollection, KeyedJaggedTensor],
     ) -> None:
         self._ahead, self.trips, self._given = ahead, trips, given
-        self._outputs: dict[ShardedCollection, LazyAwaitable[Any]] = {}
+        self._outputs: dict[ShardedCollection, tuple[Trip, LazyAwaitable[Any]]] = {}
         self._is_sent = self._has_ids = False
         self._error: Exception | None = None
 
@@ -195,10 +195,10 @@ class Started:
 
     def look_up(self) -> None:
         """Look up and start sending embeddings, with the tables as they are now."""
-        self.send()
+        self._follow_tables()
         if self._error is None:
             for module, trip in self.trips.items():
-                self._outputs[module] = self._output_of(module, trip)
+                self._outputs[module] = trip, self._output_of(module, trip)
             self.trips.clear()
 
     def _output_of(self, module: ShardedCollection, trip: Trip) -> LazyAwaitable[Any]:
@@ -206,11 +206,39 @@ class Started:
 
     def prefetch(self) -> None:
         """Bring the rows that are looked up into caches."""
-        self.send()
+        self._follow_tables()
         if self._error is None and not self._has_ids:
             self._has_ids = True
             for module, trip in self.trips.items():
                 module.prefetch(trip.ids())
+
+    def _follow_tables(self) -> None:
+        """Send, and send anew what went to ranks whose tables have moved since.
+
+        What is wrong with the batch is raised when it is used.
+        """
+        self.send()
+        if self._error is not None:
+            return
+        moved = {}
+        for module, trip in self.trips.items():
+            if trip.stage is not module.input_stage:
+                if not self._has_ids:
+                    trip.ids()  # let them arrive
+                moved[module] = _prepared_again(module, trip)
+        for module, (trip, output) in self._outputs.items():
+            if trip.stage is not module.input_stage:
+                output.wait()
+                moved[module] = _prepared_again(module, trip)
+        if not moved:
+            return
+        start_together(list(moved.values()))
+        for module, trip in moved.items():
+            trip.send()
+            if self._has_ids:
+                trip.ids()
+            self._outputs.pop(module, None)
+            self.trips[module] = trip
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep what is under way in memory until work that is now in a stream is done."""
@@ -224,7 +252,7 @@ class Started:
         Raises:
             Exception: what is wrong with the batch, on every rank.
         """
-        self.send()
+        self._follow_tables()
         if self._error is not None:
             raise self._error
         trips, outputs, given = self.trips, self._outputs, self._given
@@ -234,7 +262,7 @@ class Started:
                 return None
             trip = trips.pop(module, None)
             if trip is None:
-                return outputs.pop(module, None)
+                return outputs.pop(module, (None, None))[1]
             return self._output_of(module, trip)
 
         with holding(started_ahead, take):
@@ -251,6 +279,16 @@ class Started:
                 trip.ids()
         self.trips.clear()
         self._outputs.clear()
+
+
+def _prepared_again(module: ShardedCollection, trip: Trip) -> Trip:
+    """Return the batch of a trip, prepared for where its tables are now."""
+    stage = module.input_stage
+    told, stage.last_batches = stage.last_batches, None  # the first trip has told of the epoch
+    try:
+        return stage.prepare(trip.given)
+    finally:
+        stage.last_batches = told
 
 
 def _made_by(

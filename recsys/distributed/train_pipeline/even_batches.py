@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import broadcast_object, together
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.stages.input_dist import LastBatches
+from recsys.distributed.stages.input_dist import InputDist, LastBatches
 from recsys.distributed.train_pipeline.batches import map_batch
 from recsys.kernels.arguments import choice
 from recsys.sparse import KeyedJaggedTensor
@@ -86,18 +86,20 @@ class EvenBatches(Generic[B]):
     ) -> None:
         self._batches = batches
         self._policy = choice("EvenBatches.policy", policy, UnevenPolicy)
-        self._stages = [
-            module.input_stage
-            for module in model.modules()
-            if isinstance(module, ShardedCollection)
+        self._collections = [
+            module for module in model.modules() if isinstance(module, ShardedCollection)
         ]
-        if not self._stages:
+        if not self._collections:
             raise ValueError(
                 "EvenBatches needs a model with a sharded collection, in whose exchanges the ranks "
                 f"hear of each other; received a {type(model).__name__} without. Wrap the model in "
                 "DistributedModelParallel first."
             )
         self.is_filler = False
+
+    @property
+    def _stages(self) -> list[InputDist]:
+        return [collection.input_stage for collection in self._collections]
 
     def __iter__(self) -> Iterator[B]:
         batches = iter(self._batches)
