@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -37,6 +37,8 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         raise_explained(error, group, what)
 
 
+ask_watchdog: Callable[[], str] | None = None
+"""What finds out which rank is gone, while a watchdog is open."""
 _WAIT_FOR_SIGNS = 5.0
 """Seconds in which ranks that lost contact say so, to find those that do not."""
 
@@ -55,21 +57,32 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
         group: the ranks.
         what: the ranks were to do.
     """
-    if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
+    if not is_lost_contact(error):
         return error  # such as memory that ran out
     own = dist.get_rank()
-    try:
-        silent = _silent_ranks(group, own)
-    except Exception:  # the store is gone: rank 0 holds it, unless torchrun does
-        silent = [0] if own else []
-    who = "No rank could be told apart"
-    if silent:
-        who = f"Nothing is heard of {'rank' if len(silent) == 1 else 'ranks'} {_listed(silent)}"
+    who = ask_watchdog() if ask_watchdog is not None else _ask_ranks(group, own)
     return LostContactError(
         f"Rank {own} of {dist.get_world_size()} lost contact with the others when the ranks were "
         f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "
         f"been killed, or be out of memory. The exchange said: {error}"
     )
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Return whether an error says that another rank is lost, as process groups say it, too."""
+    if isinstance(error, LostContactError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error)))
+
+
+def _ask_ranks(group: dist.ProcessGroup | None, own: int) -> str:
+    try:
+        silent = _silent_ranks(group, own)
+    except Exception:  # the store is gone: rank 0 holds it, unless torchrun does
+        silent = [0] if own else []
+    if silent:
+        return f"Nothing is heard of {'rank' if len(silent) == 1 else 'ranks'} {_listed(silent)}"
+    return "No rank could be told apart"
 
 
 def raise_explained(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> NoReturn:

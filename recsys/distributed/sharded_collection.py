@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, islice
+from time import monotonic
 from typing import Any, ClassVar, NoReturn, Self, final
 
 import torch
@@ -28,6 +29,7 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
+from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words, stable
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
@@ -427,6 +429,7 @@ class ShardedCollection(ShardedModule):
                     "waited for twice; received another batch's, or what is under way. Call "
                     "compute(context, input_dist(context, features).wait().wait())."
                 )
+        where.now = "lookup", self._path, monotonic()
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
         lookups = (

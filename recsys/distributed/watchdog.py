@@ -1,13 +1,42 @@
-"""Processes of a job that do not outlive it."""
+"""Jobs that say what ails them, and end as a whole: late ranks, errors, processes that are left."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
+import select
 import signal
+import socket
 import sys
+import threading
+import traceback
+from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
+from functools import partial
+from time import monotonic
+from typing import Any, NoReturn, Self, final
 
-__all__ = ["end_with_launcher"]
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from recsys import contact
+from recsys.distributed.ranks import where
+from recsys.distributed.ranks.heartbeats import (
+    MISSED,
+    Beat,
+    End,
+    Heartbeats,
+    in_words,
+    late_ranks,
+)
+
+__all__ = ["Watchdog", "end_with_launcher"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,3 +63,296 @@ def end_with_launcher() -> bool:
     if os.getppid() != launcher:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
     return True
+
+
+_open: Watchdog | None = None
+
+
+@final
+class Watchdog:
+    """Warns when one rank keeps the others waiting, and ends all when one of them fails.
+
+    Open it once the process group is there, around all that the ranks do together:
+
+        with Watchdog(abort_after=600) as watchdog:
+            for batch in loader:
+                ...
+            with watchdog.pause("evaluation"):
+                ...
+
+    - A rank that stays at one place longer than `warn_after` is named, with the stage and the
+      module, and so are those that wait for it. After `abort_after` every rank prints that and
+      what its threads do, and ends.
+    - When one rank raises, exits or is killed, the others end within seconds with a line that
+      names it and where it was; its traceback is printed once, by itself.
+
+    A rank that cannot run its threads (stopped, or inside a call that holds Python's lock) is
+    silent to the others, which end; it is ended by torchrun, or by a timer in C after
+    `abort_after`. On SIGTERM, by which torchrun ends ranks, a process first prints why the job
+    ends, unless the script handles that signal. Without a process group nothing is watched.
+
+    Args:
+        warn_after: seconds.
+        abort_after: seconds; None: the timeout of the process group.
+
+    Raises:
+        ValueError: if a number is not positive.
+        RuntimeError: on entering, if one is open in the process.
+
+    Example:
+        >>> with Watchdog(warn_after=60) as watchdog:
+        ...     with watchdog.pause("evaluation"):
+        ...         pass
+    """
+
+    def __init__(self, *, warn_after: float = 30.0, abort_after: float | None = None) -> None:
+        for name, seconds in [("warn_after", warn_after), ("abort_after", abort_after)]:
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"Watchdog.{name} must be positive; received {seconds}.")
+        self._warn_after, self._given_abort_after = warn_after, abort_after
+        self._beats: Heartbeats | None = None
+        self._closing = ExitStack()
+        self._ends = False  # the main thread deals with an error
+        self._stopped = False
+        self._saying, self._has_said = threading.Lock(), False
+
+    def __enter__(self) -> Self:
+        global _open
+        if _open is not None:
+            raise RuntimeError("A Watchdog is open in this process already; close it first.")
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self
+        self._rank = dist.get_rank()
+        self._abort_after = self._given_abort_after or _timeout_of_group()
+        self._interval = min(1.0, self._abort_after / 16, self._warn_after / 10)
+        self._next_warning = self._warn_after
+        self._ends = self._stopped = False
+        self._beats = Heartbeats(_store(), self._rank, dist.get_world_size(), self._interval)
+        _open = self
+        where.now = "the time before its first step", "", monotonic()
+        contact.ask_watchdog = self._ask
+        for register, place in [
+            (register_optimizer_step_pre_hook, "the optimizer's step"),
+            (register_optimizer_step_post_hook, "the loop between two steps (data, logs)"),
+        ]:
+            self._closing.callback(register(partial(_now_in, place)).remove)
+        self._signals, self._waker = socket.socketpair()
+        self._closing.callback(self._waker.close)
+        self._closing.callback(self._signals.close)
+        self._catch_sigterm()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        global _open
+        if self._beats is None:
+            return
+        beats, self._ends = self._beats, error is not None
+        left = error is None or (isinstance(error, SystemExit) and not error.code)
+        if not left:
+            assert error is not None
+            self._tell_of(error, beats)
+        self._stopped = True
+        self._waker.send(b"\0")
+        self._thread.join(timeout=2)
+        beats.stop(left=left)
+        faulthandler.cancel_dump_traceback_later()
+        self._closing.close()
+        contact.ask_watchdog = None
+        _open = self._beats = None
+
+    def pause(self, name: str) -> AbstractContextManager[None]:
+        """Declare that what the block does may take long: nobody warns or aborts meanwhile.
+
+        Saves and loads of checkpoints declare themselves.
+
+        Args:
+            name: what it does, such as "evaluation" or "compile".
+        """
+        return where.long_section(name)
+
+    # -- an error of this rank --------------------------------------------------------------------
+
+    def _tell_of(self, error: BaseException, beats: Heartbeats) -> None:
+        """Print an error once in the job, and tell the other ranks."""
+        place, rank = Beat.of_this_process(0).place, self._rank
+        if isinstance(error, SystemExit):
+            self._say(beats.announce(End(text=f"rank {rank} exited by {error!r}, in {place}")).text)
+            return
+        if not isinstance(error, Exception):
+            beats.announce(End(text=f"rank {rank} ended by {type(error).__name__}, in {place}"))
+            return
+        said = f"{type(error).__name__}: {error}"
+        of_rank = getattr(error, "_of_rank", rank)  # one of a rank, raised on all
+        follows = of_rank != rank or contact.is_lost_contact(error)
+        if follows or not beats.claim():
+            end = beats.wait_for_end(_PATIENCE)
+            if end is not None and (follows or end.error == said):
+                self._say_why(end)
+                _print_no_more_of(error)
+                return
+        text = f"rank {rank} raised {_first_line(said)}, in {place}: see its traceback"
+        self._say(f"rank {rank} raised this in {place}:")
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        _print_no_more_of(error)
+        beats.announce(End(text=text, error=said))
+
+    def _ask(self) -> str:
+        """Find out why contact was lost; the watching thread ends the process if it does."""
+        assert self._beats is not None
+        end = self._beats.wait_for_end(_PATIENCE)
+        return "No rank could be told apart" if end is None else end.text
+
+    def _say_why(self, end: End) -> None:
+        with self._saying:
+            if not self._has_said:
+                place = Beat.of_this_process(0).place
+                self._say(f"{end.text}. This rank was in {place}, and ends.")
+            self._has_said = True
+
+    def _say(self, text: str) -> None:
+        print(f"[rank {self._rank}] Watchdog: {text}", file=sys.stderr, flush=True)
+
+    # -- the watching thread ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._signals], [], [], self._interval)
+            if self._stopped:
+                return
+            if ready and signal.SIGTERM in self._signals.recv(64) and not self._ends:
+                self._end_by_sigterm()
+            if not self._ends:
+                self._judge()
+
+    def _judge(self) -> None:
+        beats = self._beats
+        assert beats is not None
+        if beats.end is not None:
+            self._end(beats.end)
+        stays = monotonic() - where.now[2]
+        beats.look = stays > 3 * self._interval
+        if where.declared:
+            faulthandler.cancel_dump_traceback_later()
+        else:  # for a call that holds Python's lock: then nobody comes here any more
+            _dump_and_end_after(self._abort_after + _MARGIN)
+        if stays < self._warn_after:
+            self._next_warning = self._warn_after
+        if stays < min(self._next_warning, self._abort_after):
+            return
+        known, silent = dict(beats.beats), beats.silent()
+        known[self._rank] = Beat.of_this_process(0)
+        if any(beat is not None and beat.declared for beat in known.values()):
+            return
+        late = late_ranks(known, silent)
+        text = in_words(known, silent, late)
+        unheard = monotonic() - beats.answered
+        if unheard > MISSED * self._interval:
+            text = f"the store of the job has not answered for {unheard:.0f} s; {text}"
+        elif not late:
+            return
+        if stays >= self._abort_after:
+            limit = f"longer than abort_after={self._abort_after:g} s"
+            self._end(beats.announce(End(text=f"{text}: {limit}", stacks=True)))
+        on_time = [rank for rank in known if rank not in late] or [self._rank]
+        if self._rank == on_time[0]:
+            self._say(text)
+        self._next_warning = 2 * stays
+
+    def _end_by_sigterm(self) -> NoReturn:
+        """Print why the job ends, if a rank is the reason, and end."""
+        assert self._beats is not None
+        end = self._beats.wait_for_end(2 + 2 * self._interval)
+        if end is None:
+            os._exit(128 + signal.SIGTERM)
+        self._end(end, 128 + signal.SIGTERM)
+
+    def _end(self, end: End, code: int = 1) -> NoReturn:
+        """End this process, whatever its main thread does."""
+        _dump_and_end_after(2 * _MARGIN)  # if even this hangs
+        self._say_why(end)
+        if end.stacks:
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        elif code == 1:  # torchrun calls the process that ends first the root cause
+            select.select([self._signals], [], [], _MARGIN)
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _catch_sigterm(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        self._waker.setblocking(False)
+        before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # an event loop has it
+            signal.set_wakeup_fd(before)
+            return
+        signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
+        self._closing.callback(_restore_sigterm)
+
+
+_PATIENCE = 4.0
+"""Seconds in which a rank that fails says why."""
+_MARGIN = 2.0
+
+
+def _leave_it_to_the_thread(*_: object) -> None:
+    """Do nothing: the signal has woken the watching thread, also while the main one is in C."""
+
+
+def _restore_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# A process that is forked off, such as a data loader's, has no watching thread, and would tell its
+# parent's of signals.
+os.register_at_fork(after_in_child=_restore_sigterm)
+
+
+def _now_in(place: str, *_: object) -> None:
+    where.now = place, "", monotonic()
+
+
+def _store() -> Store:
+    """Return the store of the job, with keys of its own for each try and each watchdog of it."""
+    global _opened
+    _opened += 1
+    tries = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"recsys/watchdog/{tries}/{_opened}", store)
+
+
+_opened = 0
+
+
+def _timeout_of_group() -> float:
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    backend = _get_default_group()._get_backend(device)
+    timeout: timedelta = backend.options._timeout
+    return timeout.total_seconds()
+
+
+def _dump_and_end_after(seconds: float) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+
+
+def _first_line(text: str) -> str:
+    lines = text.splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ..."
+
+
+def _print_no_more_of(error: BaseException) -> None:
+    """Let Python end without a second traceback of an error."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: Any) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
+            return
+        _dump_and_end_after(10)  # process groups may hang as they are torn down
+
+    sys.excepthook = hook

@@ -1,17 +1,26 @@
-"""Workers end with what started them."""
+"""Workers end with what started them; late ranks are named; nothing is left of a watchdog."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from recsys.distributed.watchdog import end_with_launcher
+from recsys import contact
+from recsys.distributed.ranks import where
+from recsys.distributed.watchdog import Watchdog, end_with_launcher
+from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.examples.kills import lives
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -58,3 +67,146 @@ def test_a_worker_ends_when_its_launcher_is_killed(started_by_torchrun: bool) ->
 def test_it_does_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert not end_with_launcher()
+
+
+def _hooks() -> tuple[object, ...]:
+    optimizer = sys.modules["torch.optim.optimizer"]
+    return (
+        dict(optimizer._global_optimizer_pre_hooks),
+        dict(optimizer._global_optimizer_post_hooks),
+        contact.ask_watchdog,
+        signal.getsignal(signal.SIGTERM),
+        sys.excepthook,
+    )
+
+
+def _trains_beside_a_late_rank(declares: bool) -> list[str]:
+    """What the watchdogs print while rank 1 sleeps between two steps."""
+    model, optimizer = build("mixed")
+    batch = samples(dist.get_rank(), 0)
+    plain(model, optimizer, [batch])
+    said: list[str] = []
+    before = _hooks()
+    with (
+        mock.patch.object(Watchdog, "_say", lambda _, text: said.append(text)),
+        Watchdog(warn_after=0.5) as watchdog,
+    ):
+        assert (
+            watchdog._abort_after
+            == dist.group.WORLD._get_backend(  # type: ignore[union-attr]
+                torch.device("cpu")
+            ).options._timeout.total_seconds()
+        )
+        for step in range(3):
+            plain(model, optimizer, [batch])
+            if step == 1 and dist.get_rank() == 1:
+                if declares:
+                    with watchdog.pause("evaluation"):
+                        time.sleep(1.5)
+                else:
+                    time.sleep(1.5)
+        dist.barrier()
+    assert _hooks() == before
+    return said
+
+
+def test_a_late_rank_is_named_by_one_that_waits(ranks: RankPool) -> None:
+    waiting, late = ranks(2, _trains_beside_a_late_rank, False)
+    assert late == []
+    assert re.fullmatch(
+        r"rank 1 has been in the loop between two steps \(data, logs\) for \d s; "
+        r"rank 0 waits in input_dist of \w+ to tell how many ids come",
+        waiting[0],
+    )
+    assert len(waiting) <= 2  # again only after twice the time
+
+
+def test_nobody_warns_of_a_declared_section(ranks: RankPool) -> None:
+    assert ranks(2, _trains_beside_a_late_rank, True) == [[], []]
+
+
+def _raise_in(stage: str, module: str, error: Exception) -> None:
+    with Watchdog():
+        where.now = stage, module, time.monotonic()
+        raise error
+
+
+def _raises_alike_and_alone() -> tuple[list[str], list[str]]:
+    """What ranks print of an error of both, and of one that follows from another rank's."""
+    both: list[str] = []
+    one: list[str] = []
+    with mock.patch.object(Watchdog, "_say", lambda _, text: both.append(text)):
+        with pytest.raises(ValueError, match="no such label"):
+            _raise_in("lookup", "ebc", ValueError("no such label"))
+        dist.barrier()
+    lost = contact.LostContactError("a connection was closed")
+    error = ValueError("no such table") if dist.get_rank() == 1 else lost
+    with (
+        mock.patch.object(Watchdog, "_say", lambda _, text: one.append(text)),
+        mock.patch.object(Watchdog, "_end"),
+    ):
+        with pytest.raises(type(error)):
+            _raise_in("backward", "", error)
+        dist.barrier()
+    return both, one
+
+
+def test_an_error_is_shown_once(ranks: RankPool) -> None:
+    (both_0, one_0), (both_1, one_1) = ranks(2, _raises_alike_and_alone)
+    shown, told = sorted([*both_0, *both_1], key=lambda text: "see its traceback" in text)
+    assert re.fullmatch(r"rank \d raised this in lookup of ebc:", shown)
+    assert re.match(
+        r"rank \d raised ValueError: no such label, in lookup of ebc: see its traceback\.", told
+    )
+    assert one_1 == ["rank 1 raised this in backward:"]
+    assert one_0 == [
+        "rank 1 raised ValueError: no such table, in backward: see its traceback. "
+        "This rank was in backward, and ends."
+    ]
+
+
+def test_alone_there_is_nobody_to_wait_for() -> None:
+    before = _hooks()
+    with Watchdog() as watchdog, watchdog.pause("evaluation"):
+        assert where.declared == "evaluation"
+    with pytest.raises(KeyError):
+        _raise_in("lookup", "ebc", KeyError("x"))
+    assert _hooks() == before
+    for wrong in ({"warn_after": 0}, {"abort_after": -1}):
+        with pytest.raises(ValueError, match=r"Watchdog\.\w+_after must be positive; received"):
+            Watchdog(**wrong)
+
+
+FORKS = """
+import os, signal, sys, torch.distributed as dist
+from recsys.distributed.watchdog import Watchdog
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+watchdog = Watchdog()
+dist.get_world_size = lambda: 2
+with watchdog:
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os.write(tell, b"ready")
+        signal.pause()
+    os.read(told, 5)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    watchdog._thread.join(1)
+    assert watchdog._thread.is_alive()
+print("went on", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_child_that_is_ended_does_not_end_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "went on\n", done.stderr

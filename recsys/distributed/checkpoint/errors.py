@@ -48,7 +48,9 @@ def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]
         if failure is not None:
             name, text = failure
             kind = {"TypeError": TypeError, "ValueError": ValueError}.get(name, CheckpointError)
-            raise kind(f"On rank {rank}: {text}" if env.world_size > 1 else text) from error
+            failed = kind(f"On rank {rank}: {text}" if env.world_size > 1 else text)
+            failed._of_rank = rank  # type: ignore[attr-defined]  # see comm.raise_failure
+            raise failed from error
     return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure: all are results
 
 

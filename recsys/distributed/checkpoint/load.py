@@ -23,10 +23,12 @@ from recsys.distributed.checkpoint.save import without_expected_warnings
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
 from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
+from recsys.distributed.ranks import where
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.optim.keyed import KeyedOptimizer
 
 
+@where.long_section("load_checkpoint")
 def load_checkpoint(
     path: str | Path,
     model: nn.Module,

@@ -19,10 +19,12 @@ from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_k
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import env_of, flat, state_of, whole_names
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
+from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.optim.keyed import KeyedOptimizer
 
 
+@where.long_section("save_checkpoint")
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -85,6 +87,7 @@ def save_checkpoint(
     _remove_old(env, Path(path), folder, keep)
 
 
+@where.long_section("save_checkpoint_async")
 def save_checkpoint_async(
     path: str | Path,
     model: nn.Module,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.contact import LostContactError, raise_explained
+from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import WireFormat
 
@@ -54,11 +55,13 @@ class Pending:
             LostContactError: if contact with another rank is lost.
         """
         if self.work is not None:
+            where.waits_to = self.what
             try:
                 self.work.wait()
             except RuntimeError as error:
                 assert self.env is not None
                 raise_explained(error, self.env.process_group, self.what)
+            where.waits_to = ""
             self.work = self.keep = None
         if self.decode is not None:
             self.tensor = self.decode(self.tensor)
@@ -114,6 +117,7 @@ def all_to_all(
         into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
         sent, received = send[kept], out[into]
         send_sizes[rank] = recv_sizes[rank] = 0
+    where.exchanges += 1
     try:
         work = dist.all_to_all_single(
             received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
@@ -131,6 +135,7 @@ def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
     """Start an in-place sum over ranks; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return Pending(tensor)
+    where.exchanges += 1
     try:
         work = dist.all_reduce(tensor, group=env.process_group, async_op=True)
     except RuntimeError as error:
@@ -153,7 +158,8 @@ def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T
         return [own]
     gathered = [own] * group.size()
     try:
-        dist.all_gather_object(gathered, own, group=group)
+        with where.waiting(what):
+            dist.all_gather_object(gathered, own, group=group)
     except RuntimeError as error:
         raise_explained(error, group, what)
     return gathered
@@ -163,7 +169,8 @@ def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 
     """Return what rank `source` of the group has; else as `gather_objects`."""
     box = [own]
     try:
-        dist.broadcast_object_list(box, group=group, group_src=source)
+        with where.waiting(what):
+            dist.broadcast_object_list(box, group=group, group_src=source)
     except RuntimeError as error:
         raise_explained(error, group, what)
     return box[0]
@@ -174,7 +181,8 @@ def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
     if env.world_size == 1:
         return
     try:
-        dist.broadcast(tensor, group=env.process_group, group_src=0)
+        with where.waiting(what):
+            dist.broadcast(tensor, group=env.process_group, group_src=0)
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)
 
@@ -260,6 +268,7 @@ def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoRet
         error = _kind_of(name)(text)
     except TypeError:  # a type that takes more than a text
         error = RuntimeError(text)
+    error._of_rank = rank  # type: ignore[attr-defined]  # whose traceback a watchdog shows
     raise error from cause
 
 

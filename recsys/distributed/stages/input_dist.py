@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from time import monotonic
 from typing import Any, NamedTuple, cast, final
 from zlib import crc32
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout
-from recsys.distributed.ranks import comm
+from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.bags import (
     joined,
@@ -183,6 +184,7 @@ class InputDist:
             features: the batch; or why there is none.
             trip: a new one, which goes with the batch; made here if None.
         """
+        where.now = "input_dist", self.path, monotonic()
         trip = trip or Trip(self)
         trip.given = cast(KeyedJaggedTensor, features)
         news = trip.last_batches = self.last_batches
@@ -562,6 +564,7 @@ class Trip(Multistreamable):
         Raises:
             Exception: the error of the lowest rank that found one in its input, on every rank.
         """
+        where.now = "input_dist", self.stage.path, monotonic()
         if self.headers is not None:
             _read_headers(*self.headers)
         stage, host_RH = self.stage, self.host_RH
@@ -648,6 +651,7 @@ class Trip(Multistreamable):
     def ids(self) -> Trip:
         """Wait for the ids, and order them for the lookups."""
         stage = self.stage
+        where.now = "input_dist", stage.path, monotonic()
         if self.routes.replicas:
             self._select_replicas()
         num_samples = int(self.batch_sizes.sum())

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from math import gcd
+from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
-from recsys.distributed.ranks import comm
+from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.input_dist import Trip
@@ -39,6 +40,7 @@ from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
 
+AFTER_OUTPUT = "the forward pass after output_dist"
 _MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
 
 Ranges = Sequence[tuple[int, int]]
@@ -123,10 +125,13 @@ class Exchange(abc.ABC, Generic[S]):
         env: the ranks.
         sends: elements for each rank, in the forward pass.
         receives: elements from each rank.
+        path: of the module, for messages.
     """
 
-    def __init__(self, stage: S, env: ShardingEnv, sends: list[int], receives: list[int]) -> None:
-        self.stage = stage
+    def __init__(
+        self, stage: S, env: ShardingEnv, sends: list[int], receives: list[int], path: str
+    ) -> None:
+        self.stage, self.path = stage, path
         self.env = env
         self.sends = sends
         self.receives = receives
@@ -171,10 +176,12 @@ class Exchange(abc.ABC, Generic[S]):
         """
         if anchor is None:
             anchor = torch.zeros(0, device=self.stage.device, requires_grad=trains)
+        where.now = "output_dist", self.path, monotonic()
         arriving = _Send.apply(  # type: ignore[no-untyped-call]
             self, len(lookups), anchor, *lookups, *replicas
         )
         with_grad = torch.is_grad_enabled()
+        where.now = AFTER_OUTPUT, self.path, monotonic()
 
         def finish() -> Tensor:
             # whoever looks first, say a log under no_grad, must not decide about gradients
@@ -250,6 +257,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        where.now = "backward", ctx.exchange.path, monotonic()
         return (None, None, grad.new_zeros(0), *ctx.exchange.send_back(grad))
 
 
@@ -262,11 +270,15 @@ class _Place(torch.autograd.Function):
         backward = exchange.stage.backward
         if backward is not None:
             ctx.metadata[TABLE_UPDATES] = backward.updates
-        return exchange.place(buffer)
+        where.now = "output_dist", exchange.path, monotonic()
+        output = exchange.place(buffer)
+        where.now = AFTER_OUTPUT, exchange.path, monotonic()
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         exchange: Exchange[Any] = ctx.exchange
+        where.now = "backward", exchange.path, monotonic()
         if exchange.stage.backward is not None:
             exchange.stage.backward.begins()
         return None, exchange.spread(grad)
@@ -557,6 +569,7 @@ class _PooledExchange(Exchange[PooledStage]):
             env,
             (samples * stage.sent_widths).tolist(),
             (stage.widths * self.num_samples).tolist(),
+            trip.stage.path,
         )
         self._bag_counts = trip.bag_counts
 

@@ -124,6 +124,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
             stage.env,
             (self.received_chunks.sum(1) * stage.chunk).tolist(),
             (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
+            trip.stage.path,
         )
         self.widths: list[int] = []
         if not stage.is_whole:

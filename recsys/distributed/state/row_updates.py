@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import final
 
 import torch
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Layout, LookupGroup
-from recsys.distributed.ranks import comm
+from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.distributed.stages.output_dist import Backward
@@ -94,6 +95,7 @@ class BackwardFinisher:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        where.now = "backward", "", monotonic()
         self.under_way.clear()
         self._finish_replicas()
         self._columns.apply()

@@ -25,11 +25,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from time import monotonic
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
 
@@ -190,7 +192,9 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         while len(self._flying) <= self._num_ahead() and not self._is_exhausted:
             if self._flying:
                 self._flying[-1].send()
+            where.now = "data", "", monotonic()
             batch = next(source, _NONE)
+            where.now = "the pipeline after data", "", monotonic()
             if batch is _NONE:
                 self._is_exhausted = True
             else:

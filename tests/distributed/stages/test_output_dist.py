@@ -24,6 +24,7 @@ from recsys.sparse import KeyedJaggedTensor
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
+STAGE = SimpleNamespace(path="ebc")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -137,7 +138,9 @@ def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
         torch.zeros(0, dtype=torch.int64),
         lengths=torch.zeros(5 * len(own), dtype=torch.int64),
     )
-    trip: Any = SimpleNamespace(batch_sizes=sizes, bag_counts=counts, anchor=None, given=given)
+    trip: Any = SimpleNamespace(
+        stage=STAGE, batch_sizes=sizes, bag_counts=counts, anchor=None, given=given
+    )
     found = stage.start(trip, iter(lookups), replicas, True)().values()
 
     scale = torch.ones(len(own), layout.width)
@@ -246,6 +249,7 @@ def _sequence(seed: int) -> None:
     ]
     received = [[counts[rank][f] for f in streams_of[env.rank]] for rank in range(env.world_size)]
     trip: Any = SimpleNamespace(
+        stage=STAGE,
         routes=SimpleNamespace(
             num_keys=num_features,
             slot_keys=np.arange(num_features),

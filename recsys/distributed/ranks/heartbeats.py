@@ -1,0 +1,319 @@
+"""What ranks tell each other beside their training: where each is, and why the job ends.
+
+A thread writes this rank's `Beat` to the store of the job, over a connection of its own: the
+process group's own connection is held by whoever waits in it. Others' beats are read only while
+this rank does not move; then one of them keeps it waiting, or it is the one that does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import final
+
+from torch.distributed.distributed_c10d import Store
+
+from recsys.distributed.ranks import where
+
+MISSED = 5
+"""Beats after which a rank is silent."""
+_ERRORS = (RuntimeError, OSError, TimeoutError)  # of a store that is gone, or does not answer
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What a rank says of itself.
+
+    Attributes:
+        number: of the beat.
+        stage: of its step.
+        module: that the stage is of; "" for none.
+        seconds: since when.
+        waits_to: what it waits to do together with others; "" if it does not wait.
+        exchanges: that it has started.
+        declared: the long section it is in, or "".
+        left: whether it has left its training.
+        process: its id.
+        machine: where the process is.
+    """
+
+    number: int
+    stage: str
+    module: str
+    seconds: float
+    waits_to: str
+    exchanges: int
+    declared: str
+    left: bool
+    process: int
+    machine: str
+
+    @classmethod
+    def of_this_process(cls, number: int, *, left: bool = False) -> Beat:
+        """Make one."""
+        stage, module, since = where.now
+        return cls(
+            number=number,
+            stage=stage,
+            module=module,
+            seconds=monotonic() - since,
+            waits_to=where.waits_to,
+            exchanges=where.exchanges,
+            declared=where.declared,
+            left=left,
+            process=os.getpid(),
+            machine=_machine(),
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, in words."""
+        return f"{self.stage} of {self.module}" if self.module else self.stage
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """Why a job ends.
+
+    Attributes:
+        text: which rank did what, and where.
+        error: its type and text, if it is an exception.
+        stacks: whether each rank shows what its threads do.
+    """
+
+    text: str
+    error: str = ""
+    stacks: bool = False
+
+
+def _machine() -> str:
+    """Return a name for where process ids mean the same."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def lives(process: int) -> bool:
+    """Return whether a process of this machine runs; one that only waits to be asked for does not.
+
+    Args:
+        process: its id.
+    """
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@final
+class Heartbeats:
+    """Tells other ranks where this one is, and hears of them.
+
+    Args:
+        store: of the job; a connection of its own is made to it.
+        rank: this one.
+        world_size: number of ranks.
+        interval: seconds between two beats.
+
+    Attributes:
+        look: whether other ranks' beats are read; set by who asks.
+        beats: what was read last of each rank; None: nothing yet.
+        end: why the job ends, once a rank has said it.
+        answered: when the store did last.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, interval: float) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._interval = rank, interval
+        self.look = False
+        self.beats: dict[int, Beat | None] = dict.fromkeys(range(world_size))
+        self._moved = dict.fromkeys(range(world_size), monotonic())  # when a beat was a new one
+        self._near: dict[int, int] = {}  # processes of other ranks on this machine
+        self.end: End | None = None
+        self.answered = monotonic()
+        self._number = 0
+        self._lock = threading.Lock()  # one connection, one question at a time
+        self._stopped, self._hurry = False, threading.Event()
+        self._heard_end = threading.Event()
+        self._tell(left=False)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, left: bool) -> None:
+        """End the thread.
+
+        Args:
+            left: whether to tell the others that this rank has left its training.
+        """
+        self._stopped = True
+        self._hurry.set()
+        self._thread.join(timeout=2)
+        if left:
+            with suppress(*_ERRORS):
+                self._tell(left=True)
+
+    def silent(self) -> dict[int, float]:
+        """Return the ranks that send no beats, and the seconds since their last one."""
+        now = monotonic()
+        found = {rank: now - at for rank, at in self._moved.items() if rank != self._rank}
+        return {
+            rank: seconds
+            for rank, seconds in found.items()
+            if seconds > MISSED * self._interval and self.beats[rank] is not None
+        }
+
+    def claim(self) -> bool:
+        """Return whether this rank is the first with an error of its own."""
+        with suppress(*_ERRORS), self._lock:
+            count: int = self._store.add("claims", 1)
+            return count == 1
+        return True
+
+    def announce(self, end: End) -> End:
+        """Tell all ranks why the job ends; return why it does, by whoever was first."""
+        with suppress(*_ERRORS), self._lock:
+            end = End(**json.loads(self._store.compare_set("end", "", json.dumps(asdict(end)))))
+        self.end = end
+        self._heard_end.set()
+        return end
+
+    def wait_for_end(self, seconds: float) -> End | None:
+        """Wait until a rank has said why the job ends, not longer than some seconds."""
+        until = monotonic() + seconds
+        while self.end is None and monotonic() < until and self._thread.is_alive():
+            self._hurry.set()
+            self._heard_end.wait(0.1)
+        return self.end
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with suppress(*_ERRORS):
+                self._exchange()
+            self._hurry.wait(self._interval)
+            self._hurry.clear()
+
+    def _exchange(self) -> None:
+        dead = [rank for rank, process in self._near.items() if not lives(process)]
+        try:
+            self._tell(left=False)
+            with self._lock:
+                if self.end is None and self._store.check(["end"]):
+                    self.end = End(**json.loads(self._store.get("end")))
+                    self._heard_end.set()
+            self._read([r for r, b in self.beats.items() if self.look or b is None or r in dead])
+            self.answered = monotonic()
+        finally:
+            if self.end is None:
+                self._notice(dead)
+
+    def _notice(self, dead: list[int]) -> None:
+        """Say that the job ends, if it cannot go on without those that are dead."""
+        stays = monotonic() - where.now[2]
+        heard = monotonic() - self.answered < 1
+        for rank in dead:
+            beat = self.beats[rank]
+            assert beat is not None
+            if (beat.left or not heard) and stays < 3:
+                continue  # its training may be over, and this rank's about to be
+            what = "has ended its training" if beat.left else "is gone, its process has ended"
+            self.announce(End(text=f"rank {rank} {what}; it was last seen in {beat.place}"))
+
+    def _tell(self, *, left: bool) -> None:
+        self._number += 1
+        beat = Beat.of_this_process(self._number, left=left)
+        with self._lock:
+            self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+
+    def _read(self, ranks: list[int]) -> None:
+        with self._lock:
+            there = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
+            texts = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
+        self._take({r: Beat(**json.loads(text)) for r, text in zip(there, texts, strict=True)})
+
+    def _take(self, found: Mapping[int, Beat]) -> None:
+        for rank, beat in found.items():
+            before = self.beats[rank]
+            if before is None or before.number != beat.number:
+                self._moved[rank] = monotonic()
+            self.beats[rank] = beat
+            if rank != self._rank and beat.machine == _machine():
+                self._near[rank] = beat.process
+
+
+def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) -> list[int]:
+    """Return the ranks that keep the others waiting.
+
+    These are ranks that have not begun, or are silent, or have left while another waits; else those
+    that have started the fewest exchanges, of them those that do not themselves wait, and if that
+    tells nothing apart, the one that has been at its place longest.
+
+    Args:
+        beats: of each rank.
+        silent: those that send none.
+    """
+    lacking = [rank for rank, beat in beats.items() if beat is None or rank in silent]
+    here = {rank: beat for rank, beat in beats.items() if beat is not None and rank not in silent}
+    lacking = [rank for rank in lacking if not getattr(beats[rank], "left", False)]
+    if lacking:
+        return lacking
+    left = [rank for rank, beat in beats.items() if beat is not None and beat.left]
+    if left:
+        waits = any(beat.waits_to for beat in here.values() if not beat.left)
+        return left if waits else []
+    fewest = min(beat.exchanges for beat in here.values())
+    found = [rank for rank, beat in here.items() if beat.exchanges == fewest]
+    found = [rank for rank in found if not here[rank].waits_to] or found
+    if len(found) == len(beats) > 1:
+        return [max(found, key=lambda rank: here[rank].seconds)]
+    return found
+
+
+def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late: list[int]) -> str:
+    """Say where ranks are, the late ones first.
+
+    Args:
+        beats: of each rank.
+        silent: those that send none, and for how many seconds.
+        late: those that keep the others waiting.
+    """
+    said: dict[str, list[int]] = {}
+    for rank in (*late, *(rank for rank in beats if rank not in late)):
+        beat = beats[rank]
+        if beat is None:
+            text = "{has} not begun"
+        elif beat.left:
+            text = f"{{has}} left the training, in {beat.place}"
+        elif rank in silent:
+            text = f"{{has}} sent no heartbeat for {silent[rank]:.0f} s, last seen in {beat.place}"
+        elif rank in late:
+            text = f"{{has}} been in {beat.place} for {beat.seconds:.0f} s"
+        elif beat.waits_to:
+            text = f"{{wait}} in {beat.place} to {beat.waits_to}"
+        else:
+            text = f"{{is}} in {beat.place}"
+        said.setdefault(text, []).append(rank)
+    return "; ".join(_phrase(text, ranks) for text, ranks in said.items())
+
+
+def _phrase(text: str, ranks: list[int]) -> str:
+    one = {"has": "has", "wait": "waits", "is": "is"}
+    many = {"has": "have", "wait": "wait", "is": "are"}
+    for verb in one:
+        text = text.replace(f"{{{verb}}}", (one if len(ranks) == 1 else many)[verb])
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named} {text}"
