@@ -45,6 +45,7 @@ TESTED_THROUGH = {
     "lazy.py": "test_public_surface.py",
     "distributed/ranks/agreement.py": "distributed/ranks/test_construction.py",
     "distributed/stages/bags.py": "distributed/stages/test_input_dist.py",
+    "distributed/checkpoint/complete.py": "distributed/checkpoint/test_load.py",
     "distributed/checkpoint/errors.py": "distributed/checkpoint/test_load.py",
     "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",
     "distributed/placement/plan.py": "distributed/test_types.py",

@@ -6,13 +6,14 @@ may be saved besides tensors), `state` (of model and optimizer, by the names of 
 `settings` (learning rates and the like), `versions` (the `step-N` folders and their
 manifests), `metadata` (read without running what a pickle says), `blocks` (written and read
 with a CRC each), `progress` (what each rank keeps for itself), `background` (saves while training
-goes on), `save` and `load`.
+goes on), `save`, `load` (of all that `complete` says), and `read` (without a model).
 """
 
 from recsys.distributed.checkpoint.background import PendingSave
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.load import load_checkpoint
 from recsys.distributed.checkpoint.progress import RandomState, Stateful
+from recsys.distributed.checkpoint.read import read_checkpoint
 from recsys.distributed.checkpoint.save import save_checkpoint, save_checkpoint_async
 from recsys.distributed.checkpoint.versions import newest_version
 
@@ -23,6 +24,7 @@ __all__ = [
     "Stateful",
     "load_checkpoint",
     "newest_version",
+    "read_checkpoint",
     "save_checkpoint",
     "save_checkpoint_async",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -39,6 +40,7 @@ from torch.utils.serialization import config
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.metadata import decode_metadata
+from recsys.distributed.checkpoint.plain import KnownUnpickler
 
 METADATA = ".metadata"
 _PIECE_BYTES = 1 << 20  # what is read at a time: small enough to be in cache when its CRC is taken
@@ -159,6 +161,7 @@ class BlockReader(FileSystemReader):
         self._blocks = None if files is None else _blocks_of(files)
         self._metadata: Metadata | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._unused = memoryview(bytearray(_PIECE_BYTES))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what the version holds.
@@ -178,14 +181,16 @@ class BlockReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the blocks that a plan needs, each once, and fill in their values."""
-        if self._blocks is None:
-            return super().read_data(plan, planner)
         needs: dict[str, dict[int, list[ReadItem]]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
+            if self._blocks is None and getattr(info, "transform_descriptors", None):
+                return super().read_data(plan, planner)  # such as compressed ones
             needs.setdefault(info.relative_path, {}).setdefault(info.offset, []).append(item)
         for name, items_at in needs.items():
-            if any((name, start) not in self._blocks for start in items_at):
+            if self._blocks is not None and any(
+                (name, start) not in self._blocks for start in items_at
+            ):
                 raise CheckpointError(f"{self._folder / name} is not in the manifest.")
             with (self._folder / name).open("rb", buffering=0) as file:
                 for start, items in sorted(items_at.items()):
@@ -202,9 +207,8 @@ class BlockReader(FileSystemReader):
         items: Sequence[ReadItem],
         planner: LoadPlanner,
     ) -> None:
-        """Fill in what is needed of a block."""
-        assert self._blocks is not None
-        length, _ = self._blocks[name, start]
+        """Fill in what is needed of a block; of its rows only those are kept."""
+        length = self._length(name, start, items[0])
         if items[0].type == LoadItemType.BYTE_IO:
             data = memoryview(bytearray(length))
             self._read(file, name, start, [data])
@@ -213,26 +217,59 @@ class BlockReader(FileSystemReader):
             return
         dtype, sizes = self._saved_as(items[0])
         num_bytes = sizes.numel() * dtype.itemsize
-        first = _first_byte_of_values(file, start, length, num_bytes)
-        if first is None:
-            self._read(file, name, start, [memoryview(bytearray(length))])
+        place = _place_of_values(file, start, length, num_bytes, self._blocks is not None)
+        if place == -1:
+            self._load_whole(file, start, length, items, planner)
+            return
+        if place is None:
+            self._read(file, name, start, [length])
             raise CheckpointError(
                 f"{self._folder / name} does not hold at byte {start} what its metadata says."
             )
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        around = memoryview(bytearray(length - num_bytes))
+        rows = _rows_of(items, sizes)
+        row_bytes = num_bytes // max(sizes[0], 1) if sizes else num_bytes
+        num_kept = len(rows) * row_bytes
         is_direct = len(items) == 1 and _lies_alike(items[0], targets[0], dtype, sizes)
-        if not is_direct and self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        values = targets[0].view(-1).view(torch.uint8) if is_direct else self._buffer[:num_bytes]
+        if not is_direct and self._buffer.numel() < num_kept:
+            self._buffer = torch.empty(num_kept, dtype=torch.uint8)
+        values = targets[0].view(-1).view(torch.uint8) if is_direct else self._buffer[:num_kept]
         memory: Any = values.numpy()
-        self._read(file, name, start, [around[:first], memoryview(memory), around[first:]])
+        before = place + rows.start * row_bytes
+        parts: list[memoryview | int] = [before, memoryview(memory), length - before - num_kept]
+        self._read(file, name, start, parts)
         if not is_direct:
-            saved = values.view(dtype).view(sizes)
+            saved = values.view(dtype).view(len(rows), *sizes[1:]) if sizes else values.view(dtype)
             for item, target in zip(items, targets, strict=True):
-                target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
+                if not sizes:
+                    target.copy_(saved.view(()))
+                    continue
+                offsets = [item.storage_offsets[0] - rows.start, *item.storage_offsets[1:]]
+                target.copy_(narrow_tensor_by_index(saved, offsets, item.lengths))
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
+
+    def _load_whole(
+        self,
+        file: io.FileIO,
+        start: int,
+        length: int,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+    ) -> None:
+        """Fill in what is needed of a tensor that is not saved row by row."""
+        view = cast(IO[bytes], _create_file_view(file, start, length))
+        saved = torch.load(view, map_location="cpu", weights_only=True)
+        for item in items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+
+    def _length(self, name: str, start: int, item: ReadItem) -> int:
+        if self._blocks is not None:
+            return self._blocks[name, start][0]
+        length: int = self.storage_data[item.storage_index].length
+        return length
 
     def _saved_as(self, item: ReadItem) -> tuple[torch.dtype, torch.Size]:
         index = item.storage_index
@@ -241,21 +278,40 @@ class BlockReader(FileSystemReader):
         sizes = next(c.sizes for c in metadata.chunks if c.offsets == index.offset)
         return metadata.properties.dtype, sizes
 
-    def _read(self, file: io.FileIO, name: str, start: int, parts: Sequence[memoryview]) -> None:
-        """Read a block into memory, part by part, and check its CRC."""
-        assert self._blocks is not None
+    def _read(
+        self, file: io.FileIO, name: str, start: int, parts: Sequence[memoryview | int]
+    ) -> None:
+        """Read a block into memory, part by part, and check its CRC.
+
+        Args:
+            file: that has the block.
+            name: of the file.
+            start: of the block in it.
+            parts: memory to fill, or how many bytes are of no interest but for the CRC.
+        """
         file.seek(start)
         crc = length = 0
         for part in parts:
+            if isinstance(part, int) and self._blocks is None:
+                file.seek(part, os.SEEK_CUR)
+                length += part
+                continue
+            size = part if isinstance(part, int) else len(part)
             end = 0
-            while end < len(part):
-                count = file.readinto(part[end : end + _PIECE_BYTES])
+            while end < size:
+                step = min(size - end, _PIECE_BYTES)
+                piece = self._unused[:step] if isinstance(part, int) else part[end : end + step]
+                count = file.readinto(piece)
                 if not count:
                     break
-                crc = crc32(part[end : end + count], crc)
+                if self._blocks is not None:
+                    crc = crc32(piece[:count], crc)
                 end += count
             length += end
-        self._check(name, start, (length, crc), self._blocks[name, start])
+        if self._blocks is not None:
+            self._check(name, start, (length, crc), self._blocks[name, start])
+        elif length < sum(part if isinstance(part, int) else len(part) for part in parts):
+            raise CheckpointError(f"{self._folder / name} is damaged: it ends too early.")
 
     def _check(
         self, name: str, start: int, found: tuple[int, int], expected: tuple[int, int]
@@ -278,26 +334,67 @@ def _blocks_of(files: Files) -> dict[tuple[str, int], tuple[int, int]]:
     }
 
 
+def _rows_of(items: Sequence[ReadItem], sizes: torch.Size) -> range:
+    """Return the rows of a block from the first to the last that is needed."""
+    if not sizes:
+        return range(1)
+    first = min(item.storage_offsets[0] for item in items)
+    return range(first, max(item.storage_offsets[0] + item.lengths[0] for item in items))
+
+
 def _lies_alike(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch.Size) -> bool:
-    """Return whether a block's values can be read right into the memory that they are for."""
+    """Return whether rows of a block can be read right into the memory that they are for."""
     return (
         target.device.type == "cpu"
         and target.is_contiguous()
         and target.dtype == dtype
-        and target.shape == sizes
-        and item.lengths == sizes
+        and target.shape == item.lengths
+        and item.lengths[1:] == sizes[1:]
     )
 
 
-def _first_byte_of_values(file: io.FileIO, start: int, length: int, num_bytes: int) -> int | None:
+def _place_of_values(
+    file: io.FileIO, start: int, length: int, num_bytes: int, is_ours: bool
+) -> int | None:
     """Return where in a block the values begin; None, or anywhere, if the block is damaged.
 
     A block is the archive that `torch.save` writes; the bytes of the values are one record of it.
+    -1 if they are not there row by row, as of a transposed tensor that someone else saved.
     """
     try:
         view = cast(IO[bytes], _create_file_view(file, start, length))
         archive: Any = torch._C.PyTorchFileReader(view)
+        if not is_ours and not _is_in_order(archive.get_record("data.pkl")):
+            return -1
         first = archive.get_record_offset("data/0")
     except (RuntimeError, OSError):
         return None
     return first if first <= length - num_bytes else None
+
+
+def _is_in_order(pickled: bytes) -> bool:
+    """Return whether a saved tensor is its storage, row by row."""
+    try:
+        offset, sizes, strides = _LayoutUnpickler(pickled).load()
+    except (pickle.UnpicklingError, ValueError, TypeError):
+        return False
+    expected = torch.empty(sizes, device="meta").stride()
+    return offset == 0 and tuple(strides) == expected
+
+
+class _LayoutUnpickler(KnownUnpickler):
+    """Reads of a saved tensor's pickle only where in the storage its values are."""
+
+    def __init__(self, data: bytes) -> None:
+        known = {
+            ("torch._utils", "_rebuild_tensor_v2"): lambda _, *layout: layout[:3],
+            ("collections", "OrderedDict"): dict,
+        }
+        super().__init__(data, known, "{} is no plain tensor")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return anything for a kind of storage."""
+        return None if name.endswith("Storage") else super().find_class(module, name)
+
+    def persistent_load(self, _: object) -> None:
+        """Return no storage."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.complete import CompleteLoadPlanner
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
 from recsys.distributed.checkpoint.plain import decode, decode_pickle
 from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank_key
@@ -99,7 +95,7 @@ def load_checkpoint(
             )
 
     on_every_rank(env, what, prepare)
-    planner = _CompleteLoadPlanner(allow_partial_load=allow_partial)
+    planner = CompleteLoadPlanner(allow_partial_load=allow_partial)
     failed = (
         f"The checkpoint {folder} cannot be loaded. Load an earlier one, or copy this one anew."
     )
@@ -203,29 +199,3 @@ def _progress_keys(reader: BlockReader) -> list[str]:
     start = "progress."
     saved = reader.read_metadata().state_dict_metadata
     return [name.removeprefix(start) for name in saved if name.startswith(start)]
-
-
-class _CompleteLoadPlanner(DefaultLoadPlanner):
-    """Refuses a checkpoint whose parts do not cover what this rank loads; unpickles nothing."""
-
-    def create_local_plan(self) -> LoadPlan:
-        plan: LoadPlan = super().create_local_plan()
-        covered: dict[tuple[str, tuple[int, ...]], int] = {}
-        for item in plan.items:
-            key = (item.dest_index.fqn, tuple(item.dest_index.offset or ()))
-            covered[key] = covered.get(key, 0) + int(prod(item.lengths))
-        for name, value in self.state_dict.items():
-            if not hasattr(value, "local_shards"):
-                continue
-            for offsets, tensor in dict(value.local_shards()).items():
-                found = covered.get((name, offsets), 0)
-                if found < tensor.numel() and not self.allow_partial_load:
-                    raise CheckpointError(
-                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of "
-                        f"the part at {offsets}"
-                    )
-        return plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], decode(name, value))

@@ -17,7 +17,7 @@ from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
 from recsys.distributed.checkpoint.plain import check_plain, encode
 from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_key
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
-from recsys.distributed.checkpoint.state import env_of, flat, state_of, whole_names
+from recsys.distributed.checkpoint.state import env_of, flat, in_blocks, state_of, whole_names
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
@@ -208,7 +208,8 @@ def _write(
     failed = failures_named(f"{folder} cannot be saved.", env, "save a checkpoint")
     with failed, without_expected_warnings(group is None):
         writer = BlockWriter(folder, {"optimizer": settings})
-        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        blocks = in_blocks(state)
+        save(blocks, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def _remove_old(env: ShardingEnv, path: Path, folder: Path, keep: int | None) -> None:

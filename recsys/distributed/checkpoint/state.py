@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -15,6 +16,8 @@ from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
 from recsys.optim.keyed import KeyedOptimizer
+
+_BLOCK_BYTES = 64 << 20
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
@@ -43,6 +46,36 @@ def flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of nested state by the names that a checkpoint has for them."""
     values: dict[str, Any] = flatten_state_dict(dict(state))[0]
     return values
+
+
+def in_blocks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested state with its large tensors as tables of blocks, none above 64 MiB.
+
+    The blocks of a table begin at the same rows whatever the plan. So a few rows can be read
+    without the rest, a stretch of rows of all columns without reading any block twice, and a value
+    on a GPU needs little memory of the host to be written.
+    """
+    return {name: _in_blocks(value) for name, value in state.items()}
+
+
+def _in_blocks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return in_blocks(value)
+    if type(value) not in (Tensor, nn.Parameter, ShardedTable) or value.dim() == 0:
+        return value
+    row_bytes = max(value.shape[1:].numel() * value.element_size(), 1)
+    step = max(_BLOCK_BYTES // row_bytes, 1)
+    is_sharded = isinstance(value, ShardedTable)
+    if value.shape[0] <= step or not (is_sharded or value.layout is torch.strided):
+        return value
+    whole = [((0,) * value.dim(), value)]
+    shards = []
+    for (first, *columns), part in value.local_shards() if is_sharded else whole:
+        end = first + part.shape[0]
+        starts = [first, *range(first - first % step + step, end, step)] if end > first else []
+        for start, stop in zip(starts, [*starts[1:], end], strict=False):
+            shards.append(((start, *columns), part[start - first : stop - first]))
+    return ShardedTable(value.shape, shards, dtype=value.dtype, device=value.device)
 
 
 def whole_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:

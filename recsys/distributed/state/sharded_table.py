@@ -306,8 +306,12 @@ class ShardedTable(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # the index is a hint, which counts the chunks of this rank or of all; it tells parts apart
+        # that repeat
         if index.index is not None and index.index < len(self._shards):
-            return self._shards[index.index][1]
+            offsets, tensor = self._shards[index.index]
+            if index.offset is None or index.offset == torch.Size(offsets):
+                return tensor
         for offsets, tensor in self._shards:
             if index.offset == torch.Size(offsets):
                 return tensor

@@ -82,10 +82,10 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     read_block = BlockReader._read
 
     def count(
-        reader: BlockReader, file: io.FileIO, name: str, start: int, parts: list[memoryview]
+        reader: BlockReader, file: io.FileIO, name: str, start: int, parts: list[memoryview | int]
     ) -> None:
         read_block(reader, file, name, start, parts)
-        read[name] += sum(map(len, parts))
+        read[name] += sum(part if isinstance(part, int) else len(part) for part in parts)
 
     monkeypatch.setattr(BlockReader, "_read", count)
     load_checkpoint(tmp_path, model, model.fused_optimizer)
@@ -126,3 +126,22 @@ def test_torch_reads_a_version_too(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_torchs_tensors_load_however_they_lie_in_memory(tmp_path: Path, step: int) -> None:
+    values = {
+        "transposed": torch.arange(12.0).view(3, 4).T,
+        "strided": torch.arange(24.0).view(6, 4)[::step],
+        "shared": torch.arange(9, dtype=torch.int16)[3:],
+        "reduced": torch.randn(5, 2, dtype=torch.bfloat16),
+        "one": torch.tensor(2.5),
+    }
+    model = nn.Module()
+    for name, value in values.items():
+        model.register_buffer(name, torch.zeros_like(value, memory_format=torch.contiguous_format))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": values}, checkpoint_id=tmp_path, no_dist=True)
+    assert load_checkpoint(tmp_path, model, allow_partial=True) == {}
+    torch.testing.assert_close(dict(model.named_buffers()), values, rtol=0, atol=0)
