@@ -206,6 +206,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "LazyAwaitable, LazyNoWait, ModuleSharder, NoWait, ParameterSharding, ShardMetadata, "
         "ShardedModule, ShardingEnv, ShardingPlan, ShardingType",
     ),
+    ("torchrec.distributed.types", "recsys.distributed.dmp_collection", "DMPCollectionConfig"),
     ("torchrec.distributed.types", "recsys.distributed.ranks.wire", "CommOp, QuantizedCommCodecs"),
     ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),
     (
@@ -268,6 +269,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "DataParallelWrapper, DefaultDataParallelWrapper, DistributedModelParallel, "
         "get_default_sharders, get_module, get_unwrapped_module",
     ),
+    ("torchrec.distributed.model_parallel", "recsys.distributed.dmp_collection", "DMPCollection"),
     ("torchrec.distributed.model_parallel", "recsys.distributed.types", "ShardedModule"),
     (
         "torchrec.distributed.fp_embeddingbag",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, Protocol, Self, final
 
 import torch
 from torch import nn
@@ -142,7 +142,8 @@ def _has_running_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
-def _check_not_wrapped(module: nn.Module) -> None:
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raise unless this is a model that no DistributedModelParallel holds a part of."""
     if not isinstance(module, nn.Module):
         wrong_type("DistributedModelParallel.module", "an nn.Module", module)
     for path, child in module.named_modules():
@@ -203,14 +204,25 @@ class DistributedModelParallel(nn.Module):
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
-        self.env = env or ShardingEnv.default()
+        env = env or ShardingEnv.default()
+        with constructing(env):
+            check_not_wrapped(module)
+            placed = place_model(module, env, device, plan, sharders, planner)
+        self._finish(env, placed, data_parallel_wrapper, init_data_parallel, init_parameters)
+
+    def _finish(
+        self,
+        env: ShardingEnv,
+        placed: tuple[nn.Module, ShardingPlan, torch.device],
+        wrapper: DataParallelWrapper | None,
+        init_data_parallel: bool,
+        init_parameters: bool,
+    ) -> None:
+        """Do with the model, its plan and its device what is left to do once tables are placed."""
+        self.env = env
         self._obstacle = ""
-        self._wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        with constructing(self.env):
-            _check_not_wrapped(module)
-            module, self._plan, self.device = place_model(
-                module, self.env, device, plan, sharders, planner
-            )
+        self._wrapper = wrapper or DefaultDataParallelWrapper()
+        module, self._plan, self.device = placed
         if init_parameters:
             materialize_dense(module, self.device)
         move_dense(module, self.device)
@@ -271,6 +283,10 @@ class DistributedModelParallel(nn.Module):
         """The placement of every sharded module."""
         return self._plan
 
+    @property
+    def _plan_world_size(self) -> int:
+        return self.env.world_size
+
     def reshard(self, plan: Moves) -> None:
         """Move tables to other ranks while the job lives, with their optimizer state.
 
@@ -316,7 +332,7 @@ class DistributedModelParallel(nn.Module):
         }
         after = dict(self._plan.plan)
         with constructing(self.env) as construction:
-            moves = moves_by_module(plan, collections, self.env.world_size)
+            moves = moves_by_module(plan, collections, self._plan_world_size)
             for path, (inner, entry) in moves.items():
                 after[path] = collections[inner].plan_after(entry)
                 construction.add(path or "the model", {"the new plan": stable(after[path])})
@@ -329,7 +345,7 @@ class DistributedModelParallel(nn.Module):
         """The optimizer of all tables that update themselves, names as in `state_dict`."""
         return self._optimizer
 
-    def copy(self, device: torch.device) -> DistributedModelParallel:
+    def copy(self, device: torch.device) -> Self:
         """Return a copy on another device: same plan, weight and optimizer state.
 
         The copy is not wrapped for data-parallel training; call `init_data_parallel`. Where
@@ -339,10 +355,9 @@ class DistributedModelParallel(nn.Module):
         Args:
             device: where the copy goes, such as `torch.device("cpu")` for a snapshot.
         """
-        copied = DistributedModelParallel.__new__(DistributedModelParallel)
+        copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
-        copied.env, copied._plan = self.env, self._plan
-        copied._wrapper = self._wrapper
+        copied._take_settings(self)
         copied.device = canonical_device(device)
         copied._obstacle = why_no_exchange(copied.env, copied.device)
         module = self.module
@@ -352,6 +367,9 @@ class DistributedModelParallel(nn.Module):
             copied._hold(copy_around_sharded(module, copied.device))
         copied.training = self.training
         return copied
+
+    def _take_settings(self, other: Self) -> None:
+        self.env, self._plan, self._wrapper = other.env, other._plan, other._wrapper
 
     def _rename_for_load(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Let a module around this one load: names are those of the bare model."""
@@ -364,7 +382,7 @@ class DistributedModelParallel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_to_pickle(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModelParallel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy on the same device, wrapped if this is; then every rank must make one."""
         copied = self.copy(self.device)
         if isinstance(self._dmp_wrapped_module, DistributedDataParallel):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -246,11 +247,20 @@ def replace_modules(
     sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
     env: ShardingEnv,
     device: torch.device,
+    env_of: Mapping[type[nn.Module], ShardingEnv] = MappingProxyType({}),
 ) -> nn.Module:
     """Replace, in place, every module that the plan names; one used twice stays one.
 
     The model changes when all ranks have built their parts: at the end of the outermost
     `constructing`.
+
+    Args:
+        module: the model.
+        plan: names every module to replace.
+        sharders: by the type of module.
+        env: the ranks.
+        device: where this rank works.
+        env_of: the ranks of modules of some types, where they are others.
 
     Returns:
         The given model, or the sharded module if the model is itself one to shard.
@@ -262,12 +272,7 @@ def replace_modules(
     """
     if not isinstance(plan, ShardingPlan):
         wrong_type("The plan of a model", "a ShardingPlan", plan)
-    if plan.made_for is not None and plan.made_for.world_size != env.world_size:
-        raise ValueError(
-            f"A plan must be for the ranks there are; received one made for "
-            f"{plan.made_for.world_size} ranks, on {env.world_size}. Make one for "
-            f"{env.world_size} ranks."
-        )
+    check_made_for(plan, env)
     _check_plan_paths(module, plan, sharders)
 
     def is_leaf(child: nn.Module) -> bool:
@@ -288,11 +293,22 @@ def replace_modules(
             # A sharder of a user's own may not take the path.
             named = "module_fqn" in inspect.signature(shard_one).parameters
             options = {"module_fqn": path} if named else {}
-            made[id(child)] = shard_one(child, plan.plan[path], env, device, **options)
+            ranks = env_of.get(type(child), env)
+            made[id(child)] = shard_one(child, plan.plan[path], ranks, device, **options)
         construction.path = ""
         construction.add("the model", {"the rest": _rest(module, is_leaf)})
         construction.at_the_end(lambda: _put_in(module, made, is_leaf))
     return made.get(id(module), module)
+
+
+def check_made_for(plan: ShardingPlan, env: ShardingEnv) -> None:
+    """Raise ValueError if a plan says that it is for another number of ranks."""
+    if plan.made_for is not None and plan.made_for.world_size != env.world_size:
+        raise ValueError(
+            f"A plan must be for the ranks there are; received one made for "
+            f"{plan.made_for.world_size} ranks, on {env.world_size}. Make one for "
+            f"{env.world_size} ranks."
+        )
 
 
 def _rest(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> str:

@@ -137,7 +137,7 @@ class ShardedCollection(ShardedModule):
             construction.add(subject, self._facts())
             construction.load(
                 module.init_seed,
-                lambda seed: load_tables(self._tables(), module, env, seed),
+                lambda seed: load_tables(self._tables(), module, construction.env, seed),
                 may_fail_alone=any(config.init_fn is not None for config in self._configs),
             )
 
@@ -483,6 +483,11 @@ class ShardedCollection(ShardedModule):
     def layout(self) -> Layout:
         """The plan, compiled; the same on every rank. `layout.plot()` draws it."""
         return self._layout
+
+    @property
+    def lookups(self) -> tuple[list[Lookup], list[Lookup]]:
+        """The lookups of replicated tables, and those of this rank's parts of the others."""
+        return self._replicas, self._lookups
 
     @property
     def _input_dists(self) -> list[InputDist]:

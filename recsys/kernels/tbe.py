@@ -245,6 +245,11 @@ class TableBatchedEmbedding:
         )
         return out
 
+    @property
+    def flat_states(self) -> dict[str, Tensor]:
+        """The optimizer state of all tables by name, flat as `storage` is; live."""
+        return dict(self._updater.states)
+
     def prefetch(self, indices: Tensor, offsets: Tensor) -> None:
         """Bring the rows of a batch to come to the device (MANAGED_CACHING); nothing elsewhere."""
         self._updater.prefetch(Batch(indices, offsets))

@@ -17,14 +17,19 @@ DIFFERENT = {
         "how a lookup gathers is the kernel's choice"
     ),
     (
-        r"(DistributedModelParallel|ShardedModule|Sharded\w+Collection|"
+        r"(DistributedModelParallel|DMPCollection|ShardedModule|Sharded\w+Collection|"
         r"ShardedEmbeddingBag)\.write\w*"
     ): "writes rows into a key-value store",
     r"DistributedModelParallel\(model_tracker_configs\)": "no tracker of changed rows yet",
-    r"DistributedModelParallel\.(get_delta_tracker|init_torchrec_delta_tracker)": (
+    (
+        r"DMPCollection(Config)?[.(](sharding_strategy|ensure_reduce_scatter_complete|"
+        r"rs_awaitable_hook_module)\)?"
+    ): "sync() is the one way to average tables",
+    r"DMPCollection\(use_sharded_relay\)": "the process group chooses how to all-reduce",
+    r"(DistributedModelParallel|DMPCollection)\.(get_delta_tracker|init_torchrec_delta_tracker)": (
         "no tracker of changed rows yet"
     ),
-    r"DistributedModelParallel\.reshard\(sharded_module_fqn\)": "takes plans by module path",
+    r"\w+\.reshard\(sharded_module_fqn\)": "takes plans by module path",
     r"EmbeddingBagCollectionSharder\.reshard": "a sharded collection reshards itself",
     r"\w*Sharder\.storage_usage": "the planner knows the bytes",
     r"\w*Sharder\.sharded_module_type": "a sharder may return any module",

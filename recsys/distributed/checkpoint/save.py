@@ -19,6 +19,7 @@ from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_k
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import env_of, flat, in_blocks, state_of, whole_names
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
+from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.optim.keyed import KeyedOptimizer
@@ -64,7 +65,8 @@ def save_checkpoint(
             element, nor per row of whole width, nor a single one, or the files cannot be written;
             or an asynchronous save of the model before this one failed.
         TypeError: if `extra` is no mapping, or `progress` holds something else.
-        ValueError: if `step` is negative or `keep` not positive.
+        ValueError: if `step` is negative or `keep` not positive, or the model is a `DMPCollection`
+            whose groups of ranks hold different tables.
 
     Example:
         >>> import tempfile
@@ -171,6 +173,9 @@ def _collect(
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
         check_plain("extra", dict(extra or {}))
+        for module in model.modules():
+            if isinstance(module, DMPCollection):
+                module.check_averaged()
         state.update(state_of(model, optimizer))
         if optimizer is not None:
             state["optimizer"].pop("param_groups", None)  # the manifest says what they do

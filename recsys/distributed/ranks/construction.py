@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import final
 
@@ -33,13 +33,15 @@ class Construction:
 
     Args:
         env: the ranks.
+        parts: groups of them over which parts of the model are sharded.
 
     Attributes:
         path: of the module that is being sharded, for messages; empty if it is the whole model.
     """
 
-    def __init__(self, env: ShardingEnv) -> None:
+    def __init__(self, env: ShardingEnv, parts: Sequence[ShardingEnv] = ()) -> None:
         self.env = env
+        self.groups = [one.process_group for one in (env, *parts)]
         self.path = ""
         self._facts: dict[str, str] = {}
         self._subjects: set[str] = set()
@@ -117,7 +119,7 @@ _current: ContextVar[Construction | None] = ContextVar("construction", default=N
 
 
 @contextlib.contextmanager
-def constructing(env: ShardingEnv) -> Iterator[Construction]:
+def constructing(env: ShardingEnv, parts: Sequence[ShardingEnv] = ()) -> Iterator[Construction]:
     """Build something on all ranks of `env`; a part of it joins what is being built already.
 
     Every rank must enter it, and nothing in it may wait for other ranks. What it raises, every rank
@@ -125,12 +127,14 @@ def constructing(env: ShardingEnv) -> Iterator[Construction]:
 
     Args:
         env: the ranks.
+        parts: groups of them over which parts of it are sharded: what is built on one of these
+            joins it, too. All groups then agree, and get the weights of rank 0 of `env`.
     """
     outer = _current.get()
-    if outer is not None and outer.env.process_group is env.process_group:
+    if outer is not None and any(group is env.process_group for group in outer.groups):
         yield outer
         return
-    own = Construction(env)
+    own = Construction(env, parts)
     token = _current.set(own)
     with no_collection():
         try:

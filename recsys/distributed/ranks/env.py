@@ -21,6 +21,10 @@ class ShardingEnv:
         rank: this rank.
         pg: the process group; `None` when there is only one rank.
 
+    Attributes:
+        replicas: where several groups of ranks hold the whole model each (see `DMPCollection`), the
+            ranks that hold what this one holds, itself among them; else None.
+
     Raises:
         ValueError: if the rank is none of these, or several have no process group.
 
@@ -36,6 +40,7 @@ class ShardingEnv:
         self.world_size = world_size
         self.rank = rank
         self.process_group = pg
+        self.replicas: ShardingEnv | None = None
         self.check_can_exchange()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
@@ -54,11 +59,14 @@ class ShardingEnv:
         Args:
             node_size: ranks per node; divides `world_size`. Ranks of one node are neighbours.
         """
-        if node_size == 1:
-            return ShardingEnv(1, 0)
         first = self.rank - self.rank % node_size
-        group = self.group_of(range(first, first + node_size))
-        return ShardingEnv(node_size, self.rank - first, group)
+        return self.of_ranks(range(first, first + node_size))
+
+    def of_ranks(self, ranks: Sequence[int]) -> ShardingEnv:
+        """Return the environment of some of these ranks, this one among them; see `group_of`."""
+        if len(ranks) == 1:
+            return ShardingEnv(1, 0)
+        return ShardingEnv(len(ranks), ranks.index(self.rank), self.group_of(ranks))
 
     def aside(self) -> ShardingEnv:
         """Return the same ranks with a gloo group of their own, for exchanges of another thread.

@@ -399,12 +399,19 @@ def ids_per_key(bags: Parts, num_keys: int) -> Tensor:
 
 
 def start_together(trips: Sequence[Trip]) -> None:
-    """Start the trips of modules of the same ranks with one header exchange.
+    """Start the trips of modules, with one header exchange for those of the same ranks.
 
     Args:
         trips: prepared ones, in the same order on every rank.
     """
     stage = trips[0].stage
+    if any(trip.stage.env.process_group is not stage.env.process_group for trip in trips[1:]):
+        of_groups: dict[int, list[Trip]] = {}
+        for trip in trips:
+            of_groups.setdefault(id(trip.stage.env.process_group), []).append(trip)
+        for alike in of_groups.values():
+            start_together(alike)
+        return
     sent = stage.header_of(trips[0])
     env, sizes, width = stage.env, stage.header_sizes, stage.header_width
     if len(trips) > 1:

@@ -200,7 +200,17 @@ class DeferredUpdates:
 
         Args:
             norm_type: which norm.
+
+        Raises:
+            ValueError: if the ranks are one of several groups, each with gradients of its own.
         """
+        if self._env.replicas is not None:
+            raise ValueError(
+                "Gradients of tables cannot be clipped by their norm in a DMPCollection: its "
+                f"{self._env.replicas.world_size} groups of ranks have gradients of their own, and "
+                "would scale those of replicated parameters differently. Clip by value, or use "
+                "DistributedModelParallel."
+            )
         values = [values for kernel in self._kernels for values in kernel.deferred.values]
         if self._env.rank == 0:  # every rank holds the same of replicated tables
             values.extend(self._replicated())

@@ -60,8 +60,9 @@ class EvenBatches(Generic[B]):
             out of metrics; the mean loss of an empty batch is NaN, and its gradient zero.
 
     Raises:
-        ValueError: if the policy is unknown, the model has no sharded collection, no rank has a
-            batch, one has none under "drop", or a step passed without a call of the model.
+        ValueError: if the policy is unknown, the model has no sharded collection or is a
+            `DMPCollection` of several groups, no rank has a batch, one has none under "drop", or a
+            step passed without a call of the model.
         Exception: on every rank, what the data of one raised in place of a batch: of the first one
             from here, of a later one from the model, which is then called with the batch before.
 
@@ -94,6 +95,12 @@ class EvenBatches(Generic[B]):
                 "EvenBatches needs a model with a sharded collection, in whose exchanges the ranks "
                 f"hear of each other; received a {type(model).__name__} without. Wrap the model in "
                 "DistributedModelParallel first."
+            )
+        if any(stage.env.replicas is not None for stage in self._stages):
+            raise ValueError(
+                "EvenBatches needs ranks that all hear of each other in the exchanges of sharded "
+                "modules; received a DMPCollection, in which only the ranks of a group do. Give "
+                "every rank equally many batches."
             )
         self.is_filler = False
 
