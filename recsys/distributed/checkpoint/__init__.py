@@ -6,11 +6,13 @@ may be saved besides tensors), `state` (of model and optimizer, by the names of 
 `settings` (learning rates and the like), `versions` (the `step-N` folders and their
 manifests), `metadata` (read without running what a pickle says), `blocks` (written and read
 with a CRC each), `progress` (what each rank keeps for itself), `background` (saves while training
-goes on), `save`, `load` (of all that `complete` says), and `read` (without a model).
+goes on), `save`, `load` (of all that `complete` says), `read` (without a model),
+and `export` (as safetensors).
 """
 
 from recsys.distributed.checkpoint.background import PendingSave
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.export import export_safetensors
 from recsys.distributed.checkpoint.load import load_checkpoint
 from recsys.distributed.checkpoint.progress import RandomState, Stateful
 from recsys.distributed.checkpoint.read import read_checkpoint
@@ -22,6 +24,7 @@ __all__ = [
     "PendingSave",
     "RandomState",
     "Stateful",
+    "export_safetensors",
     "load_checkpoint",
     "newest_version",
     "read_checkpoint",

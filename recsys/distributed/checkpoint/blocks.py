@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, cast
@@ -55,12 +55,20 @@ class BlockWriter(FileSystemWriter):
     Args:
         folder: of the version; it exists.
         about: further members of the manifest; read on rank 0.
+        then: called on rank 0 with the folder and what the manifest says of its files, before the
+            version is complete.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        then: Callable[[Path, Files], None] | None = None,
+    ) -> None:
         super().__init__(folder)
         self._folder = folder
         self._about = about
+        self._then = then
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return it as it is."""
@@ -102,6 +110,8 @@ class BlockWriter(FileSystemWriter):
         super().finish(metadata, [written])
         data = (self._folder / METADATA).read_bytes()
         files[METADATA] = [(len(data), crc32(data))]
+        if self._then is not None:
+            self._then(self._folder, files)
         versions.write_manifest(self._folder, {"files": files, **self._about})
 
 

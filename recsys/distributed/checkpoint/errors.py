@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -93,3 +94,19 @@ def failures_named(message: str, env: ShardingEnv, what: str) -> Iterator[None]:
 def _reason(error: BaseException) -> str:
     named = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     return f"{named}{error}"
+
+
+def without_expected_warnings(alone: bool) -> contextlib.AbstractContextManager[Any]:
+    """Hide the warning that one process is taken for one.
+
+    Args:
+        alone: whether it is; else nothing is touched, as other threads may be warned meanwhile.
+    """
+    return _without_warnings() if alone else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled, unavailable or unini")
+        yield

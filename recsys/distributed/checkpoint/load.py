@@ -12,10 +12,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
 from recsys.distributed.checkpoint.complete import CompleteLoadPlanner
-from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
+from recsys.distributed.checkpoint.errors import (
+    CheckpointError,
+    failures_named,
+    on_every_rank,
+    without_expected_warnings,
+)
 from recsys.distributed.checkpoint.plain import decode, decode_pickle
 from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank_key
-from recsys.distributed.checkpoint.save import without_expected_warnings
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
 from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest

@@ -16,10 +16,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.blocks import BlockReader, Files
 from recsys.distributed.checkpoint.complete import CompleteLoadPlanner
-from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
-from recsys.distributed.checkpoint.save import without_expected_warnings
+from recsys.distributed.checkpoint.errors import (
+    CheckpointError,
+    failures_named,
+    without_expected_warnings,
+)
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
@@ -68,7 +71,7 @@ def read_checkpoint(
         ['0.weight', '1.weight', '1.bias']
         torch.Size([10, 2])
     """
-    saved = SavedValues(Path(path), optimizer)
+    saved = SavedValues.find(Path(path), optimizer)
     rows: dict[str, slice] = {}
     names = list(saved.values)
     if tables is not None:
@@ -95,22 +98,22 @@ class SavedValues:
     """What a checkpoint holds of model and optimizer, to be read piece by piece.
 
     Args:
-        path: as for `read_checkpoint`.
+        folder: of the version.
+        files: what its manifest says; None for a folder without one.
         optimizer: whether to show the optimizer's state, too.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint, or its metadata is damaged.
+        CheckpointError: if the metadata is missing or damaged.
     """
 
-    def __init__(self, path: Path, optimizer: bool = False) -> None:
-        self.folder = find_version(path)
-        has_manifest = (self.folder / MANIFEST).exists()
-        files = read_manifest(self.folder)["files"] if has_manifest else None
-        self._reader = BlockReader(self.folder, files)
+    def __init__(self, folder: Path, files: Files | None, optimizer: bool = False) -> None:
+        self.folder = folder
+        self._reader = BlockReader(folder, files)
         try:
             found = self._reader.read_metadata().state_dict_metadata
         except OSError as error:
-            raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
+            raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
+        has_manifest = files is not None
         is_ours = has_manifest or all(name.split(".")[0] in _SECTIONS for name in found)
         self._saved_as = {
             name.removeprefix("model.") if is_ours else name: name
@@ -122,6 +125,17 @@ class SavedValues:
         self.values: dict[str, STORAGE_TYPES] = {
             name: found[saved] for name, saved in self._saved_as.items()
         }
+
+    @classmethod
+    def find(cls, path: Path, optimizer: bool = False) -> SavedValues:
+        """Return those of a path as `read_checkpoint` takes it.
+
+        Raises:
+            CheckpointError: if it is no checkpoint, or damaged.
+        """
+        folder = find_version(path)
+        has_manifest = (folder / MANIFEST).exists()
+        return cls(folder, read_manifest(folder)["files"] if has_manifest else None, optimizer)
 
     def named(self, table: str) -> list[str]:
         """Return the names of a table's or module's values.
@@ -163,6 +177,21 @@ class SavedValues:
     def _size(self, name: str) -> Sequence[int]:
         value = self.values[name]
         return value.size if isinstance(value, TensorStorageMetadata) else ()
+
+    def stretches(self, name: str) -> list[range | None]:
+        """Return rows that a tensor can be read by, one after the other, no block twice."""
+        value = self.values[name]
+        assert isinstance(value, TensorStorageMetadata)
+        if not value.size or not value.size.numel():
+            return [None]
+        found: list[range | None] = []
+        first = end = 0
+        for start, size in sorted((c.offsets[0], c.sizes[0]) for c in value.chunks):
+            if start >= end > first:
+                found.append(range(first, end))
+                first = start
+            end = max(end, start + size)
+        return [*found, range(first, end)]
 
     def read(self, names: Mapping[str, range | None]) -> dict[str, Any]:
         """Return values by name, each whole or some rows of it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from recsys.distributed.checkpoint.background import PendingSave, copy_to_host, end_pending
-from recsys.distributed.checkpoint.blocks import BlockWriter
-from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
+from recsys.distributed.checkpoint.blocks import BlockWriter, Files
+from recsys.distributed.checkpoint.errors import (
+    failures_named,
+    on_every_rank,
+    without_expected_warnings,
+)
+from recsys.distributed.checkpoint.export import write_safetensors
 from recsys.distributed.checkpoint.plain import check_plain, encode
 from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_key
+from recsys.distributed.checkpoint.read import SavedValues
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import env_of, flat, in_blocks, state_of, whole_names
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
@@ -35,6 +40,7 @@ def save_checkpoint(
     step: int | None = None,
     keep: int | None = 2,
     progress: Mapping[str, Stateful] | None = None,
+    consolidated: bool = False,
 ) -> None:
     """Save a model, sharded or not, with its optimizer, as a new version in `path/step-N`.
 
@@ -57,6 +63,9 @@ def save_checkpoint(
             removed once this one is complete.
         progress: what each rank keeps for itself, by names of yours: objects with `state_dict` and
             `load_state_dict`, such as a data loader that knows its position, or `RandomState()`.
+        consolidated: also write the weights as one file `path/step-N/model.safetensors`, by the
+            names of the unsharded model. Rank 0 copies it from the others' files, block by block,
+            while they wait.
 
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if
@@ -85,7 +94,7 @@ def save_checkpoint(
     state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
     with contextlib.ExitStack() as until_saved:
         folder = _claim(env, path, step, until_saved)
-        _write(env, Path(path), folder, state, settings)
+        _write(env, folder, state, settings, consolidated)
     _remove_old(env, Path(path), folder, keep)
 
 
@@ -99,6 +108,7 @@ def save_checkpoint_async(
     step: int | None = None,
     keep: int | None = 2,
     progress: Mapping[str, Stateful] | None = None,
+    consolidated: bool = False,
 ) -> PendingSave:
     """Save as `save_checkpoint` does, while training goes on.
 
@@ -115,6 +125,7 @@ def save_checkpoint_async(
         step: N of the version `path/step-N`.
         keep: how many complete versions stay.
         progress: what each rank keeps for itself.
+        consolidated: also write the weights as one file of safetensors.
 
     Returns:
         What is under way. Call its `wait()` before the job ends its process group.
@@ -145,7 +156,7 @@ def save_checkpoint_async(
 
     def work() -> Path:
         with until_saved:
-            _write(aside, Path(path), folder, copied, settings)
+            _write(aside, folder, copied, settings, consolidated)
         _remove_old(aside, Path(path), folder, keep)
         return folder
 
@@ -207,14 +218,19 @@ def _claim(
 
 
 def _write(
-    env: ShardingEnv, path: Path, folder: Path, state: dict[str, Any], settings: Settings
+    env: ShardingEnv, folder: Path, state: dict[str, Any], settings: Settings, consolidated: bool
 ) -> None:
     group = env.process_group
     failed = failures_named(f"{folder} cannot be saved.", env, "save a checkpoint")
     with failed, without_expected_warnings(group is None):
-        writer = BlockWriter(folder, {"optimizer": settings})
+        then = _consolidate if consolidated else None
+        writer = BlockWriter(folder, {"optimizer": settings}, then)
         blocks = in_blocks(state)
         save(blocks, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def _consolidate(folder: Path, files: Files) -> None:
+    write_safetensors(SavedValues(folder, files), folder / "model.safetensors")
 
 
 def _remove_old(env: ShardingEnv, path: Path, folder: Path, keep: int | None) -> None:
@@ -224,19 +240,3 @@ def _remove_old(env: ShardingEnv, path: Path, folder: Path, keep: int | None) ->
 
     if keep is not None:
         on_every_rank(env, f"Saving {path}", remove)
-
-
-def without_expected_warnings(alone: bool) -> contextlib.AbstractContextManager[Any]:
-    """Hide the warning that one process is taken for one.
-
-    Args:
-        alone: whether it is; else nothing is touched, as other threads may be warned meanwhile.
-    """
-    return _without_warnings() if alone else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.distributed is disabled, unavailable or unini")
-        yield
