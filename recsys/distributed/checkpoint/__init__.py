@@ -7,7 +7,8 @@ may be saved besides tensors), `state` (of model and optimizer, by the names of 
 manifests), `metadata` (read without running what a pickle says), `blocks` (written and read
 with a CRC each), `progress` (what each rank keeps for itself), `background` (saves while training
 goes on), `save`, `load` (of all that `complete` says), `read` (without a model),
-and `export` (as safetensors).
+`export` (as safetensors), `resize` (tables with more or fewer rows than saved), and `table` (from
+an array).
 """
 
 from recsys.distributed.checkpoint.background import PendingSave
@@ -17,6 +18,7 @@ from recsys.distributed.checkpoint.load import load_checkpoint
 from recsys.distributed.checkpoint.progress import RandomState, Stateful
 from recsys.distributed.checkpoint.read import read_checkpoint
 from recsys.distributed.checkpoint.save import save_checkpoint, save_checkpoint_async
+from recsys.distributed.checkpoint.table import load_table
 from recsys.distributed.checkpoint.versions import newest_version
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Stateful",
     "export_safetensors",
     "load_checkpoint",
+    "load_table",
     "newest_version",
     "read_checkpoint",
     "save_checkpoint",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from recsys.distributed.checkpoint.errors import (
 )
 from recsys.distributed.checkpoint.plain import decode, decode_pickle
 from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank_key
+from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
 from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
@@ -37,6 +38,7 @@ def load_checkpoint(
     allow_partial: bool = False,
     keep_settings: bool = False,
     progress: Mapping[str, Stateful] | None = None,
+    resize: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` saved, in place, under any plan and on any ranks.
 
@@ -54,6 +56,9 @@ def load_checkpoint(
         progress: objects that go on from what each rank kept for itself, by the names that
             `save_checkpoint` was given. With another number of ranks than saved, they need a
             method `load_state_dicts` that takes the states of all ranks.
+        resize: names of tables that may have another number of rows than saved. Rows that were
+            saved and are there are loaded, with the optimizer's state of them. New rows keep what
+            the model has, rows beyond the table's end are left out.
 
     Returns:
         The `extra` that was saved; its tensors are on the CPU.
@@ -61,7 +66,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if the
             folder is no checkpoint, is damaged, or lacks a part of the model or of the optimizer's
-            state or of `progress`, or if that state is of an optimizer of another kind.
+            state or of `progress`, or if that state is of an optimizer of another kind, or a table
+            has another shape than saved.
         TypeError: if `progress` holds something without a state.
     """
     end_pending(model)
@@ -81,9 +87,13 @@ def load_checkpoint(
     reader = BlockReader(folder, None if manifest is None else manifest["files"])
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
+    resized: Resized = []
+    tables = [resize] if isinstance(resize, str) else resize
 
     def prepare() -> None:
         state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
+        saved = reader.read_metadata().state_dict_metadata
+        resized.extend(fit_rows(folder, state, saved, tables))
         if progress:
             keys = _progress_keys(reader)
             own = [rank_key(env.rank)] if len(keys) == env.world_size else keys
@@ -113,6 +123,7 @@ def load_checkpoint(
         )
 
     def take_over() -> None:
+        restore(state, resized)
         model.load_state_dict(state["model"])
         if optimizer is not None:
             if settings is not None and not keep_settings:  # first: a warm-up then sets its rate

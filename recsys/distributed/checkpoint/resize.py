@@ -1,0 +1,82 @@
+"""Tables that grew or shrank since they were saved: a load fills the rows that both have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
+from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.read import is_named
+from recsys.distributed.state.sharded_table import ShardedTable
+
+Resized = list[tuple[Any, Tensor]]
+"""Where in the state, and what was there."""
+
+
+def fit_rows(
+    folder: Path,
+    state: dict[str, Any],
+    saved: Mapping[str, STORAGE_TYPES],
+    resize: Collection[str],
+) -> Resized:
+    """Have a load fill those rows of tables that were saved and are there; others stay.
+
+    Args:
+        folder: of the checkpoint, for errors.
+        state: live; tables of another number of rows than saved are replaced by one of as many.
+        saved: what the checkpoint holds.
+        resize: tables that may have another number of rows.
+
+    Returns:
+        What was replaced, for `restore`.
+
+    Raises:
+        CheckpointError: if a shape is not the saved one, but for the rows of such a table; or the
+            model has no such table.
+    """
+    values, places = flatten_state_dict(state)
+    for table in resize:
+        if not any(is_named(name, table) for name in values if name.startswith("model.")):
+            raise CheckpointError(f"resize must name tables of the model; received {table!r}.")
+    replaced: Resized = []
+    for name, value in values.items():
+        found = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(found, TensorStorageMetadata):
+            continue
+        if found.size == value.shape:
+            continue
+        differs = (
+            f"The checkpoint {folder} has {name.removeprefix('model.')!r} of shape "
+            f"{tuple(found.size)}; here it has shape {tuple(value.shape)}."
+        )
+        if not (found.size and value.dim() and found.size[1:] == value.shape[1:]):
+            raise CheckpointError(f"{differs} Only another number of rows can be loaded.")
+        if not any(is_named(name, table) for table in resize):
+            table = name.removesuffix(".weight").split(".")[-1]
+            raise CheckpointError(
+                f"{differs} To load the rows that both have, pass resize=[{table!r}]: rows that "
+                "were not saved stay as they are, and those that are not here are left out."
+            )
+        set_element(state, places[name], _first_rows(value, found.size))
+        replaced.append((places[name], value))
+    return replaced
+
+
+def restore(state: dict[str, Any], replaced: Resized) -> None:
+    """Put back what `fit_rows` replaced, once the load has filled it."""
+    for place, value in replaced:
+        set_element(state, place, value)
+
+
+def _first_rows(value: Tensor, size: Any) -> ShardedTable:
+    whole = [((0,) * value.dim(), value)]
+    parts = value.local_shards() if isinstance(value, ShardedTable) else whole
+    kept = [(offsets, part[: max(size[0] - offsets[0], 0)]) for offsets, part in parts]
+    shards = [(offsets, part) for offsets, part in kept if part.numel()]
+    return ShardedTable(size, shards, dtype=value.dtype, device=value.device)

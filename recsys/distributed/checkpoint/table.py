@@ -1,0 +1,130 @@
+"""Weights of one table from elsewhere: an array, or a file of one, however large."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.checkpoint.errors import on_every_rank
+from recsys.distributed.checkpoint.read import is_named
+from recsys.distributed.checkpoint.state import env_of
+from recsys.distributed.state.table_shards import TableShards
+
+_BLOCK_BYTES = 64 << 20
+
+
+def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str | Path) -> None:
+    """Fill a table, sharded or not, with the values of an array or a `.npy` file.
+
+    Each rank reads the rows that it holds, 64 MiB at a time, so that a file or `np.memmap` may be
+    larger than its memory. The optimizer's state stays as it is. Every rank that the model is
+    sharded over must call it.
+
+    Args:
+        model: such as a `DistributedModelParallel`.
+        table: its name, `t_user`, or a longer part of its weight's name between dots, such as
+            `user_tower.ebc.embedding_bags.t_user`, where two have it.
+        values: `[rows, columns]` of floating point numbers, converted to the table's dtype; a file
+            is one of `np.save`. For other files give a `np.memmap`.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be read.
+        ValueError: on every rank, if the model has no such table or several, or the values are of
+            another shape, or not of floating point.
+
+    Example:
+        >>> model = nn.ModuleDict({"t_user": nn.Embedding(3, 2)})
+        >>> load_table(model, "t_user", np.array([[0, 1], [2, 3], [4, 5]], np.float32))
+        >>> model["t_user"].weight.tolist()
+        [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    """
+
+    def work() -> None:
+        name, weight = _find(model, table)
+        source = np.load(values, mmap_mode="r") if isinstance(values, str | Path) else values
+        _check(name, weight, source)
+        fill = weight.fill if isinstance(weight, TableShards) else _filler(weight)
+        if isinstance(weight, TableShards):
+            weight.flush()
+        for rows in _stretches(weight, source):
+            block = np.array(source[rows], source.dtype.newbyteorder("="))
+            fill(rows, torch.from_numpy(block))
+        if isinstance(weight, TableShards):
+            for shard in weight.shards:
+                shard.kernel.drop_cache()
+
+    on_every_rank(env_of(model), f"Loading table {table!r}", work)
+
+
+def _find(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
+    """Return a table by its name, with the name of its weight."""
+    found: dict[str, TableShards | Tensor] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, TableShards):
+            found[f"{prefix}.weight"] = module
+            continue
+        for name, param in module.named_parameters(prefix, recurse=False):
+            if param.dim() == 2:
+                found[name] = param
+    names = [name for name in found if is_named(name, table)]
+    if len(names) == 1:
+        return names[0], found[names[0]]
+    if names:
+        raise ValueError(
+            f"table must be the name of one table; received {table!r}, which is a part of {names}. "
+            "Give a longer part of one of them."
+        )
+    known = {part for name in found for part in name.split(".")} - {"weight"}
+    near = difflib.get_close_matches(table, sorted(known), n=5, cutoff=0.5)
+    raise ValueError(
+        f"table must be the name of a table; received {table!r}. "
+        f"{f'Near are {near}' if near else f'The model has {list(found)[:10]}'}."
+    )
+
+
+def _check(name: str, weight: TableShards | Tensor, values: Any) -> None:
+    if isinstance(weight, TableShards):
+        shape: tuple[int, ...] = (weight.table.num_rows, weight.table.dim)
+    else:
+        shape = tuple(weight.shape)
+    if not isinstance(values, np.ndarray):
+        raise ValueError(
+            f"The values of {name!r} must be an array, or the path of a file of np.save; received "
+            f"a {type(values).__qualname__}."
+        )
+    if values.shape != shape:
+        raise ValueError(
+            f"The values of {name!r} must have its shape, {shape}; received {values.shape}."
+        )
+    if values.dtype.kind != "f":
+        raise ValueError(
+            f"The values of {name!r} must be of floating point; received {values.dtype}. Convert "
+            "them by .astype('float32')."
+        )
+
+
+def _filler(weight: Tensor) -> Callable[[slice, Tensor], None]:
+    def fill(rows: slice, values: Tensor) -> None:
+        weight.detach()[rows].copy_(values)
+
+    return fill
+
+
+def _stretches(weight: TableShards | Tensor, values: Any) -> Iterator[slice]:
+    """Yield stretches of rows that hold all rows of this rank."""
+    step = max(_BLOCK_BYTES // max(values.shape[1] * values.itemsize, 1), 1)
+    if isinstance(weight, TableShards):
+        held = sorted({(s.rect.row_start, s.rect.row_end) for s in weight.shards})
+    else:
+        held = [(0, len(weight))]
+    done = 0
+    for first, end in held:
+        for start in range(max(first, done), end, step):
+            yield slice(start, min(start + step, end))
+        done = max(done, end)
