@@ -118,6 +118,10 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/test_ranks.py::test_a_rank_that_hangs_is_named_with_its_stack": (
         "tests/test_ranks.py::test_a_rank_that_fails_is_named_with_its_traceback"
     ),
+    "tests/distributed/checkpoint/test_torchrec_names.py::"
+    "test_what_torchrec_saved_loads_under_another_plan": (
+        "tests/distributed/checkpoint/test_torchrec_names.py::test_missing_steps_of_adam_are_named"
+    ),
     # TorchRec's own processes start with the first of these, which takes over a minute.
     **{
         f"tests/parity/{case}": (

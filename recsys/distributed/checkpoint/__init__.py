@@ -7,8 +7,8 @@ may be saved besides tensors), `state` (of model and optimizer, by the names of 
 manifests), `metadata` (read without running what a pickle says), `blocks` (written and read
 with a CRC each), `progress` (what each rank keeps for itself), `background` (saves while training
 goes on), `save`, `load` (of all that `complete` says), `read` (without a model),
-`export` (as safetensors), `resize` (tables with more or fewer rows than saved), and `table` (from
-an array).
+`export` (as safetensors), `resize` (tables with more or fewer rows than saved), `table` (from an
+array), and `torchrec_names`.
 """
 
 from recsys.distributed.checkpoint.background import PendingSave

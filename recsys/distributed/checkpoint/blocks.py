@@ -189,6 +189,21 @@ class BlockReader(FileSystemReader):
                 self._metadata.storage_meta = StorageMeta()
         return self._metadata
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Have values go by other names from now on.
+
+        Args:
+            names: by the one that the checkpoint has.
+        """
+        metadata = self.read_metadata()
+        metadata.state_dict_metadata = {
+            names.get(name, name): value for name, value in metadata.state_dict_metadata.items()
+        }
+        metadata.storage_data = {
+            dataclasses.replace(index, fqn=names.get(index.fqn, index.fqn)): info
+            for index, info in metadata.storage_data.items()
+        }
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the blocks that a plan needs, each once, and fill in their values."""
         needs: dict[str, dict[int, list[ReadItem]]] = {}

@@ -23,6 +23,7 @@ from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank
 from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
 from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
+from recsys.distributed.checkpoint.torchrec_names import own_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.ranks import where
 from recsys.distributed.state.sharded_table import ShardedTable
@@ -137,7 +138,7 @@ def load_checkpoint(
             load_progress(subject, progress, saved, num_saved, env)
 
     on_every_rank(env, what, take_over)
-    if not state["extra"]:  # of a folder that torch.distributed.checkpoint wrote
+    if not state.get("extra"):  # of a folder that torch.distributed.checkpoint wrote
         return {}
     read = decode if manifest is not None else decode_pickle
     extra: dict[str, Any] = read(f"The extra values of {folder}", state["extra"])
@@ -165,7 +166,8 @@ def _state_to_fill(
     def live() -> dict[str, Any]:
         state = state_of(model, optimizer)
         groups = state.get("optimizer", {}).pop("param_groups", None)
-        if groups is not None and settings is None:  # a folder without versions may have them
+        has_groups = any(name.startswith("optimizer.param_groups.") for name in saved)
+        if groups is not None and has_groups:  # of a folder without versions
             state["optimizer"]["param_groups"] = [
                 {
                     key: value
@@ -177,12 +179,16 @@ def _state_to_fill(
         return state
 
     state = live()
+    if settings is None and (renamed := own_names(saved, flat(state).keys())):
+        reader.rename(renamed)
+        saved = {renamed.get(name, name): value for name, value in saved.items()}
     if optimizer is not None and any(name.startswith("optimizer.") for name in saved):
         # a fresh optimizer has no state yet that a load could fill
         if saved.keys() - flat(state).keys() - {"extra"}:
             optimizer.init_state()
         state = live()
-    state["extra"] = b""
+    if settings is not None or "extra" in saved:
+        state["extra"] = b""
     names = flat(state).keys()
     missing = sorted(names - saved.keys())
     if missing and not allow_partial:

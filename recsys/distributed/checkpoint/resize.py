@@ -45,6 +45,7 @@ def fit_rows(
         if not any(is_named(name, table) for name in values if name.startswith("model.")):
             raise CheckpointError(f"resize must name tables of the model; received {table!r}.")
     replaced: Resized = []
+    resized: list[str] = []
     for name, value in values.items():
         found = saved.get(name)
         if not isinstance(value, Tensor) or not isinstance(found, TensorStorageMetadata):
@@ -57,12 +58,20 @@ def fit_rows(
         )
         if not (found.size and value.dim() and found.size[1:] == value.shape[1:]):
             raise CheckpointError(f"{differs} Only another number of rows can be loaded.")
+        if name.startswith("optimizer.") and not any(
+            name.startswith(f"optimizer.state.{param}.") for param in resized
+        ):
+            raise CheckpointError(
+                f"{differs} The parameter has the same shape in both: this is the state of another "
+                "optimizer, or of a part of the columns. Load without the optimizer."
+            )
         if not any(is_named(name, table) for table in resize):
             table = name.removesuffix(".weight").split(".")[-1]
             raise CheckpointError(
                 f"{differs} To load the rows that both have, pass resize=[{table!r}]: rows that "
                 "were not saved stay as they are, and those that are not here are left out."
             )
+        resized.append(name.removeprefix("model."))
         set_element(state, places[name], _first_rows(value, found.size))
         replaced.append((places[name], value))
     return replaced
