@@ -13,7 +13,12 @@ NARROW_WIRES = (
 )
 TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_like_the_eager_one"
 
+CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
+
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/distributed/test_job.py::test_two_nodes_have_the_losses_of_one_process": CURVE,
+    "tests/distributed/test_job.py::test_a_job_that_loses_a_node_goes_on_with_the_other": CURVE,
+    "tests/distributed/test_job.py::test_other_numbers_of_ranks_continue_the_curve": CURVE,
     "tests/examples/test_dlrm.py::test_a_killed_job_goes_on_and_ends_alike": (
         "tests/examples/test_dlrm.py::test_random_data_on_one_process"
     ),
