@@ -37,7 +37,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.train_pipeline import TrainPipelineSparseDist
 from recsys.distributed.types import ShardingEnv
-from recsys.distributed.watchdog import end_with_launcher
+from recsys.distributed.watchdog import Watchdog, end_with_launcher
 from recsys.inference import export_torchscript, quantize_embeddings
 from recsys.metrics import AUC, NormalizedEntropy
 from recsys.modules.dlrm import DLRM, DLRMTrain
@@ -143,7 +143,9 @@ class Progress:
         return self._samples / (time.perf_counter() - self._began)
 
 
-def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device) -> dict:
+def train(
+    arguments: argparse.Namespace, env: ShardingEnv, device: torch.device, watchdog: Watchdog
+) -> dict:
     data = load_data(arguments, env)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(arguments.seed)
@@ -197,7 +199,8 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
             if arguments.resume == "auto" and at["step"] % arguments.save_every == 0:
                 save_checkpoint_async(resume, sharded, optimizer, at, progress=progress)
         rate = bar.close() * env.world_size
-        scores = evaluate(sharded, data.validation, device)
+        with watchdog.pause("evaluation"):
+            scores = evaluate(sharded, data.validation, device)
         if is_first:
             mean_loss = torch.stack(at["losses"]).mean().item()
             name = f"epoch {epoch + 1}"
@@ -267,7 +270,8 @@ def main() -> None:
         dist.init_process_group(backend)
     env = ShardingEnv.default()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trained = train(arguments, env, device)
+    with Watchdog() as watchdog:
+        trained = train(arguments, env, device, watchdog)
     if dist.is_initialized():
         dist.destroy_process_group()
     if env.rank == 0:

@@ -210,3 +210,20 @@ def test_a_child_that_is_ended_does_not_end_its_parent() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "went on\n", done.stderr
+
+
+@pytest.mark.parametrize(("faults", "ranks"), [(("hang", "bad id"), 2), (("kill",), 3)])
+def test_the_others_end_and_name_the_rank(faults: tuple[str, ...], ranks: int) -> None:
+    """A short form of what ``python -m tests.distributed.faults`` does at length."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "tests.distributed.faults"),
+            *("--ranks", str(ranks), "--only", *faults),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(faults)} faults, 0 lacking something" in done.stdout

@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "data.md",
     ROOT / "docs" / "engine.md",
+    ROOT / "docs" / "faults.md",
     ROOT / "docs" / "metrics.md",
     ROOT / "docs" / "optimizers.md",
     ROOT / "docs" / "planner.md",

@@ -83,7 +83,9 @@ def failures_named(message: str, env: ShardingEnv, what: str) -> Iterator[None]:
             f"rank {rank}: {_reason(failure[0])}"
             for rank, failure in sorted(error.failures.items())
         )
-        raise CheckpointError(f"{message} {reasons}") from error
+        failed = CheckpointError(f"{message} {reasons}")
+        failed._of_rank = min(error.failures)  # type: ignore[attr-defined]
+        raise failed from error
     except RuntimeError as error:  # such as a process group whose other end is gone
         told = explain(error, env.process_group, what) if env.world_size > 1 else error
         raise CheckpointError(f"{message} {_reason(told)}") from error
