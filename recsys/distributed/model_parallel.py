@@ -31,6 +31,7 @@ from recsys.distributed.shard import (
     sharded_modules,
     sharded_names,
     why_no_exchange,
+    with_own_parts,
 )
 from recsys.distributed.sharded_collection import ShardedCollection, canonical_device
 from recsys.distributed.sharder import (
@@ -449,7 +450,7 @@ class DistributedModelParallel(nn.Module):
                 f"returns them; received {type(state_dict).__qualname__}. To load a file, pass "
                 "what torch.load returned, or use recsys.distributed.checkpoint.load_checkpoint."
             )
-        return self.module.load_state_dict(state_dict, strict=strict)
+        return self.module.load_state_dict(with_own_parts(self.module, state_dict), strict=strict)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

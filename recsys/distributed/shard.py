@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.default_sharders import get_default_sharders, sharder_of
@@ -285,6 +286,13 @@ def replace_modules(
         for weight in sharders[type(child)].shardable_parameters(child).values()
     ]
     check_untied(module, tables)
+    fully_sharded = [n for n, p in module.named_parameters() if _is_any(p, tables, DTensor)]
+    if fully_sharded:
+        raise ValueError(
+            f"fully_shard is for dense modules, and tables are sharded by a plan; received a model "
+            f"whose tables {fully_sharded[:5]} were given to fully_shard. Call it on the dense "
+            "modules only."
+        )
     made: dict[int, nn.Module] = {}
     with constructing(env) as construction:
         for path, child in given.items():
@@ -299,6 +307,10 @@ def replace_modules(
         construction.add("the model", {"the rest": _rest(module, is_leaf)})
         construction.at_the_end(lambda: _put_in(module, made, is_leaf))
     return made.get(id(module), module)
+
+
+def _is_any(parameter: nn.Parameter, these: Sequence[nn.Parameter], kind: type) -> bool:
+    return isinstance(parameter, kind) and any(parameter is one for one in these)
 
 
 def check_made_for(plan: ShardingPlan, env: ShardingEnv) -> None:
@@ -352,11 +364,31 @@ def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ShardedModule]]:
 
 
 def sharded_names(module: nn.Module) -> set[str]:
-    """Return the names of the parameters and buffers that differ from rank to rank."""
-    return {
+    """Return the names of the parameters and buffers that differ from rank to rank.
+
+    These are tables' parts, and dense parameters on whose module `fully_shard` was called.
+    """
+    tables = {
         name
         for path, child in sharded_modules(module)
         for name in child.sharded_parameter_names(path)
+    }
+    return tables | {n for n, p in module.named_parameters() if isinstance(p, DTensor)}
+
+
+def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state in which whole values, of what is fully sharded, are this rank's part."""
+    own = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    return {
+        name: distribute_tensor(
+            value.to(own[name].device),
+            own[name].device_mesh,
+            own[name].placements,
+            src_data_rank=None,
+        )
+        if name in own and isinstance(value, Tensor) and not isinstance(value, DTensor)
+        else value
+        for name, value in state.items()
     }
 
 

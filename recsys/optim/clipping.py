@@ -49,7 +49,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             Every rank must then step alike. Needed where tables are sharded; parameters that every
             rank holds count once.
         param_to_pgs: further parameters of which each rank holds a part, and the groups that
-            share each.
+            share each. Those of modules given to torch's `fully_shard` are known.
         track_grad_norm: keep the norm also where it is not needed.
 
     Attributes:
@@ -148,9 +148,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
         found: dict[tuple[dist.ProcessGroup, ...] | None, list[Tensor]] = {
             groups: [] for groups in (None, (), *self._groups_of.values())
         }
+        for settings in self.param_groups:  # also without a gradient: alike on every rank
+            found.update({self._shared_by(p): [] for p in settings["params"]})
         for parameter, values in gradients:
-            alone = None if getattr(parameter, _PART, False) else ()
-            found[self._groups_of.get(id(parameter), alone)].append(values)
+            found[self._shared_by(parameter)].append(values)
         has_ranks = dist.is_available() and dist.is_initialized()
         group = next((t.process_group for t in tables if t.process_group is not None), None)
         if has_ranks and not self._is_global and (found[None] or group is not None):
@@ -175,6 +176,20 @@ class GradientClippingOptimizer(OptimizerWrapper):
             total = total.pow(1.0 / self._norm_type)
         return total, [values for _, values in gradients]
 
+    def _shared_by(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...] | None:
+        """Return the groups whose ranks share a parameter; None: those that share the tables."""
+        known = self._groups_of.get(id(parameter))
+        if known is not None:
+            return known
+        mesh: Any = getattr(parameter, "device_mesh", None)  # a DTensor
+        if mesh is None:
+            return None if getattr(parameter, _PART, False) else ()
+        return tuple(
+            mesh.get_group(dim)
+            for dim, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
+            if placement.is_shard()
+        )
+
     def _join(self, shares: Sequence[Tensor]) -> Tensor:
         stacked = torch.stack(list(shares))
         return stacked.amax() if math.isinf(self._norm_type) else stacked.sum()
@@ -193,6 +208,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 if parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.coalesce()
                     yield parameter, parameter.grad.values()
+                elif hasattr(parameter.grad, "to_local"):  # a DTensor
+                    yield parameter, parameter.grad.to_local()
                 else:
                     yield parameter, parameter.grad
 

@@ -53,8 +53,11 @@ def place_of(rank: int, world_size: int, size: int, *, neighbours: bool = False)
 
 def build(case: Case, world_size: int, **options: Any) -> DMPCollection:
     assert dist.group.WORLD is not None
+    model = case.model()
+    for parameter in model.parameters():  # rank 0's count, in every group
+        parameter.data.add_(dist.get_rank())
     return DMPCollection(
-        case.model(),
+        model,
         CPU,
         options.pop("plan", None) or case.plan(),
         world_size,

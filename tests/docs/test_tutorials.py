@@ -31,6 +31,7 @@ PAGES = [
     ROOT / "docs" / "pipelines.md",
     ROOT / "docs" / "quantization.md",
     ROOT / "docs" / "several_machines.md",
+    ROOT / "docs" / "two_dimensional.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recsys.distributed.state.sharded_table import ShardedTable
 
@@ -100,6 +102,13 @@ def _copied(name: str, value: Any, buffers: dict[str, Tensor]) -> Any:
         ]
         cpu = torch.device("cpu")
         return ShardedTable(value.shape, shards, dtype=value.dtype, device=cpu)
+    if isinstance(value, DTensor):
+        _, start = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        part = _copied(name, value.to_local(), buffers)
+        held = [(tuple(start), part)] if part.numel() else []
+        return ShardedTable(value.shape, held, dtype=value.dtype, device=part.device)
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     buffer = buffers.get(name)

@@ -1,0 +1,116 @@
+"""Dense parts sharded over the ranks by torch's `fully_shard`, in place of one copy on each.
+
+For models whose dense parts, with their optimizer's states, are too large for one device. Where
+`fully_shard` was called on dense modules already, nothing of this file is needed:
+`DistributedModelParallel` leaves their parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from recsys.distributed.model_parallel import (
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+)
+from recsys.distributed.module_tree import outermost
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.shard import sharded_modules, sharded_names
+
+__all__ = ["FullyShardWrapper"]
+
+
+@final
+@dataclass(eq=False)
+class FullyShardWrapper:
+    """Shards dense modules over the ranks, as the `data_parallel_wrapper` of a model.
+
+    They start from rank 0's values, as replicated ones do. What is left over is replicated. With
+    one rank nothing changes.
+
+    Args:
+        modules: paths of the modules in the model, each gathered as a whole when it is called; if
+            None, the largest ones without a sharded table in them.
+        mesh: the ranks; one of two dimensions, `[replicate, shard]`, shards over the second and
+            replicates over the first. All ranks if None.
+        options: further arguments of `fully_shard`, such as `{"reshard_after_forward": False}`.
+
+    Raises:
+        ValueError: where the model is wrapped, if a path leads to no module, or to one that has a
+            sharded table in it, nothing to train, or no forward.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(10, 4, "films", feature_names=["film"])
+        >>> model = nn.ModuleDict(
+        ...     {"ebc": EmbeddingBagCollection(tables=[table]), "over": nn.Linear(4, 1)}
+        ... )
+        >>> model = DistributedModelParallel(
+        ...     model, device=torch.device("cpu"), data_parallel_wrapper=FullyShardWrapper()
+        ... )
+    """
+
+    modules: Sequence[str] | None = None
+    mesh: DeviceMesh | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Shard the dense modules, in place, and replicate what is left over."""
+        if env.world_size == 1:
+            return
+        model = dmp.module
+        chosen = self._chosen(model)
+        others = sharded_names(model)
+        names = {f"{path}.{name}" for path, child in chosen for name in _names_of(child)}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in names and name not in others:
+                comm.broadcast(env, "take dense values of rank 0", tensor.data)
+        mesh = self.mesh
+        if mesh is None:
+            group = env.group_of(range(env.world_size))
+            mesh = DeviceMesh.from_group(group, device.type)
+        for _, child in reversed(chosen):  # those inside others first
+            fully_shard(child, mesh=mesh, **self.options)
+        DefaultDataParallelWrapper().wrap(dmp, env, device)
+
+    def _chosen(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the modules to shard, by path, those inside others after them."""
+        sharded = [child for _, child in sharded_modules(model)]
+        occupied = {id(child) for each in sharded for child in each.modules()}
+
+        def is_unit(module: nn.Module) -> bool:
+            return (
+                all(id(child) not in occupied for child in module.modules())
+                and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # nobody calls them
+                and any(p.requires_grad for p in module.parameters())
+            )
+
+        def is_leaf(module: nn.Module) -> bool:
+            return id(module) in occupied or is_unit(module)
+
+        units = [(path, child) for path, child in outermost(model, is_leaf) if is_unit(child)]
+        if self.modules is None:
+            return units
+        found = dict(model.named_modules())
+        for path in self.modules:
+            if path not in found or not is_unit(found[path]):
+                raise ValueError(
+                    "FullyShardWrapper.modules must be paths of modules with trained parameters "
+                    "and no sharded table in them, which the model calls; received "
+                    f"{path!r}. The largest are {[path for path, _ in units]}."
+                )
+        return [(path, found[path]) for path in sorted(set(self.modules))]
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
