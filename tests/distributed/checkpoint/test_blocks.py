@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import warnings
 from collections import Counter
@@ -14,7 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint import (
+    CheckpointError,
+    blocks,
+    load_checkpoint,
+    save_checkpoint,
+    state,
+)
 from recsys.distributed.checkpoint.blocks import BlockReader
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
@@ -145,3 +152,20 @@ def test_torchs_tensors_load_however_they_lie_in_memory(tmp_path: Path, step: in
         dcp.save({"model": values}, checkpoint_id=tmp_path, no_dist=True)
     assert load_checkpoint(tmp_path, model, allow_partial=True) == {}
     torch.testing.assert_close(dict(model.named_buffers()), values, rtol=0, atol=0)
+
+
+def test_the_disk_is_told_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_BLOCK_BYTES", 10 << 10)
+    monkeypatch.setattr(blocks, "_AHEAD_BYTES", 8 << 10)
+    told: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *what: told.append(what), raising=False)
+    model = nn.Embedding(480, 16)  # three blocks
+    save_checkpoint(tmp_path, model)
+    (file,) = (tmp_path / "step-1").glob("*.distcp")
+    written = [(start, length) for start, length, what in told if what == os.POSIX_FADV_DONTNEED]
+    assert len(written) == 3
+    assert [start for start, _ in written] == [0, *(sum(part) for part in written[:-1])]
+    assert file.stat().st_size - sum(written[-1]) < 8 << 10
+    told.clear()
+    load_checkpoint(tmp_path, model)
+    assert told == [(*part, os.POSIX_FADV_WILLNEED) for part in written[1:]]
