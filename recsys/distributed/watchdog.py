@@ -19,7 +19,12 @@ from typing import Any, NoReturn, Self, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _get_default_group,
+    default_pg_timeout,
+)
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -332,7 +337,8 @@ _opened = 0
 def _timeout_of_group() -> float:
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
     backend = _get_default_group()._get_backend(device)
-    timeout: timedelta = backend.options._timeout
+    options = getattr(backend, "options", None)  # not every backend has some
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout.total_seconds()
 
 
