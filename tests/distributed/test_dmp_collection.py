@@ -20,6 +20,7 @@ from recsys.distributed.sharding_plan import (
     row_wise,
 )
 from recsys.distributed.train_pipeline.even_batches import EvenBatches
+from recsys.distributed.train_pipeline.pipelines import TrainPipelineSparseDist
 from recsys.distributed.types import PlanRanks, ShardingPlan, ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -348,6 +349,40 @@ def _loop(rows_of_all: bool) -> State:
             for table in tables:
                 table.copy_(mean)
     return dict(models[0].state_dict())
+
+
+class WithLoss(nn.Module):
+    """As a pipeline calls it: returns the loss, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TwoCollections()
+
+    def forward(self, batch: KeyedJaggedTensor) -> tuple[Tensor, None]:
+        return self.model(batch, "bags rows"), None
+
+
+def _use_in_a_pipeline(interval: int | None) -> None:
+    assert dist.group.WORLD is not None
+    plan = ShardingPlan({f"model.{path}": tables for path, tables in plan_of(2).plan.items()})
+    plain, piped = (DMPCollection(WithLoss(), CPU, plan, 4, 2, dist.group.WORLD) for _ in range(2))
+    batches = [features_of(10 * step + dist.get_rank()) for step in range(5)]
+    for step, batch in enumerate(batches):
+        plain(batch)[0].backward()
+        if interval is not None and (step + 1) % interval == 0:
+            plain.sync()
+    pipeline = TrainPipelineSparseDist[Any, Any](
+        piped, piped.fused_optimizer, CPU, dmp_collection_sync_interval_batches=interval
+    )
+    remaining = iter(batches)
+    for _ in batches:
+        pipeline.progress(remaining)
+    assert_same(whole_state(piped), whole_state(plain), rtol=0, atol=0)
+
+
+def test_pipelines_train_groups_as_a_plain_loop_does(ranks: RankPool) -> None:
+    for interval in (1, 2, None):
+        ranks(4, _use_in_a_pipeline, interval)
 
 
 def test_groups_may_use_modules_in_another_order(ranks: RankPool) -> None:
