@@ -43,7 +43,7 @@ from recsys.distributed.checkpoint.metadata import decode_metadata
 from recsys.distributed.checkpoint.plain import KnownUnpickler
 
 METADATA = ".metadata"
-_PIECE_BYTES = 1 << 20  # what is read at a time: small enough to be in cache when its CRC is taken
+_PIECE_BYTES = 1 << 20  # read or written at a time: still in cache when its CRC was taken
 _AHEAD_BYTES = 8 << 20  # of such a size the disk is told before they are needed
 
 Files = Mapping[str, Sequence[Sequence[int]]]
@@ -160,12 +160,16 @@ class _CrcStream(io.RawIOBase):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self.crc = crc32(data, self.crc)
+        rest = memoryview(data).cast("B")
         try:
-            return self._file.write(data)
+            for start in range(0, len(rest), _PIECE_BYTES):
+                piece = rest[start : start + _PIECE_BYTES]
+                self.crc = crc32(piece, self.crc)
+                self._file.write(piece)
         except OSError as error:
             self.error = error
             raise
+        return len(rest)
 
 
 class BlockReader(FileSystemReader):
