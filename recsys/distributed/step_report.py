@@ -7,7 +7,8 @@
     print(report)
 
 While a report is open, the engine's stages are wrapped and tell it when they begin and end; before
-and after, they cost nothing. Times are the host's. On a CPU they are what was computed and waited
+and after, they cost nothing. A profiler of your own that runs meanwhile shows them as ranges named
+`recsys lookup` and so on. Times are the host's. On a CPU they are what was computed and waited
 for; on a GPU the host launches work, and the trace shows the device beside the same names.
 """
 
@@ -92,6 +93,7 @@ class StepReport:
         self._stages: list[str] = []  # that are running, the innermost last
         self._at = 0.0  # until when the time is counted
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self._arrivals: dict[int, Callable[[Any], None]] = {}
         self._under_way = self._waited = 0.0
         self.steps = self.samples = 0
         self._last_write = self.numbers()
@@ -199,7 +201,7 @@ class StepReport:
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:
-        profiled = self._profiler is not None
+        profiled = torch.autograd.profiler._is_profiler_enabled  # the report's, or a user's own
         with torch.profiler.record_function(f"recsys {stage}") if profiled else nullcontext():
             self._enter(stage)
             try:
@@ -269,13 +271,15 @@ class StepReport:
         def call(env: Any, what: str, *args: Any, **kwargs: Any) -> comm.Pending:
             with self._stage("input dist" if what in _OF_IDS else "output dist"):
                 pending: comm.Pending = function(env, what, *args, **kwargs)
-            began = time.perf_counter()
-
-            def arrived(_: Any) -> None:
-                self._under_way += time.perf_counter() - began
-
             if pending.work is not None and pending.tensor.is_cpu:
+                began = [time.perf_counter()]
+
+                def arrived(_: Any) -> None:
+                    if began:  # whoever sees it first: who waits is told before this is called
+                        self._under_way += time.perf_counter() - began.pop()
+
                 pending.work.get_future().add_done_callback(arrived)
+                self._arrivals[id(pending)] = arrived
             return pending
 
         return call
@@ -287,6 +291,9 @@ class StepReport:
             tensor: Tensor = function(pending)
             if is_exchange:
                 self._waited += time.perf_counter() - began
+                arrived = self._arrivals.pop(id(pending), None)
+                if arrived is not None:
+                    arrived(None)
             return tensor
 
         return call
