@@ -5,7 +5,8 @@ Under :class:`PretendedCuda` memory of the CPU answers as memory of ``cuda:0``: 
 storage is followed: what is made on the device, or computed from what is on it, is on it. Noted
 are, in the order in which they happen,
 
-- reads: values of the device that the host asks for (``item``, ``tolist``, ``cpu()``, ``bool``);
+- reads: values of the device that the host asks for (``item``, ``tolist``, ``cpu()``, ``bool``),
+  and events that it waits for;
 - sizes: operations whose result has a size that depends on values, so that the host must read it;
 - uploads that wait: from memory that is not pinned, or without ``non_blocking``;
 - mixtures: operations on tensors of the device and of the host, which raise on CUDA.
@@ -46,7 +47,10 @@ _MAY_MIX = {"copy_", "_to_copy", "set_", "_pin_memory", "detach", "alias", "view
 
 
 class _Event:
-    """What was recorded is done."""
+    """What was recorded is done; that the host waits for it is noted."""
+
+    def __init__(self, device: PretendedCuda) -> None:
+        self._device = device
 
     def record(self, stream: object = None) -> None:
         """Nothing to do."""
@@ -57,6 +61,7 @@ class _Event:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+        self._device.note("read", "an event")
 
 
 class PretendedCuda(TorchFunctionMode):
@@ -80,7 +85,7 @@ class PretendedCuda(TorchFunctionMode):
         if not self._depth:
             self._operations.__enter__()
             for holder, name, value in (
-                (torch.cuda, "Event", _Event),
+                (torch.cuda, "Event", lambda: _Event(self)),
                 (torch.cuda, "current_stream", lambda device=None: None),
                 (torch.cuda, "current_device", lambda: 0),
                 (torch.cuda, "set_device", lambda device: None),

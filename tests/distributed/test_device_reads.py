@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.shard import shard
+from recsys.distributed.sharding_plan import row_wise
+from recsys.distributed.stages.input_dist import start_together
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,
@@ -316,3 +320,28 @@ def test_inverse_indices_of_features_that_were_left_out_are_no_fault() -> None:
             table.weight = nn.Parameter(torch.ones(3, 4, device=CUDA))
         assert tables(part.to(CUDA)).values().tolist() == [[1.0] * 8] * 2
         tables.check_ids()
+
+
+def _start_a_step_early() -> list[list[str]]:
+    """The kinds of notes after a batch has started, and after it was sent."""
+    features = KeyedJaggedTensor(["f"], torch.arange(4), lengths=torch.full((4,), 1))
+    in_streams = mock.PropertyMock(return_value=True)
+    with PretendedCuda() as cuda, mock.patch.object(
+        ShardingEnv, "exchanges_in_streams", in_streams
+    ):  # fmt: skip
+        table = EmbeddingBagConfig(8, 4, "t", feature_names=["f"])
+        ebc = shard(EmbeddingBagCollection(tables=[table]), {"t": row_wise()}, device=CUDA)
+        batch = features.to(CUDA)
+        ebc(batch).values()  # what depends on the layout alone is uploaded once
+        cuda.forget()
+        trip = ebc.input_stage.prepare(batch)
+        start_together([trip])
+        started = [kind for kind, _, _ in cuda.notes]
+        trip.send()
+        return [started, [kind for kind, _, _ in cuda.notes]]
+
+
+def test_a_batch_that_starts_early_waits_for_nothing_until_it_is_sent(ranks: RankPool) -> None:
+    for started, sent in ranks(2, _start_a_step_early):
+        assert started == []
+        assert sent == ["read"]

@@ -51,6 +51,13 @@ class ShardingEnv:
         """Ranks per node, as `get_local_size` says."""
         return node_size_of(self.world_size)
 
+    @property
+    def exchanges_in_streams(self) -> bool:
+        """Whether streams of a GPU wait for exchanges, not the host: by NCCL, or with one rank."""
+        if self.process_group is None or self.world_size == 1:
+            return True
+        return "cuda:nccl" in str(torch.distributed.get_backend_config(self.process_group))
+
     def of_node(self, node_size: int) -> ShardingEnv:
         """Return the environment of the ranks on this rank's node.
 

@@ -144,6 +144,7 @@ class InputDist:
         self._mark = (crc32(path.encode()) & 0xFFFFFF) << 8
         _paths[self._mark] = path
         self.is_weighted, self.distinct = is_weighted, distinct
+        self.is_ordered = device.type == "cuda" and env.exchanges_in_streams
         self.pooled = pooled = layout.is_pooled
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
@@ -423,30 +424,66 @@ def start_together(trips: Sequence[Trip]) -> None:
         width = sum(stage.header_width for stage in stages)
     own = [width] * env.world_size
     pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
+    under_way = _Headers(pending, trips)
+    if stage.is_ordered:
+        under_way.fetch()
     for trip in trips:
-        trip.headers = pending, trips
+        trip.headers = under_way
 
 
-def _read_headers(pending: comm.Pending, trips: Sequence[Trip]) -> None:
-    """Wait for the headers of trips that started together, and tell each what the ranks said."""
-    arrived = pending.wait()
-    read = [arrived]
-    for trip in trips:
-        if trip.error is None:
-            read += [trip.counts.to(arrived.dtype), trip.own_counts.to(arrived.dtype)]
-    host = torch.cat(read).cpu().numpy()  # the one device-to-host read
-    edges = np.cumsum([part.numel() for part in read])
-    headers, *counts = np.split(host, edges[:-1])
-    num_ranks = trips[0].stage.env.world_size
-    host_RH, header_RH = headers.reshape(num_ranks, -1), arrived.view(num_ranks, -1)
-    at = 0
-    for trip in trips:
-        end = at + trip.stage.header_width
-        trip.header_RH, trip.host_RH = header_RH[:, at:end], host_RH[:, at:end]
-        if trip.error is None:
-            trip.counts_G, trip.given_counts, *counts = counts
-        trip.headers = None
-        at = end
+@final
+class _Headers:
+    """The headers of trips that started together, on their way to this rank's host.
+
+    On a GPU they are copied to pinned memory behind an event. Where the ranks exchange in the order
+    of streams, as under NCCL, the copy is queued at once: whoever reads them a step later waits for
+    nothing.
+
+    Args:
+        pending: what the ranks tell each other.
+        trips: whose headers they are.
+    """
+
+    def __init__(self, pending: comm.Pending, trips: Sequence[Trip]) -> None:
+        self._pending, self._trips = pending, trips
+        self._parts: list[Tensor] = []
+        self._host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Queue what brings them to the host; without NCCL the host waits for the exchange."""
+        arrived = self._pending.wait()
+        self._parts = [arrived]
+        for trip in self._trips:
+            if trip.error is None:
+                self._parts += [trip.counts.to(arrived.dtype), trip.own_counts.to(arrived.dtype)]
+        self._host = whole = torch.cat(self._parts)
+        if whole.is_cuda:
+            self._host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+            self._host.copy_(whole, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> None:
+        """Wait for them, and tell each trip what the ranks said."""
+        if self._host is None:
+            self.fetch()
+        if self._copied is not None:
+            self._copied.synchronize()  # the one wait of the host
+        assert self._host is not None
+        arrived, trips = self._parts[0], self._trips
+        edges = np.cumsum([part.numel() for part in self._parts])
+        headers, *counts = np.split(self._host.numpy(), edges[:-1])
+        num_ranks = trips[0].stage.env.world_size
+        host_RH, header_RH = headers.reshape(num_ranks, -1), arrived.view(num_ranks, -1)
+        at = 0
+        for trip in trips:
+            end = at + trip.stage.header_width
+            trip.header_RH, trip.host_RH = header_RH[:, at:end], host_RH[:, at:end]
+            if trip.error is None:
+                trip.counts_G, trip.given_counts, *counts = counts
+            trip.headers = None
+            at = end
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
@@ -532,7 +569,7 @@ class Trip(Multistreamable):
         self.own_counts = torch.empty(0, dtype=torch.int64, device=stage.device)
         self.inverse: Tensor | None = None
         self.bag_counts: Tensor | None = None
-        self.headers: tuple[comm.Pending, Sequence[Trip]] | None = None
+        self.headers: _Headers | None = None
         self.lookups: Sequence[Bags] = ()
         self.replicas: list[Bags] = []
         self.anchor: Tensor | None = None
@@ -573,7 +610,7 @@ class Trip(Multistreamable):
         """
         where.now = "input_dist", self.stage.path, monotonic()
         if self.headers is not None:
-            _read_headers(*self.headers)
+            self.headers.read()
         stage, host_RH = self.stage, self.host_RH
         flags = host_RH[:, FLAG]
         is_usual = self.error is None and bool((flags == self.flag).all())
