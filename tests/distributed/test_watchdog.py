@@ -89,7 +89,7 @@ def _trains_beside_a_late_rank(declares: bool) -> list[str]:
     before = _hooks()
     with (
         mock.patch.object(Watchdog, "_say", lambda _, text: said.append(text)),
-        Watchdog(warn_after=0.5) as watchdog,
+        Watchdog(warn_after=1.5) as watchdog,
     ):
         assert (
             watchdog._abort_after
@@ -102,9 +102,9 @@ def _trains_beside_a_late_rank(declares: bool) -> list[str]:
             if step == 1 and dist.get_rank() == 1:
                 if declares:
                     with watchdog.pause("evaluation"):
-                        time.sleep(1.5)
+                        time.sleep(4)
                 else:
-                    time.sleep(1.5)
+                    time.sleep(4)
         dist.barrier()
     assert _hooks() == before
     return said
@@ -112,13 +112,13 @@ def _trains_beside_a_late_rank(declares: bool) -> list[str]:
 
 def test_a_late_rank_is_named_by_one_that_waits(ranks: RankPool) -> None:
     waiting, late = ranks(2, _trains_beside_a_late_rank, False)
-    assert late == []
-    assert re.fullmatch(
+    said = (
         r"rank 1 has been in the loop between two steps \(data, logs\) for \d s; "
-        r"rank 0 waits in input_dist of \w+ to tell how many ids come",
-        waiting[0],
+        r"rank 0 waits in input_dist of \w+ to tell how many ids come"
     )
+    assert any(re.fullmatch(said, text) for text in waiting), waiting
     assert len(waiting) <= 2  # again only after twice the time
+    assert not any(text.startswith("rank 1") for text in late), late
 
 
 def test_nobody_warns_of_a_declared_section(ranks: RankPool) -> None:

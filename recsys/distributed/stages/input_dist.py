@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from time import monotonic
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 from zlib import crc32
 
 import numpy as np
@@ -59,6 +59,9 @@ from recsys.streamable import Multistreamable
 _FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS = 1, 2, 4, 8, 16
 _MODULE = ~0xFF
 
+
+_Copied: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
+"""Headers and counts where they are, the same on the host, and when they are there."""
 
 _paths: dict[int, str] = {}
 """Of the modules that there were, by how their headers say it."""
@@ -424,16 +427,20 @@ def start_together(trips: Sequence[Trip]) -> None:
         width = sum(stage.header_width for stage in stages)
     own = [width] * env.world_size
     pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
-    under_way = _Headers(pending, trips)
     if stage.is_ordered:
-        under_way.fetch()
-    for trip in trips:
-        trip.headers = under_way
+        _bring_headers(pending, trips, read=False)
+    else:
+        for trip in trips:
+            trip.headers = pending, trips, None
 
 
-@final
-class _Headers:
-    """The headers of trips that started together, on their way to this rank's host.
+def _bring_headers(
+    pending: comm.Pending,
+    trips: Sequence[Trip],
+    copied: _Copied | None = None,
+    read: bool = True,
+) -> None:
+    """Bring the headers of trips that started together to this rank's host, and tell each its own.
 
     On a GPU they are copied to pinned memory behind an event. Where the ranks exchange in the order
     of streams, as under NCCL, the copy is queued at once: whoever reads them a step later waits for
@@ -442,48 +449,41 @@ class _Headers:
     Args:
         pending: what the ranks tell each other.
         trips: whose headers they are.
+        copied: what an earlier call queued.
+        read: whether to wait for them; False only queues their copy.
     """
-
-    def __init__(self, pending: comm.Pending, trips: Sequence[Trip]) -> None:
-        self._pending, self._trips = pending, trips
-        self._parts: list[Tensor] = []
-        self._host: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
-
-    def fetch(self) -> None:
-        """Queue what brings them to the host; without NCCL the host waits for the exchange."""
-        arrived = self._pending.wait()
-        self._parts = [arrived]
-        for trip in self._trips:
-            if trip.error is None:
-                self._parts += [trip.counts.to(arrived.dtype), trip.own_counts.to(arrived.dtype)]
-        self._host = whole = torch.cat(self._parts)
-        if whole.is_cuda:
-            self._host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-            self._host.copy_(whole, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def read(self) -> None:
-        """Wait for them, and tell each trip what the ranks said."""
-        if self._host is None:
-            self.fetch()
-        if self._copied is not None:
-            self._copied.synchronize()  # the one wait of the host
-        assert self._host is not None
-        arrived, trips = self._parts[0], self._trips
-        edges = np.cumsum([part.numel() for part in self._parts])
-        headers, *counts = np.split(self._host.numpy(), edges[:-1])
-        num_ranks = trips[0].stage.env.world_size
-        host_RH, header_RH = headers.reshape(num_ranks, -1), arrived.view(num_ranks, -1)
-        at = 0
+    if copied is None:
+        arrived = pending.wait()
+        parts = [arrived]
         for trip in trips:
-            end = at + trip.stage.header_width
-            trip.header_RH, trip.host_RH = header_RH[:, at:end], host_RH[:, at:end]
             if trip.error is None:
-                trip.counts_G, trip.given_counts, *counts = counts
-            trip.headers = None
-            at = end
+                parts += [trip.counts.to(arrived.dtype), trip.own_counts.to(arrived.dtype)]
+        host, event = torch.cat(parts), None
+        if host.is_cuda:
+            whole, host = host, torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+            host.copy_(whole, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        copied = parts, host, event
+    if not read:
+        for trip in trips:
+            trip.headers = pending, trips, copied
+        return
+    parts, host, event = copied
+    if event is not None:
+        event.synchronize()  # the one wait of the host
+    edges = np.cumsum([part.numel() for part in parts])
+    headers, *counts = np.split(host.numpy(), edges[:-1])
+    num_ranks = trips[0].stage.env.world_size
+    host_RH, header_RH = headers.reshape(num_ranks, -1), parts[0].view(num_ranks, -1)
+    at = 0
+    for trip in trips:
+        end = at + trip.stage.header_width
+        trip.header_RH, trip.host_RH = header_RH[:, at:end], host_RH[:, at:end]
+        if trip.error is None:
+            trip.counts_G, trip.given_counts, *counts = counts
+        trip.headers = None
+        at = end
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
@@ -569,7 +569,7 @@ class Trip(Multistreamable):
         self.own_counts = torch.empty(0, dtype=torch.int64, device=stage.device)
         self.inverse: Tensor | None = None
         self.bag_counts: Tensor | None = None
-        self.headers: _Headers | None = None
+        self.headers: tuple[comm.Pending, Sequence[Trip], _Copied | None] | None = None
         self.lookups: Sequence[Bags] = ()
         self.replicas: list[Bags] = []
         self.anchor: Tensor | None = None
@@ -610,7 +610,7 @@ class Trip(Multistreamable):
         """
         where.now = "input_dist", self.stage.path, monotonic()
         if self.headers is not None:
-            self.headers.read()
+            _bring_headers(*self.headers)
         stage, host_RH = self.stage, self.host_RH
         flags = host_RH[:, FLAG]
         is_usual = self.error is None and bool((flags == self.flag).all())
