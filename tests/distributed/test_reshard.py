@@ -35,6 +35,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import LAMB, SGD, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from tests.distributed import test_nn_embeddingbag as bags
 from tests.distributed.cases import (
     CPU,
     NEED_WHOLE_ROWS,
@@ -46,6 +47,8 @@ from tests.distributed.cases import (
     whole,
     whole_state,
 )
+from tests.distributed.test_fp_embeddingbag import SHARDERS, FpCase
+from tests.distributed.test_fp_embeddingbag import _train as train_fp
 from tests.ranks import RankPool
 
 WHOLE_ROWS = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL)
@@ -257,6 +260,34 @@ def test_what_cannot_move_is_refused_on_every_rank(
 ) -> None:
     for received in ranks(2, _refused, name):
         assert re.search(re.escape(message), received), received
+
+
+def _move_wrapped(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """What a collection inside another module, and a plain bag, find after a move and without."""
+    rank = dist.get_rank()
+    case = FpCase(seed=seed, world_size=dist.get_world_size(), optimizer=RowWiseAdagrad)
+    models = [shard(case, case.plan(0), sharders=SHARDERS) for _ in range(2)]
+    for model in models:
+        train_fp(case, model, range(2), rank)
+    models[1].reshard(case.plan(1))
+    assert str(models[1].plan) == str(case.plan(1))
+    stayed, moved = (train_fp(case, model, range(2, 4), rank) for model in models)
+    kinds = ShardingType.TABLE_WISE, ShardingType.ROW_WISE
+    world_size = dist.get_world_size()
+    plain = [bags.shard(bags.model(RowWiseAdagrad), kinds[0]) for _ in range(2)]
+    for model in plain:
+        bags.train(model, rank, world_size, in_backward=True)
+    plain[1].reshard(bags.plan(kinds[1], world_size))
+    for model, outputs in zip(plain, (stayed, moved), strict=True):
+        outputs += bags.train(model, rank, world_size, in_backward=True)
+    return stayed, moved
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_name_modules_as_they_were_given(ranks: RankPool, seed: int) -> None:
+    for stayed, moved in ranks(2, _move_wrapped, seed):
+        for expected, received in zip(stayed, moved, strict=True):
+            torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-5)
 
 
 # -- pipelines -------------------------------------------------------------------------------------
