@@ -132,6 +132,7 @@ class Watchdog:
         self._interval = min(1.0, self._abort_after / 16, self._warn_after / 10)
         self._next_warning = self._warn_after
         self._ends = self._stopped = False
+        where.exchanges = 0  # before, some ranks may have done more among themselves than others
         self._beats = Heartbeats(_store(), self._rank, dist.get_world_size(), self._interval)
         _open = self
         where.now = "the time before its first step", "", monotonic()

@@ -87,6 +87,7 @@ def _trains_beside_a_late_rank(declares: bool) -> list[str]:
     plain(model, optimizer, [batch])
     said: list[str] = []
     before = _hooks()
+    where.exchanges += 7 * dist.get_rank()  # what ranks did before says nothing of who is late
     with (
         mock.patch.object(Watchdog, "_say", lambda _, text: said.append(text)),
         Watchdog(warn_after=1.5) as watchdog,
@@ -118,7 +119,7 @@ def test_a_late_rank_is_named_by_one_that_waits(ranks: RankPool) -> None:
     )
     assert any(re.fullmatch(said, text) for text in waiting), waiting
     assert len(waiting) <= 2  # again only after twice the time
-    assert not any(text.startswith("rank 1") for text in late), late
+    assert not any(" been in " in text for text in late), late
 
 
 def test_nobody_warns_of_a_declared_section(ranks: RankPool) -> None:

@@ -16,7 +16,8 @@ now: tuple[str, str, float] = ("the time before its first step", "", monotonic()
 waits_to = ""
 """What the process waits to do together with other ranks; "" while it does not wait."""
 exchanges = 0
-"""How many exchanges the stages have started: the same number on every rank at the same place."""
+"""How many exchanges the stages have started since a watchdog was opened: the same number on every
+rank at the same place."""
 declared = ""
 """The long section that the process is in, by its name; "" outside of any."""
 
