@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedTensor
 from tests.ranks import RankPool
 
+ROOT = Path(__file__).parents[2]
 VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
@@ -442,3 +447,25 @@ def test_a_copy_moves_what_lies_on_one_device() -> None:
 def test_an_output_dtype_is_a_dtype_however_given() -> None:
     placed = ParameterSharding("table_wise", "fused", [0], output_dtype=DataType.FP16)
     assert placed.output_dtype is torch.float16
+
+
+ENDS_AT_ONCE = """
+import os, threading, time, torch.distributed as dist
+from recsys.distributed.types import ShardingEnv
+ShardingEnv(world_size=2, rank=0, pg=object())
+go_on = threading.Event()
+def drop_what_was_exchanged():
+    go_on.wait()
+    time.sleep(0.03)
+    os.write(1, b"dropped")
+threading.Thread(target=drop_what_was_exchanged, daemon=True).start()
+time.sleep(0.1)
+go_on.set()
+"""
+
+
+def test_a_process_that_ends_lets_threads_of_its_groups_finish() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", ENDS_AT_ONCE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout == "dropped", done.stderr

@@ -52,7 +52,7 @@ def output_of(jobs: list[subprocess.Popen[str]]) -> str:
     finally:
         for job in jobs:
             job.kill()
-    assert [job.returncode for job in jobs] == [0] * len(jobs), printed
+    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(printed)
     return "".join(printed)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -42,6 +44,8 @@ class ShardingEnv:
         self.process_group = pg
         self.replicas: ShardingEnv | None = None
         self.check_can_exchange()
+        if world_size > 1:
+            _let_threads_finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingEnv:
         return self  # a process group is not copied
@@ -157,6 +161,20 @@ class ShardingEnv:
                 "env=ShardingEnv.from_local() if that is what you want."
             )
         return cls.from_local()
+
+
+@cache
+def _let_threads_finish() -> None:
+    """Have a process that ends wait a moment for the threads of its process groups.
+
+    A thread of gloo that has not yet dropped the tensors of the last exchange asks for Python's
+    lock to do so. Up to Python 3.13 a thread that asks while Python ends is ended itself, in C++
+    that must not be left so: the whole process aborts, after all its work was done.
+    """
+    atexit.register(time.sleep, _LAST_MOMENT)
+
+
+_LAST_MOMENT = 0.1  # seconds; the threads need one turn each
 
 
 def _check_rank(world_size: int, rank: int) -> None:
