@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -77,23 +78,35 @@ def pipelined_steps(pipeline: Any, batches: Iterator[Any], number: int) -> Calla
     return run
 
 
-def floor_steps(batch_size: int, number: int) -> Callable[[], None]:
-    """Dense layers under DDP, lookups and updates, and bare exchanges, one after another."""
+def _repeat(steps: Sequence[Callable[[], None]], number: int) -> None:
+    for _ in range(number):
+        for step in steps:
+            step()
+
+
+def floor_steps(batch_size: int, number: int) -> dict[str, Callable[[], None]]:
+    """Dense layers under DDP, lookups and updates, and bare exchanges: alone and after another."""
     alone = dlrm.dense_alone(dlrm.own_dlrm(), batch_size, KeyedTensor)
     floor = dlrm.Floor(batch_size, dist.get_world_size())
     batches = batches_of(batch_size, Batch, KeyedJaggedTensor)
     embeddings = torch.empty(len(floor.ids), DIM)
 
-    def run() -> None:
-        for _ in range(number):
-            alone(next(batches))
-            floor.exchange(floor.lengths)
-            rows = floor.tbe.forward(floor.exchange(floor.ids), floor.offsets, None)
-            floor.exchange(embeddings)
-            floor.exchange(embeddings)
-            rows.sum().backward()
+    def dense() -> None:
+        alone(next(batches))
 
-    return run
+    def sparse() -> None:
+        floor.exchange(floor.lengths)
+        rows = floor.tbe.forward(floor.exchange(floor.ids), floor.offsets, None)
+        floor.exchange(embeddings)
+        floor.exchange(embeddings)
+        rows.sum().backward()
+
+    parts = {
+        "floor": (dense, sparse),
+        "dense layers alone": (dense,),
+        "lookups and exchanges alone": (sparse,),
+    }
+    return {name: partial(_repeat, steps, number) for name, steps in parts.items()}
 
 
 def waiting(run: Callable[[], None], number: int) -> float:
@@ -126,7 +139,7 @@ def contenders(plan: str, batch_size: int, number: int) -> dict[str, Callable[[]
         more = {"start_batch": 0} if kind is TrainPipelineSemiSync else {}
         pipeline: Any = kind(model, optimizer, CPU, **more)
         runs[name] = pipelined_steps(pipeline, ours, number)
-    runs["floor"] = floor_steps(batch_size, number)
+    runs |= floor_steps(batch_size, number)
     try:
         from torchrec import KeyedJaggedTensor as PeerJagged
         from torchrec.datasets.utils import Batch as PeerBatch

@@ -1,16 +1,19 @@
-"""What a save costs training: seconds of steps lost to an asynchronous save, and to a plain one.
+"""What a save costs training: seconds of steps lost to an asynchronous save, and to other writes.
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.stall --out result.json
 
 The model and tables are those of `benchmarks.dlrm`. Windows of equal length take turns: steps
-alone, steps with an asynchronous save that begins with the window, steps after a plain save. What
-a save costs is by how many steps a window with it falls behind those beside it, as seconds.
+alone, steps with an asynchronous save that begins with the window, steps beside a process that
+writes as many bytes and does nothing else (what the disk itself costs), steps after a plain save.
+What a save costs is by how many steps a window with it falls behind those beside it, as seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +30,15 @@ from recsys.distributed.checkpoint import save_checkpoint, save_checkpoint_async
 from recsys.distributed.train_pipeline.pipelines import TrainPipelineSparseDist
 from recsys.sparse import KeyedJaggedTensor
 
-KINDS = ("alone", "asynchronous", "plain")
+KINDS = ("alone", "asynchronous", "bare write", "plain")
+BARE_WRITE = """
+import os, sys
+piece = os.urandom(1 << 20)
+with open(sys.argv[1], "wb", buffering=0) as file:
+    for _ in range(int(sys.argv[2]) >> 20):
+        file.write(piece)
+    os.fsync(file.fileno())
+"""
 
 
 def window(pipeline: Any, batches: Any, seconds: float, save: Any) -> tuple[int, float]:
@@ -61,9 +72,20 @@ def main() -> None:
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders)
     path, tables = Path(folders[0]), model.fused_optimizer
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    writers: list[subprocess.Popen[bytes]] = []
+
+    def bare_write() -> None:
+        for writer in writers:
+            writer.wait()
+        file = path / f"bare-{dist.get_rank()}"
+        command = [sys.executable, "-S", "-c", BARE_WRITE, str(file), str(num_bytes)]
+        writers[:] = [subprocess.Popen(command)]
+
     saves = {
         "alone": lambda: None,
         "asynchronous": lambda: save_checkpoint_async(path, model, tables, keep=1),
+        "bare write": bare_write,
         "plain": lambda: save_checkpoint(path, model, tables, keep=1),
     }
     for round_ in range(arguments.rounds + 1):
@@ -72,6 +94,8 @@ def main() -> None:
             if round_:  # the first warms up
                 found[kind].append(result)
     save_checkpoint_async(path, model, tables, keep=1).wait()
+    for writer in writers:
+        writer.wait()
     rate = statistics.median(steps for steps, _ in found["alone"]) / arguments.seconds
     lost = {
         kind: [
@@ -80,7 +104,6 @@ def main() -> None:
         ]
         for kind in KINDS[1:]
     }
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     if dist.get_rank() == 0:
         for kind, seconds in lost.items():
             called = statistics.median(called for _, called in found[kind])
