@@ -44,7 +44,7 @@ from recsys.distributed.checkpoint.plain import KnownUnpickler
 
 METADATA = ".metadata"
 _PIECE_BYTES = 1 << 20  # read or written at a time: still in cache when its CRC was taken
-_AHEAD_BYTES = 8 << 20  # of such a size the disk is told before they are needed
+_AHEAD_BYTES = 8 << 20  # after so many the disk begins, rather than at fsync
 
 Files = Mapping[str, Sequence[Sequence[int]]]
 """For each file of a version `[bytes, CRC]` of its blocks, in their order."""
@@ -94,7 +94,7 @@ class BlockWriter(FileSystemWriter):
                 for item in plan.items:
                     data = planner.resolve_data(item)
                     results.append(_write_block(file, plan.storage_data, item, data))
-                    if file.tell() - sent >= _AHEAD_BYTES:  # the disk starts, rather than at fsync
+                    if file.tell() - sent >= _AHEAD_BYTES:
                         _tell_disk(file, "POSIX_FADV_DONTNEED", sent, file.tell() - sent)
                         sent = file.tell()
                 file.flush()
@@ -233,12 +233,8 @@ class BlockReader(FileSystemReader):
             ):
                 raise CheckpointError(f"{self._folder / name} is not in the manifest.")
             with (self._folder / name).open("rb", buffering=0) as file:
-                starts = sorted(items_at)
-                for start, following in zip(starts, [*starts[1:], None], strict=True):
-                    if following is not None and self._blocks is not None:
-                        length, _ = self._blocks[name, following]
-                        if length >= _AHEAD_BYTES:  # the disk reads it while this one is checked
-                            _tell_disk(file, "POSIX_FADV_WILLNEED", following, length)
+                _tell_disk(file, "POSIX_FADV_SEQUENTIAL", 0, 0)  # it reads farther ahead
+                for start in sorted(items_at):
                     self._load_block(file, name, start, items_at[start], planner)
         done: Future[None] = Future()
         done.set_result(None)
