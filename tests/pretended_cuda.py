@@ -11,13 +11,16 @@ are, in the order in which they happen,
 - uploads that wait: from memory that is not pinned, or without ``non_blocking``;
 - mixtures: operations on tensors of the device and of the host, which raise on CUDA.
 
-What kernels do inside is not seen, nor is time, nor the order of streams.
+What kernels do inside is not seen, nor is time, nor the order of streams. Triton's kernels run in
+its interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from recsys.kernels import ops, tbe_fbgemm_module
 
+KERNELS = ("build_header", "make_safe", "move_segments")
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ANSWERS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
@@ -44,6 +48,11 @@ _SIZED = {
     "aten.equal.default",
 }
 _MAY_MIX = {"copy_", "_to_copy", "set_", "_pin_memory", "detach", "alias", "view"}
+
+
+# of all that were ever pretended: the library may keep a tensor from one to the next
+_ON_DEVICE: dict[int, StorageWeakRef] = {}
+_PINNED: dict[int, StorageWeakRef] = {}
 
 
 class _Event:
@@ -67,15 +76,18 @@ class _Event:
 class PretendedCuda(TorchFunctionMode):
     """See the module.
 
+    Args:
+        triton: whether Triton's kernels are used.
+
     Attributes:
         notes: ``(kind, what, where)`` since the last :meth:`forget`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, triton: bool = False) -> None:
         super().__init__()
+        self._triton, self._is_inside = triton, False
         self.notes: list[tuple[str, str, str]] = []
-        self._device: dict[int, StorageWeakRef] = {}
-        self._pinned: dict[int, StorageWeakRef] = {}
+        self._device, self._pinned = _ON_DEVICE, _PINNED
         self._operations = _Operations(self)
         self._patches = contextlib.ExitStack()
         self._depth = 0
@@ -90,8 +102,10 @@ class PretendedCuda(TorchFunctionMode):
                 (torch.cuda, "current_device", lambda: 0),
                 (torch.cuda, "set_device", lambda device: None),
                 (ops, "FBGEMM_DEVICES", frozenset(("cpu", "cuda"))),
+                (ops, "HAS_TRITON", self._triton),
                 (tbe_fbgemm_module, "has_cuda_ops", lambda: False),  # of lookups
                 (torch.autograd, "_engine_run_backward", self._run_backward),
+                *(self._kernels() if self._triton else ()),
             ):
                 self._patches.enter_context(mock.patch.object(holder, name, value))
         self._depth += 1
@@ -103,6 +117,23 @@ class PretendedCuda(TorchFunctionMode):
             self._patches.close()
             self._operations.__exit__(*error)
         super().__exit__(*error)
+
+    def _kernels(self) -> Iterator[tuple[object, str, object]]:
+        """Triton's kernels, each as one operation on the device."""
+        from recsys.kernels import ops_triton
+
+        def on_device(kernel: Callable[..., Any], *args: Any) -> Any:
+            assert all(self.is_on_device(tensor) for tensor in _tensors(args))
+            self._is_inside = True
+            try:
+                found = kernel(*args)
+            finally:
+                self._is_inside = False
+            self.put(found)
+            return found
+
+        for name in KERNELS:
+            yield ops_triton, name, partial(on_device, getattr(ops_triton, name))
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with self:  # no mode is on while `backward` is called: what it calls is to be seen, too
@@ -134,6 +165,8 @@ class PretendedCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if self._is_inside:
+            return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func == _ANSWERS["device"]:
             return CUDA if self.is_on_device(first) else func(*args)
@@ -206,6 +239,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._of._is_inside:
+            return func(*args, **kwargs)
         cuda, name = self._of, str(func)
         given = _tensors((args, kwargs))
         on_device = [cuda.is_on_device(tensor) for tensor in given]

@@ -8,6 +8,7 @@ Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segme
 `D` columns, `W` buckets.
 """
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
@@ -47,6 +48,9 @@ FBGEMM_DEVICES = frozenset(
 
 Functions ask for it themselves, not by a helper: a batch calls them often.
 """
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether kernels on CUDA can be Triton's, which comes with PyTorch's builds for CUDA on Linux."""
 
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
 _VALUE_DTYPES = frozenset((torch.int32, torch.int64, torch.float32))
@@ -161,6 +165,56 @@ def permute_1d(
 
 permute_2d = permute_1d
 """The same, named as FBGEMM names it for lengths `[F, B]`."""
+
+
+def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) -> Tensor:
+    """Pick segments in a new order, as `permute_1d` does, where the host knows their sizes.
+
+    On CUDA it is one upload and one kernel by Triton, where that is installed.
+
+    Args:
+        source_N: `[N]` values of any dtype, one dim, segment by segment.
+        order_P: `[P]` int32: the segments to pick, in order.
+        sizes_M: `[M]` int64: values per segment.
+
+    Returns:
+        The values of what was picked; no autograd.
+
+    Example:
+        >>> values = torch.tensor([1, 2, 3])
+        >>> move_segments(values, np.array([1, 0], dtype=np.int32), np.array([2, 1]))
+        tensor([3, 1, 2])
+    """
+    device = source_N.device
+    if device.type != "cuda":
+        order, sizes = torch.from_numpy(order_P), torch.from_numpy(sizes_M)
+        if device.type in FBGEMM_DEVICES and source_N.dtype in _VALUE_DTYPES:
+            return torch.ops.fbgemm.permute_1D_sparse_data(order, sizes, source_N)[1]  # type: ignore[no-any-return]
+        return permute_1d(order, sizes, source_N)[1]
+    plan, total = plan_of_moves(order_P, sizes_M)
+    if not HAS_TRITON:
+        order, sizes = upload(order_P, device), upload(sizes_M, device)
+        return permute_1d(order, sizes, source_N, None, total)[1]
+    from recsys.kernels.ops_triton import move_segments as move
+
+    return move(source_N, upload(plan, device), total)
+
+
+def plan_of_moves(order_P: np.ndarray, sizes_M: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return where picked segments begin and how far they come; see `ops_triton`.
+
+    Args:
+        order_P: `[P]` the segments to pick, in order.
+        sizes_M: `[M]` values per segment.
+
+    Returns:
+        `[2P]` int64, and the number of values picked.
+    """
+    sizes_P = sizes_M[order_P]
+    ends_P = np.cumsum(sizes_P)
+    begins_P, starts_M = ends_P - sizes_P, np.cumsum(sizes_M) - sizes_M
+    plan = np.concatenate([begins_P, starts_M[order_P] - begins_P])
+    return plan, int(ends_P[-1]) if ends_P.size else 0
 
 
 def block_bucketize(

@@ -24,6 +24,7 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recsys.kernels import ops
 from recsys.kernels.types import EmbOptimType, UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -181,11 +182,11 @@ def _train(
     return {name: parameter.detach() for name, parameter in sharded.named_parameters()}
 
 
-def _read_once(plan: Plan) -> list[tuple[str, str, str]]:
+def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
     """Checks the device's results against the CPU's; returns the notes of the last step."""
     samples = [SAMPLES, SAMPLES, SAMPLES]
     expected = _train(plan, CPU, samples, lambda step: None)
-    with PretendedCuda() as cuda:
+    with PretendedCuda(triton) as cuda:
 
         def after_step(step: int) -> None:
             if step < 0:
@@ -199,9 +200,21 @@ def _read_once(plan: Plan) -> list[tuple[str, str, str]]:
     return notes
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan) -> None:
-    for notes in ranks(2, _read_once, plan):
+needs_triton = pytest.mark.skipif(
+    not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
+)
+BY_TRITON = [*PLANS[:2], *(plan for plan in PLANS if plan.types == ALL)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "triton"),
+    [
+        *(pytest.param(plan, False, id=plan.name) for plan in PLANS),
+        *(pytest.param(p, True, id=f"{p.name}-triton", marks=needs_triton) for p in BY_TRITON),
+    ],
+)
+def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: bool) -> None:
+    for notes in ranks(2, _read_once, plan, triton):
         assert [kind for kind, _, _ in notes] == ["read"], notes
         assert "input_dist.py" in notes[0][2]
 
@@ -260,8 +273,8 @@ def _bags() -> EmbeddingBagCollection:
     )
 
 
-def _look_up_fault(fault: str) -> str:
-    with PretendedCuda():
+def _look_up_fault(fault: str, triton: bool) -> str:
+    with PretendedCuda(triton):
         plan = EmbeddingModuleShardingPlan(
             t=parameter_sharding(S.TABLE_WISE, 3, 4, [0]),
             u=parameter_sharding(S.ROW_WISE, 3, 4, [0, 1]),
@@ -284,9 +297,12 @@ def _look_up_fault(fault: str) -> str:
     return said
 
 
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_batch_on_a_device_is_raised_on_all(ranks: RankPool, fault: str) -> None:
-    first, second = ranks(2, _look_up_fault, fault)
+def test_a_bad_batch_on_a_device_is_raised_on_all(
+    ranks: RankPool, fault: str, triton: bool
+) -> None:
+    first, second = ranks(2, _look_up_fault, fault, triton)
     assert first == second
     assert first.startswith("On rank 1: ")
     assert FAULTS[fault][1] in first

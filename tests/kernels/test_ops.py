@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,6 +63,25 @@ def test_cumsum_and_segment_sum(batch):
     rows = torch.arange(len(lengths_FB) + 1) * stride
     per_feature = both(ops.segment_sum, lengths_FB.flatten(), rows)
     assert per_feature.tolist() == lengths_FB.sum(1).tolist()
+
+
+@needs_fbgemm
+@SHARED
+@given(jagged(), st.data())
+def test_segments_move_where_their_plan_says(batch, data):
+    lengths_FB, values, _ = batch
+    sizes = lengths_FB.flatten().long().numpy()
+    segments = torch.split(values, sizes.tolist())
+    pick = st.lists(st.integers(0, len(sizes) - 1), max_size=6) if len(sizes) else st.just([])
+    order = np.array(data.draw(pick), dtype=np.int32)
+    expected = torch.cat([values[:0], *[segments[i] for i in order]])
+    assert torch.equal(both(ops.move_segments, values, order, sizes), expected)
+    plan, total = ops.plan_of_moves(order, sizes)
+    begins, shifts = np.split(plan, 2)
+    assert total == len(expected)
+    for begin, shift, segment in zip(begins, shifts, order, strict=True):
+        assert torch.equal(values[begin + shift :][: sizes[segment]], segments[segment])
+        assert torch.equal(expected[begin:][: sizes[segment]], segments[segment])
 
 
 @needs_fbgemm

@@ -43,7 +43,6 @@ from recsys.distributed.stages.routes import (
     Routes,
     SplitRound,
     build_routes,
-    index_tensor,
     lookup_order,
 )
 from recsys.kernels import ops
@@ -158,18 +157,17 @@ class InputDist:
         self._word = torch.int32 if narrow else torch.int64
         self._weight_word = torch.float32 if narrow else torch.float64
         reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=pooled)
-        self.by_rank = index_tensor(np.argsort(reading), device)
+        self.by_rank = np.argsort(reading).astype(np.int32)
         # payload of one source rank: lengths, ids, weights, each [S]; wanted: each as it is read
         self.num_parts = 3 if is_weighted else 2
         order = np.arange(env.world_size * self.num_parts * self.num_streams).reshape(
             env.world_size, self.num_parts, self.num_streams
         )
         by_part = order.transpose(1, 0, 2).reshape(self.num_parts, -1)
-        self._unpack_order = index_tensor(by_part[:, reading].reshape(-1), device)
+        self._unpack_order = by_part[:, reading].reshape(-1).astype(np.int32)
         counts = np.arange(COUNTS, COUNTS + self.num_streams)
-        self._recv_lengths = index_tensor(
-            np.concatenate([np.full(self.num_streams, BATCH), *([counts] * (self.num_parts - 1))]),
-            device,
+        self._recv_lengths = np.concatenate(
+            [np.full(self.num_streams, BATCH), *([counts] * (self.num_parts - 1))]
         )
         self._keys: list[str] | None = None
         self._routes: Routes
@@ -220,7 +218,9 @@ class InputDist:
             self._keys = list(keys)
         routes = trip.routes = self._routes
         if self.device.type != "cpu":  # there check_features has raised
-            features, trip.is_bad = safe_features(features)
+            if self._goes_to_triton(features, bags):
+                return self._made_safe(trip, bags)
+            features, trip.has_bad_bags = safe_features(features)
             bags = features.parts()
         if bags.stride_per_key_per_rank is not None:
             bags = with_one_batch_size(bags, features.stride_per_key())
@@ -228,13 +228,39 @@ class InputDist:
         bad_N = self._find_bad_ids(bags, routes)
         if bad_N is None:
             return bags
+        trip.has_bad_ids = self._without_unread(bad_N, bags, routes).any()
         # no table has these: the batch can be taken apart, and nothing foreign is read
-        bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
-        if routes.unread is not None:  # whatever ids a feature has that no table reads
-            counts_K = ids_per_key(bags, len(keys))
-            bad_N &= ~routes.unread.repeat_interleave(counts_K, output_size=bad_N.numel())
-        trip.bad_N = bad_N
-        return bags
+        return bags._replace(values=bags.values.masked_fill(bad_N, 0))
+
+    def _goes_to_triton(self, features: KeyedJaggedTensor, bags: Parts) -> bool:
+        """Return whether kernels check the batch, without what is said of it besides its bags."""
+        return (
+            self.device.type == "cuda"
+            and ops.HAS_TRITON
+            and self.mode is not BoundsCheckMode.NONE
+            and bags.stride_per_key_per_rank is None
+            and bags.lengths.numel() > 0
+            and features.inverse_indices_or_none() is None
+            and features.length_per_key_or_none() is None
+        )
+
+    def _made_safe(self, trip: Trip, bags: Parts) -> Parts:
+        """Return bags that can be read, as `_checked` does, by kernels."""
+        from recsys.kernels.ops_triton import make_safe
+
+        trip.checked = bags
+        rows = trip.routes.check_rows
+        found, lengths, offsets, values = make_safe(bags.lengths, bags.offsets, bags.values, rows)
+        trip.found, (trip.has_bad_bags, trip.has_bad_ids) = found, found.unbind()
+        return bags._replace(lengths=lengths, offsets=offsets, values=values)
+
+    @staticmethod
+    def _without_unread(bad_N: Tensor, bags: Parts, routes: Routes) -> Tensor:
+        """Return which ids are bad and read: a feature that no table reads may have any."""
+        if routes.unread is None:
+            return bad_N
+        counts_K = ids_per_key(bags, len(bags.keys))
+        return bad_N & ~routes.unread.repeat_interleave(counts_K, output_size=bad_N.numel())
 
     def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
         """Return `[N]` bool for ids outside their table; None: certainly none."""
@@ -322,21 +348,27 @@ class InputDist:
             flag |= _WEIGHTS_NEED_GRAD
         if trip.last_batches is not None and trip.last_batches.is_last:
             flag |= _IS_LAST
-        trip.flag = flag
-        head = ops.upload([flag, trip.batch_size], self.device)
-        if trip.bad_N is not None:
+        trip.flag, if_ids = flag, 0
+        if trip.has_bad_ids is not None:
             # what is an error here must be one on all ranks
             fails = self.mode is BoundsCheckMode.FATAL or (
                 self.mode is BoundsCheckMode.WARNING and _warnings_raise()
             )
-            head[FLAG] |= trip.bad_N.any() * (_FAILED if fails else _WARNED)
-        if trip.is_bad is not None:
-            head[FLAG] |= trip.is_bad * _FAILED
-        return torch.cat([head, trip.counts])[trip.routes.header]
+            if_ids = _FAILED if fails else _WARNED
+        size, header = trip.batch_size, trip.routes.header
+        if trip.found is not None:
+            from recsys.kernels.ops_triton import build_header
 
-    def payload_of(self, trip: Trip, total: int) -> Tensor:
-        """Build the payload `[total]`: per destination its lengths, ids and weight."""
-        counts = trip.sent_segments(trip.counts)
+            return build_header(header, trip.counts, trip.found, flag, size, _FAILED, if_ids)
+        head = ops.upload([flag, size], self.device)
+        if trip.has_bad_ids is not None:
+            head[FLAG] |= trip.has_bad_ids * if_ids
+        if trip.has_bad_bags is not None:
+            head[FLAG] |= trip.has_bad_bags * _FAILED
+        return torch.cat([head, trip.counts])[header]
+
+    def payload_of(self, trip: Trip) -> Tensor:
+        """Build the payload: per destination its lengths, ids and weights."""
         words = [*trip.lengths, *trip.values]
         for weights in trip.weights:
             words.append(weights.to(self._weight_word).view(self._word))
@@ -345,17 +377,15 @@ class InputDist:
         for part in words:
             source[at : at + part.numel()].copy_(part)
             at += part.numel()
-        sizes = [torch.full_like(counts, trip.batch_size), *[counts] * (self.num_parts - 1)]
-        _, payload, _ = ops.permute_1d(trip.routes.payload, torch.cat(sizes), source, None, total)
-        return payload
+        counts = trip.sent_segments(trip.counts_G)
+        sizes = [np.full_like(counts, trip.batch_size), *[counts] * (self.num_parts - 1)]
+        return ops.move_segments(source, trip.routes.payload, np.concatenate(sizes))
 
-    def unpack(self, payload: Tensor, header_RH: Tensor, num_samples: int, num_ids: int) -> Bags:
+    def unpack(self, payload: Tensor, host_RH: np.ndarray, num_samples: int, num_ids: int) -> Bags:
         """Take a received payload apart into the bags of all streams of this rank."""
         if self.env.world_size > 1:
-            sizes = header_RH.index_select(1, self._recv_lengths).flatten()
-            _, payload, _ = ops.permute_1d(
-                self._unpack_order, sizes, payload, None, payload.numel()
-            )
+            sizes = host_RH[:, self._recv_lengths].reshape(-1)
+            payload = ops.move_segments(payload, self._unpack_order, sizes)
         num_lengths = self.num_streams * num_samples
         weights = None
         if self.is_weighted:
@@ -475,11 +505,11 @@ def _bring_headers(
     edges = np.cumsum([part.numel() for part in parts])
     headers, *counts = np.split(host.numpy(), edges[:-1])
     num_ranks = trips[0].stage.env.world_size
-    host_RH, header_RH = headers.reshape(num_ranks, -1), parts[0].view(num_ranks, -1)
+    host_RH = headers.reshape(num_ranks, -1)
     at = 0
     for trip in trips:
         end = at + trip.stage.header_width
-        trip.header_RH, trip.host_RH = header_RH[:, at:end], host_RH[:, at:end]
+        trip.host_RH = host_RH[:, at:end]
         if trip.error is None:
             trip.counts_G, trip.given_counts, *counts = counts
         trip.headers = None
@@ -514,9 +544,10 @@ class Trip(Multistreamable):
         last_batches: of the epoch that the batch belongs to, or None.
         routes: the ways of its segments.
         checked: its bags with one batch size, before bad ids were replaced.
-        bad_N: which ids are bad; None: none.
-        is_bad: `[]` bool, whether lengths or inverse indices were bad and others took their
+        has_bad_ids: `[]`, whether ids are outside their tables; None: certainly not.
+        has_bad_bags: `[]`, whether lengths or inverse indices were bad and others took their
             place; None: certainly not.
+        found: `[2]`, both, if kernels of Triton found them.
         bags: what was taken apart into segments.
         batch_size: its samples.
         lengths: of the whole features' bags and of the row blocks' bags, where there are any.
@@ -532,7 +563,7 @@ class Trip(Multistreamable):
         bag_counts: `[len(split_slots), B]` ids per bag of the row-split slots, or None if there
             are none.
         headers: what is on its way, for it and those that started with it; None once it was read.
-        header_RH: what the ranks said, on the device; `host_RH` on the host.
+        host_RH: what the ranks said.
         batch_sizes: `[R]` samples of each rank.
         received_counts: `[R, S]` ids that each rank sends to each stream.
         lookups: the bags of each lookup group.
@@ -550,7 +581,6 @@ class Trip(Multistreamable):
     counts: Tensor
     counts_G: np.ndarray
     given_counts: np.ndarray
-    header_RH: Tensor
     host_RH: np.ndarray
     batch_sizes: np.ndarray
     received_counts: np.ndarray
@@ -559,8 +589,9 @@ class Trip(Multistreamable):
         self.stage = stage
         self.error: Exception | None = None
         self.last_batches: LastBatches | None = None
-        self.bad_N: Tensor | None = None
-        self.is_bad: Tensor | None = None
+        self.has_bad_ids: Tensor | None = None
+        self.has_bad_bags: Tensor | None = None
+        self.found: Tensor | None = None
         self.lengths: list[Tensor] = []
         self.values: list[Tensor] = []
         self.weights: list[Tensor] = []
@@ -598,7 +629,7 @@ class Trip(Multistreamable):
         if places is not None:
             self.places.append(places)
 
-    def sent_segments(self, of_segments: Tensor) -> Tensor:
+    def sent_segments(self, of_segments: np.ndarray) -> np.ndarray:
         """Leave out whole features where none of them travels."""
         return of_segments if self.routes.use_raw else of_segments[self.routes.num_keys :]
 
@@ -626,7 +657,7 @@ class Trip(Multistreamable):
         if stage.has_streams and not self.routes.is_identity:
             ids = self.received_counts.sum(1)
             recv_sizes = self.batch_sizes * stage.num_streams + (stage.num_parts - 1) * ids
-            payload = stage.payload_of(self, sum(send_sizes))
+            payload = stage.payload_of(self)
             self._received = comm.all_to_all(
                 stage.env, "send ids to their owners", payload, send_sizes, recv_sizes.tolist()
             )
@@ -670,7 +701,7 @@ class Trip(Multistreamable):
 
     def _fault_of_bags(self) -> ValueError | None:
         """Return what is wrong with the lengths or inverse indices; wait for the device."""
-        if self.is_bad is not None and bool(self.is_bad):
+        if self.has_bad_bags is not None and bool(self.has_bad_bags):
             try:
                 self.given.validate()
             except ValueError as error:
@@ -680,13 +711,13 @@ class Trip(Multistreamable):
 
     def _describe_bad_ids(self) -> str:
         """Return the text for the first of the ids that are outside their tables."""
-        assert self.bad_N is not None
-        stage, keys = self.stage, self.given.keys()
+        stage, keys, bags = self.stage, self.given.keys(), self.checked
+        bad_N = find_bad_ids(bags.values, bags.offsets, self.routes.check_rows)
         tables = [smallest_table(stage.layout, stage.feature_names, key) for key in keys]
         return bad_id_message(
-            self.bad_N,
-            self.checked.values,
-            self.checked.offsets,
+            stage._without_unread(bad_N, bags, self.routes),
+            bags.values,
+            bags.offsets,
             self.routes.check_rows,
             keys,
             tables,
@@ -701,7 +732,7 @@ class Trip(Multistreamable):
         num_samples = int(self.batch_sizes.sum())
         if self._received is not None:
             num_ids = int(self.received_counts.sum())
-            bags = stage.unpack(self._received.wait(), self.header_RH, num_samples, num_ids)
+            bags = stage.unpack(self._received.wait(), self.host_RH, num_samples, num_ids)
             self._received = None
             if stage.is_weighted and (self.host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
                 bags = self._with_weight_gradients(bags)
@@ -739,10 +770,8 @@ class Trip(Multistreamable):
         """
         found = list(self._replica_places)
         if self.places:
-            counts, total = self.sent_segments(self.counts), sum(self._to_ranks)
-            places = joined(self.places)
-            _, sent, _ = ops.permute_1d(self.routes.sent, counts, places, None, total)
-            found.insert(0, sent)
+            counts = self.sent_segments(self.counts_G)
+            found.insert(0, ops.move_segments(joined(self.places), self.routes.sent, counts))
         return joined(found) if found else self.counts.new_empty(0)
 
     def _with_weight_gradients(self, bags: Bags) -> Bags:
@@ -760,10 +789,10 @@ class Trip(Multistreamable):
         places = self.sent_places() if self.weights_need_grad else None
         num_ids, env, by_rank = self.bags.values.numel(), self.stage.env, self.stage.by_rank
         sent, received = self._to_ranks, self.received_counts.sum(1).tolist()
-        stream_counts = self.header_RH[:, COUNTS:].t().flatten()
+        stream_counts = self.received_counts.T.reshape(-1)
 
         def send_back(grad_M: Tensor) -> Tensor | None:
-            _, returned, _ = ops.permute_1d(by_rank, stream_counts, grad_M, None, sum(received))
+            returned = ops.move_segments(grad_M, by_rank, stream_counts)
             what = "send the gradients of weights back"
             arrived = comm.all_to_all(env, what, returned, received, sent).wait()
             if places is None:

@@ -68,7 +68,7 @@ class SplitRound:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """Index tensors for batches with one particular order of keys, on the device."""
+    """Positions for batches with one particular order of keys: tensors are on the device."""
 
     rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are split
     split_keys: Tensor | None  # positions in the batch of the row-split slots' features
@@ -78,9 +78,9 @@ class Routes:
     num_keys: int
     slot_keys: np.ndarray  # per slot the position in the batch of its feature
     header: Tensor  # [H] gathers the header from [flag, batch size, counts_G]
-    payload: Tensor  # [2S or 3S of all destinations] gathers segments
+    payload: np.ndarray  # [2S or 3S of all destinations] int32: the segments in the order sent
     segments: tuple[np.ndarray, ...]  # per destination, its segments
-    sent: Tensor  # [streams of all destinations] gathers the ids' places in the batch
+    sent: np.ndarray  # [streams of all destinations] int32: those of ids alone
     check_rows: Tensor  # [K] rows of the smallest table that reads each feature of the batch
     min_rows: int  # the least of them
     unread: Tensor | None  # [K] bool: features that no table reads, None if there are none
@@ -224,9 +224,9 @@ def build_routes(
         num_keys=num_keys,
         slot_keys=at[[slot.feature for slot in layout.slots]],
         header=device_index(header).long(),
-        payload=device_index(payload),
+        payload=payload.astype(np.int32),
         segments=tuple(segments),
-        sent=device_index(np.concatenate([s - skipped for s in segments])),
+        sent=np.concatenate([s - skipped for s in segments]).astype(np.int32),
         check_rows=torch.from_numpy(rows).to(device),
         min_rows=int(rows.min()),
         unread=torch.from_numpy(rows == no_limit).to(device) if (rows == no_limit).any() else None,

@@ -22,7 +22,7 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.stages.bags import joined
 from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.stages.output_dist import Exchange, OutputStage
-from recsys.distributed.stages.routes import index_tensor, lookup_order
+from recsys.distributed.stages.routes import lookup_order
 from recsys.kernels import ops
 from recsys.sparse import JaggedTensor
 from recsys.sparse.features import FeatureViews
@@ -43,7 +43,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         super().__init__(*args)
 
     def _prepare(self, codecs: QuantizedCommCodecs) -> None:
-        layout, env, device = self.layout, self.env, self.device
+        layout, env = self.layout, self.env
         self.dim = layout.slots[0].dim
         sent = [stream for streams in layout.streams for stream in streams]
         sent += layout.replica_streams
@@ -62,8 +62,8 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=False)
         self.reading = reading
         self.keeps_order = bool((reading[:-1] < reading[1:]).all())
-        self.to_lookups = index_tensor(reading, device)
-        self.to_ranks = index_tensor(np.argsort(reading), device)
+        self.to_lookups = reading.astype(np.int32)
+        self.to_ranks = np.argsort(reading).astype(np.int32)
         # each slot's rows arrive in one stretch: they need not be moved
         self.is_whole = len(sent) == len(layout.slots) and self.chunk == self.dim
         self.slot_order = self.sent_slots.tolist() if self.is_whole else None
@@ -185,11 +185,9 @@ class _SequenceExchange(Exchange[SequenceDist]):
             sent = self._reorder(sent, stage.to_ranks, sizes)
         return self.start_sending(sent, replicas)
 
-    def _reorder(self, rows: Tensor, order: Tensor, chunks: np.ndarray) -> Tensor:
+    def _reorder(self, rows: Tensor, order: np.ndarray, chunks: np.ndarray) -> Tensor:
         """Permute the segments of `chunks` chunks each."""
-        sizes = ops.upload(chunks * self.stage.chunk, self.stage.device)
-        _, moved, _ = ops.permute_1d(order, sizes, rows, None, rows.numel())
-        return moved
+        return ops.move_segments(rows, order, chunks * self.stage.chunk)
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait, and put each row where its id is: `[N, D]`."""

@@ -1,0 +1,246 @@
+"""Kernels of the input stage on a GPU, by Triton; each has a twin in PyTorch, which says so.
+
+Threads share the ids evenly, however long the segments are: FBGEMM's permute gives each segment one
+group of threads, which a few long segments leave waiting for one of them.
+
+Triton's interpreter (`TRITON_INTERPRET=1`) runs them on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # ids of a program
+
+# Numbers that differ from batch to batch must not make Triton compile anew (it would for 1, and for
+# multiples of 16).
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one, on which Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@triton.jit
+def _last_at_most(sorted_ptr, stride, places, low, high, STEPS: tl.constexpr):
+    """Return for each place the last index in [low, high) whose number is at most the place."""
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        goes_up = tl.load(sorted_ptr + middle * stride) <= places
+        low = tl.where(goes_up, middle, low)
+        high = tl.where(goes_up, high, middle)
+    return low
+
+
+@triton.jit
+def _segments_of(sorted_ptr, stride, number, first, last, places, STEPS: tl.constexpr):
+    """Return the segments of ascending places; every `stride`th number says where one begins."""
+    low = _last_at_most(sorted_ptr, stride, first, 0, number, STEPS)
+    high = _last_at_most(sorted_ptr, stride, last, low, number, STEPS) + 1
+    nothing = tl.zeros_like(places).to(tl.int32)
+    segments = nothing + low
+    if high - low > 1:
+        segments = _last_at_most(sorted_ptr, stride, places, segments, nothing + high, STEPS)
+    return segments
+
+
+@triton.jit(do_not_specialize=["num_segments", "total"])
+def _move_segments(
+    out_ptr,
+    source_ptr,
+    plan_ptr,
+    num_segments,
+    total,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_real = places < total
+    last = tl.minimum(first + BLOCK, total) - 1
+    places = tl.minimum(places, last)
+    segments = _segments_of(plan_ptr, 1, num_segments, first, last, places, STEPS)
+    from_places = places + tl.load(plan_ptr + num_segments + segments)
+    tl.store(out_ptr + places, tl.load(source_ptr + from_places, mask=is_real), mask=is_real)
+
+
+def move_segments(source_N: Tensor, plan: Tensor, total: int) -> Tensor:
+    """Copy segments of a tensor to where a plan says; its twin is `ops.permute_1d`.
+
+    Args:
+        source_N: `[N]`.
+        plan: `[2P]` int64, for each segment where it begins in the result, ascending from 0; then
+            by how much its values are farther along in the source.
+        total: values of the result.
+
+    Returns:
+        `[total]`, of the source's dtype.
+    """
+    source_N = source_N.contiguous()
+    out = torch.empty(total, dtype=source_N.dtype, device=source_N.device)
+    if total:
+        number = plan.numel() // 2
+        steps, grid = number.bit_length(), (triton.cdiv(total, _BLOCK),)
+        with _current(out.device):
+            _move_segments[grid](out, source_N, plan, number, total, STEPS=steps, BLOCK=_BLOCK)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_bags", "num_ids"])
+def _find_bad_bags(found_ptr, lengths_ptr, offsets_ptr, num_bags, num_ids, BLOCK: tl.constexpr):
+    bags = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_real = bags < num_bags
+    lengths = tl.load(lengths_ptr + bags, mask=is_real, other=0)
+    starts = tl.load(offsets_ptr + bags, mask=is_real, other=0)
+    ends = tl.load(offsets_ptr + bags + 1, mask=is_real, other=0)
+    is_bad = (ends < starts) | (ends - starts != lengths)
+    is_bad |= ((bags == 0) & (starts != 0)) | ((bags == num_bags - 1) & (ends != num_ids))
+    tl.atomic_max(found_ptr, tl.max((is_bad & is_real).to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["num_bags", "num_ids", "num_features", "bags_of_feature"])
+def _make_safe(
+    found_ptr,
+    lengths_ptr,
+    offsets_ptr,
+    ids_ptr,
+    rows_ptr,
+    safe_lengths_ptr,
+    safe_offsets_ptr,
+    safe_ids_ptr,
+    num_bags,
+    num_ids,
+    num_features,
+    bags_of_feature,
+    NO_LIMIT: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_bad = tl.load(found_ptr) != 0
+    lengths = tl.load(lengths_ptr + places, mask=places < num_bags, other=0)
+    lengths = tl.where(is_bad, tl.where(places == 0, num_ids, 0), lengths)
+    tl.store(safe_lengths_ptr + places, lengths, mask=places < num_bags)
+    offsets = tl.load(offsets_ptr + places, mask=places <= num_bags, other=0)
+    offsets = tl.where(is_bad, tl.where(places == 0, 0, num_ids), offsets)
+    tl.store(safe_offsets_ptr + places, offsets, mask=places <= num_bags)
+    if first < num_ids:
+        is_real = places < num_ids
+        ids = tl.load(ids_ptr + places, mask=is_real, other=0)
+        if is_bad:  # nothing is looked up of such a batch
+            tl.store(safe_ids_ptr + places, tl.zeros_like(ids), mask=is_real)
+        else:
+            last = tl.minimum(first + BLOCK, num_ids) - 1
+            places = tl.minimum(places, last)
+            features = _segments_of(
+                offsets_ptr, bags_of_feature, num_features, first, last, places, STEPS
+            )
+            rows = tl.load(rows_ptr + features)
+            is_outside = (ids < 0) | (ids.to(tl.int64) >= rows)
+            tl.store(safe_ids_ptr + places, tl.where(is_outside, 0, ids), mask=is_real)
+            is_outside &= is_real & (rows != NO_LIMIT)
+            tl.atomic_max(found_ptr + 1, tl.max(is_outside.to(tl.int32)))
+
+
+def make_safe(
+    lengths: Tensor, offsets: Tensor, ids_N: Tensor, num_rows_F: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a batch that can be read whatever it holds; its twins are those of `bounds`.
+
+    Args:
+        lengths: `[F * B]` int32 or int64, at least one.
+        offsets: `[F * B + 1]` of the same dtype.
+        ids_N: `[N]` int32 or int64.
+        num_rows_F: `[F]` int64 rows of the table that each feature reads; the largest number where
+            none does: then any id is good, and becomes 0 if it is negative.
+
+    Returns:
+        `[2]` int32: whether bags are bad, and whether ids are. Then lengths and offsets, all ids in
+        the first bag if they were bad; and ids, 0 in place of bad ones, or of all if bags were.
+    """
+    lengths, offsets, ids_N = lengths.contiguous(), offsets.contiguous(), ids_N.contiguous()
+    found = torch.zeros(2, dtype=torch.int32, device=ids_N.device)
+    safe = torch.empty_like(lengths), torch.empty_like(offsets), torch.empty_like(ids_N)
+    num_bags, num_ids, num_features = lengths.numel(), ids_N.numel(), num_rows_F.numel()
+    bag_grid = (triton.cdiv(num_bags, _BLOCK),)
+    grid = (triton.cdiv(max(num_bags + 1, num_ids), _BLOCK),)
+    with _current(found.device):
+        _find_bad_bags[bag_grid](found, lengths, offsets, num_bags, num_ids, BLOCK=_BLOCK)
+        _make_safe[grid](
+            found,
+            lengths,
+            offsets,
+            ids_N,
+            num_rows_F,
+            *safe,
+            num_bags,
+            num_ids,
+            num_features,
+            num_bags // num_features,
+            NO_LIMIT=torch.iinfo(torch.int64).max,
+            STEPS=num_features.bit_length(),
+            BLOCK=_BLOCK,
+        )
+    return found, *safe
+
+
+@triton.jit(do_not_specialize=["flag", "batch_size", "if_bags", "if_ids", "total"])
+def _build_header(
+    out_ptr,
+    places_ptr,
+    counts_ptr,
+    found_ptr,
+    flag,
+    batch_size,
+    if_bags,
+    if_ids,
+    total,
+    BLOCK: tl.constexpr,
+):
+    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = words < total
+    places = tl.load(places_ptr + words, mask=is_real, other=0)
+    bad_bags, bad_ids = tl.load(found_ptr), tl.load(found_ptr + 1)
+    flag |= tl.where(bad_bags != 0, if_bags, 0) | tl.where(bad_ids != 0, if_ids, 0)
+    counts = tl.load(counts_ptr + places - 2, mask=is_real & (places >= 2), other=0)
+    values = tl.where(places == 0, flag, tl.where(places == 1, batch_size, counts))
+    tl.store(out_ptr + words, values, mask=is_real)
+
+
+def build_header(
+    places_H: Tensor,
+    counts_G: Tensor,
+    found: Tensor,
+    flag: int,
+    batch_size: int,
+    if_bags: int,
+    if_ids: int,
+) -> Tensor:
+    """Return the words that ranks are told of a batch; `InputDist.header_of` is its twin.
+
+    Args:
+        places_H: `[H]` int64 which of `[flag, batch size, counts]` each word is.
+        counts_G: `[G]` int64.
+        found: `[2]` int32, of `make_safe`.
+        flag: what is said of the batch.
+        batch_size: its samples.
+        if_bags: bits that are added to the flag if bags are bad.
+        if_ids: bits that are added if ids are.
+
+    Returns:
+        `[H]` int64.
+    """
+    out = torch.empty_like(places_H)
+    total = places_H.numel()
+    rest = flag, batch_size, if_bags, if_ids, total
+    with _current(out.device):
+        _build_header[triton.cdiv(total, _BLOCK),](
+            out, places_H, counts_G, found, *rest, BLOCK=_BLOCK
+        )
+    return out

@@ -1,0 +1,170 @@
+"""Triton's kernel moves segments as a loop over them does; on a CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.kernels import ops
+
+if not ops.HAS_TRITON:
+    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+
+from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
+from recsys.kernels.ops_triton import build_header, make_safe, move_segments
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+GUARD = 64  # values around a buffer that must stay as they are
+
+
+def _case(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which segments are picked, and the sizes of all; some are empty, some long."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, [3, 40, 900][seed % 3], rng.integers(1, 60))
+    sizes *= rng.random(sizes.size) < 0.7
+    order = rng.integers(0, sizes.size, rng.integers(0, 80)).astype(np.int32)
+    return order, sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(12))
+def test_it_moves_as_a_loop_does(seed: int, dtype: torch.dtype) -> None:
+    order, sizes = _case(seed)
+    generator = torch.Generator().manual_seed(seed)
+    number = int(sizes.sum())
+    around = torch.randint(1, 10**6, (number + 2 * GUARD,), generator=generator).to(dtype)
+    around = around.to(DEVICE)
+    before, source = around.clone(), around[GUARD : GUARD + number]
+    plan, total = ops.plan_of_moves(order, sizes)
+    found = move_segments(source, torch.from_numpy(plan).to(DEVICE), total)
+    parts = source.split(sizes.tolist())
+    expected = torch.cat([source[:0], *(parts[i] for i in order)])
+    assert found.dtype is dtype
+    assert torch.equal(found, expected)
+    assert torch.equal(ops.move_segments(source, order, sizes), expected)
+    assert torch.equal(around, before)
+
+
+def test_tensors_with_gaps_are_read_without_them() -> None:
+    order, sizes = np.array([1, 0], dtype=np.int32), np.array([2, 3])
+    plan, total = ops.plan_of_moves(order, sizes)
+    on_device = torch.from_numpy(plan).to(DEVICE)
+    one = torch.ones((), device=DEVICE).expand(5)
+    assert move_segments(one, on_device, total).tolist() == [1.0] * 5
+    odd = torch.arange(10, device=DEVICE)[1::2]
+    assert move_segments(odd, on_device, total).tolist() == [5, 7, 9, 1, 3]
+    lengths = torch.tensor([2, 9, 3, 9], device=DEVICE)[::2]
+    rows = torch.tensor([4, 8], device=DEVICE)
+    found, *_, ids = make_safe(lengths, ops.complete_cumsum(lengths), odd, rows)
+    assert found.tolist() == [0, 1]
+    assert ids.tolist() == [1, 3, 5, 7, 0]
+
+
+def test_blocks_of_the_kernel_meet_within_segments_and_between_them() -> None:
+    sizes = np.array([1024, 0, 1023, 1, 2049, 0, 0, 1])
+    for order in ([0, 2, 3, 4], [4, 0], [1, 5, 6], [7, 1, 0, 7], list(range(8))[::-1]):
+        order_P = np.array(order, dtype=np.int32)
+        source = torch.arange(int(sizes.sum()), device=DEVICE)
+        plan, total = ops.plan_of_moves(order_P, sizes)
+        parts = source.split(sizes.tolist())
+        found = move_segments(source, torch.from_numpy(plan).to(DEVICE), total)
+        assert torch.equal(found, torch.cat([parts[i] for i in order]))
+
+
+NO_LIMIT = torch.iinfo(torch.int64).max
+
+
+@pytest.mark.parametrize("fault", ["none", "negative length", "wrong sum", "offsets differ"])
+@pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)])
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_are_made_safe_as_by_pytorch(
+    seed: int, dtypes: tuple[torch.dtype, torch.dtype], fault: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_features, num_bags = int(rng.integers(1, 9)), [1, 7, 400][seed % 3]
+    rows = torch.from_numpy(rng.integers(1, 90, num_features))
+    if seed % 2:
+        rows[0] = NO_LIMIT
+    lengths = torch.from_numpy(rng.integers(0, 5, num_features * num_bags)).to(dtypes[0])
+    ids = torch.from_numpy(rng.integers(-1 if seed > 2 else 0, 91, int(lengths.sum())))
+    ids = ids.to(dtypes[1])
+    offsets = ops.complete_cumsum(lengths)
+    if fault == "negative length":
+        lengths[-1] = -1
+    elif fault == "wrong sum":
+        lengths[0] += 1
+        offsets = ops.complete_cumsum(lengths)
+    elif fault == "offsets differ":
+        offsets = offsets + 1
+    given = [t.to(DEVICE) for t in (lengths, offsets, ids, rows)]
+    found, safe, safe_offsets, safe_ids = (t.cpu() for t in make_safe(*given))
+    is_bad = are_bags_bad(lengths, offsets, ids.numel())
+    assert bool(is_bad) is (fault != "none")
+    expected = safe_lengths(lengths, is_bad, ids.numel())
+    assert torch.equal(safe, expected)
+    assert torch.equal(safe_offsets, ops.complete_cumsum(expected))
+    bad_ids = find_bad_ids(ids, offsets, rows) if fault == "none" else torch.ones_like(ids).bool()
+    assert torch.equal(safe_ids, ids.masked_fill(bad_ids, 0))
+    limits = rows.repeat_interleave(expected.view(num_features, -1).sum(1))
+    matters = bool((bad_ids & (limits != NO_LIMIT)).any()) and fault == "none"
+    assert found.tolist() == [bool(is_bad), matters]
+
+
+@pytest.mark.parametrize("found", [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("number", [1, 40, 3000])
+def test_headers_say_what_was_found(number: int, found: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(number)
+    counts = torch.randint(0, 2**40, (number,), generator=generator)
+    places = torch.randint(0, number + 2, (2 * number,), generator=generator)
+    places[0], places[-1] = 0, 1
+    given = (t.to(DEVICE) for t in (places, counts, torch.tensor(found, dtype=torch.int32)))
+    flag = (0xABCDEF << 8) | 4
+    words = build_header(*given, flag, 17, 1, 2).cpu()
+    said = flag | found[0] | 2 * found[1]
+    assert torch.equal(words, torch.cat([torch.tensor([said, 17]), counts])[places])
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from recsys.kernels import ops_triton
+
+def compile(kernel, arguments, **known):
+    names = [name for name in kernel.arg_names if name not in known]
+    signature = dict(zip(names, arguments.split(), strict=True)) | dict.fromkeys(known, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, len(built.asm["cubin"]) > 0)
+
+size = {"BLOCK": 1024}
+compile(ops_triton._move_segments, "*i32 *i32 *i64 i32 i64", STEPS=9, **size)
+compile(ops_triton._move_segments, "*fp16 *fp16 *i64 i32 i32", STEPS=1, **size)
+compile(ops_triton._find_bad_bags, "*i32 *i64 *i64 i32 i32", **size)
+known = {"NO_LIMIT": 2**63 - 1, "STEPS": 5, **size}
+compile(ops_triton._make_safe, "*i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 i32 i32 i32 i32", **known)
+compile(ops_triton._make_safe, "*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i32 i32 i32 i32 i32", **known)
+compile(ops_triton._build_header, "*i64 *i64 *i64 *i32 i64 i32 i32 i32 i32", **size)
+"""
+
+
+def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILES],
+        env=kept | own,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" True") == 6
