@@ -49,7 +49,10 @@ FBGEMM_DEVICES = frozenset(
 Functions ask for it themselves, not by a helper: a batch calls them often.
 """
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = (
+    importlib.util.find_spec("triton") is not None
+    and os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
+)
 """Whether kernels on CUDA can be Triton's, which comes with PyTorch's builds for CUDA on Linux."""
 
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
