@@ -287,7 +287,7 @@ def _recorded(case: Case) -> None:
 
     with mock.patch.object(torch.Tensor, "record_stream", record):
         ids.record_stream("a stream")
-    read = [batch.values(), context.header_RH, context.counts, context.routes.header]
+    read = [batch.values(), context.counts, context.routes.header]
     read += [tensor for bags in (*ids.lookups, *ids.replicas) for tensor in bags[:2]]
     read += [w for bags in (*ids.lookups, *ids.replicas) if (w := bags.weights) is not None]
     read += [] if context.inverse is None else [context.inverse]
