@@ -143,9 +143,9 @@ def main() -> None:
         names = [*kinds][turn % 3 :] + [*kinds][: turn % 3]
         for what, runs in (("save", saves), ("load", loads)):
             if what == "load" and rank == 0:
+                forget(folder)
                 for file in folder.rglob("*"):
                     if file.is_file():
-                        forget(file.parent)
                         read(file, data)
             for name in names:
                 if rank == 0:

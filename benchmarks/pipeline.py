@@ -85,7 +85,7 @@ def _repeat(steps: Sequence[Callable[[], None]], number: int) -> None:
 
 
 def floor_steps(batch_size: int, number: int) -> dict[str, Callable[[], None]]:
-    """Dense layers under DDP, lookups and updates, and bare exchanges: alone and after another."""
+    """Dense layers under DDP, lookups and updates, and bare exchanges: in turn, and each alone."""
     alone = dlrm.dense_alone(dlrm.own_dlrm(), batch_size, KeyedTensor)
     floor = dlrm.Floor(batch_size, dist.get_world_size())
     batches = batches_of(batch_size, Batch, KeyedJaggedTensor)

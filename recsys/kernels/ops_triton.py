@@ -17,9 +17,6 @@ from torch import Tensor
 
 _BLOCK = 1024  # ids of a program
 
-# Numbers that differ from batch to batch must not make Triton compile anew (it would for 1, and for
-# multiples of 16).
-
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one, on which Triton launches."""
@@ -49,6 +46,8 @@ def _segments_of(sorted_ptr, stride, number, first, last, places, STEPS: tl.cons
     return segments
 
 
+# `do_not_specialize`: numbers that differ from batch to batch must not make Triton compile anew (it
+# would for 1, and for multiples of 16).
 @triton.jit(do_not_specialize=["num_segments", "total"])
 def _move_segments(
     out_ptr,
