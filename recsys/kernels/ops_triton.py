@@ -189,6 +189,56 @@ def make_safe(
     return found, *safe
 
 
+@triton.jit(do_not_specialize=["num_ids", "num_features", "bags_of_feature"])
+def _row_ids(
+    out_ptr,
+    ids_ptr,
+    offsets_ptr,
+    base_ptr,
+    num_ids,
+    num_features,
+    bags_of_feature,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_real = places < num_ids
+    last = tl.minimum(first + BLOCK, num_ids) - 1
+    places = tl.minimum(places, last)
+    features = _segments_of(offsets_ptr, bags_of_feature, num_features, first, last, places, STEPS)
+    rows = tl.load(base_ptr + features) + tl.load(ids_ptr + places)
+    tl.store(out_ptr + places, rows, mask=is_real)
+
+
+def row_ids(ids_N: Tensor, offsets: Tensor, row_base_F: Tensor) -> Tensor:
+    """Return the rows that ids are in tables that lie end to end; its twin is `tbe_torch`'s.
+
+    Args:
+        ids_N: `[N]` int32 or int64, at least one.
+        offsets: `[F * B + 1]` int32 or int64.
+        row_base_F: `[F]` int64 the row at which the table of each feature begins.
+
+    Returns:
+        `[N]` int64.
+    """
+    out = torch.empty_like(ids_N, dtype=torch.int64)
+    num_ids, num_features = ids_N.numel(), row_base_F.numel()
+    with _current(out.device):
+        _row_ids[triton.cdiv(num_ids, _BLOCK),](
+            out,
+            ids_N.contiguous(),
+            offsets.contiguous(),
+            row_base_F,
+            num_ids,
+            num_features,
+            (offsets.numel() - 1) // num_features,
+            STEPS=num_features.bit_length(),
+            BLOCK=_BLOCK,
+        )
+    return out
+
+
 @triton.jit(do_not_specialize=["flag", "batch_size", "if_bags", "if_ids", "total"])
 def _build_header(
     out_ptr,

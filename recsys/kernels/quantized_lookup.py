@@ -112,6 +112,7 @@ class QuantizedLookup(nn.Module):
             -(-r.shape[1] // self.row_alignment) * self.row_alignment for r in tables
         ]
         self._num_rows = [rows.shape[0] for rows in tables]
+        self.has_long_ids = max(self._num_rows) > 2**31
         self._starts, end = [], 0
         for size, num_rows in zip(self._row_bytes, self._num_rows, strict=True):
             self._starts.append(end)
@@ -186,6 +187,10 @@ class QuantizedLookup(nn.Module):
                 f"This program was exported for {self.device_type}; its tables are on "
                 f"{self.weights.device}. Move the quantized model there, then export it."
             )
+        if self.has_long_ids:
+            indices, offsets = indices.long(), offsets.long()
+        else:
+            indices, offsets = indices.int(), offsets.int()
         found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             storage,
             self.no_host_weights,
@@ -199,8 +204,8 @@ class QuantizedLookup(nn.Module):
             self.widest[2],
             self.widest[3],
             self.widest[4],
-            indices.int(),
-            offsets.int(),
+            indices,
+            offsets,
             self.pooling_mode,
             weights,
             self.output_type,

@@ -20,7 +20,13 @@ from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.tbe_fbgemm import Geometry, has_ops
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, Rates, TorchKernel, inverse_bag_length
+from recsys.kernels.tbe_torch import (
+    Batch,
+    Rates,
+    TorchKernel,
+    inverse_bag_length,
+    row_ids_of,
+)
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -58,6 +64,7 @@ _CUDA_LIMITS: Limits = {
     **FBGEMM_LIMITS,
     "the installed fbgemm_gpu has no CUDA kernels": lambda s: not has_cuda_ops(),
     "its CUDA kernels need dims divisible by 4": lambda s: any(dim % 4 for dim in s.dims),
+    "its CUDA kernels need dims of at most 2048": lambda s: max(s.dims, default=0) > 2048,
     "its CUDA kernels train tables of fp32 and fp16 only": lambda s: (
         s.weights_dtype not in (torch.float32, torch.float16)
     ),
@@ -125,6 +132,10 @@ class FbgemmCudaKernel(TorchKernel):
     It can be built on a CPU too, so that tests without a GPU reach most of it. Storage can be
     adopted on the device only; elsewhere the module allocates.
 
+    Without pooling its tables are one, end to end, and each id is a bag: FBGEMM gives a bag one
+    warp, and the ids of a feature, of all samples that a rank was sent, may be hundreds of
+    thousands.
+
     Attributes:
         module: FBGEMM's.
     """
@@ -181,6 +192,11 @@ class FbgemmCudaKernel(TorchKernel):
         """
         if not isinstance(self.rates, float):
             return None
+        if self.pooling is PoolingType.NONE:
+            batch = self._as_one_table(batch)
+        elif batch.indices.dtype is torch.int32 and self.layout.num_rows >= 2**31:
+            # its backward numbers the rows of all tables in the dtype of the ids
+            batch = batch._replace(indices=batch.indices.long(), offsets=batch.offsets.long())
         weights = batch.weights
         if self._counts_steps:
             if self.steps_T._version != self._checked_version:
@@ -196,6 +212,14 @@ class FbgemmCudaKernel(TorchKernel):
             self._pending.add(step)
             out.register_hook(step)
         return out
+
+    def _as_one_table(self, batch: Batch) -> Batch:
+        """Return a batch of sequences as bags of one id each, of one table."""
+        (group,) = self.layout.groups
+        rows = row_ids_of(group, batch)
+        if not rows.numel():
+            return Batch(rows, torch.zeros(2, dtype=rows.dtype, device=rows.device))
+        return Batch(rows, torch.arange(rows.numel() + 1, device=rows.device))
 
     @staticmethod
     def _with_mean_gradient(weights_N: Tensor, offsets: Tensor) -> Tensor:
@@ -215,6 +239,8 @@ class FbgemmCudaKernel(TorchKernel):
     def prefetch(self, batch: Batch) -> None:
         """Bring the rows of a batch to come into the cache."""
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
+            if self.pooling is PoolingType.NONE:
+                batch = self._as_one_table(batch)
             self.module.prefetch(batch.indices, batch.offsets)
 
     def drop_cache(self) -> None:
@@ -258,18 +284,15 @@ def _module_of(layout: StorageLayout, settings: LookupSettings) -> Any:
     algorithm = "EXACT_SGD" if spec.algorithm is EmbOptimType.SGD else spec.algorithm.name
     compute = training.ComputeDevice["CUDA" if layout.device.type == "cuda" else "CPU"]
     rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
+    sizes = [(layout.tables[t].num_rows, layout.tables[t].dim) for t in layout.storage_order]
+    features = [rank_in_storage[t] for t in layout.feature_table_map]
+    if settings.pooling is PoolingType.NONE:  # see `FbgemmCudaKernel`
+        sizes, features = [(layout.num_rows, sizes[0][1])], [0]
+    place = common.EmbeddingLocation[location.name]
     factor = settings.cache_load_factor
     return training.SplitTableBatchedEmbeddingBagsCodegen(
-        [
-            (
-                layout.tables[t].num_rows,
-                layout.tables[t].dim,
-                common.EmbeddingLocation[location.name],
-                compute,
-            )
-            for t in layout.storage_order
-        ],
-        feature_table_map=[rank_in_storage[t] for t in layout.feature_table_map],
+        [(rows, dim, place, compute) for rows, dim in sizes],
+        feature_table_map=features,
         weights_precision=configs.SparseType.from_dtype(settings.weights_dtype),
         output_dtype=configs.SparseType.from_dtype(settings.output_dtype),
         optimizer=configs.EmbOptimType[algorithm],

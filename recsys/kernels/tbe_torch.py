@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels import ops
 from recsys.kernels.backend import Backend
 from recsys.kernels.ops import permute_1d, upload
 from recsys.kernels.row_update import advance_step, apply_dense_update, update_rows
@@ -407,8 +408,12 @@ def row_ids_of(group: DimGroup, batch: Batch) -> Tensor:
     if group.row_base_F.numel() == 1:  # the base of a single feature may still be non-zero
         return indices.long() + group.row_base_F
     num_bags = (offsets.numel() - 1) // group.row_base_F.numel()
-    if num_bags == 0:
+    if not indices.numel():
         return indices.long()
+    if indices.is_cuda and ops.HAS_TRITON:
+        from recsys.kernels.ops_triton import row_ids
+
+        return row_ids(indices, offsets, group.row_base_F)
     base = group.row_base_F.repeat_interleave(
         offsets[::num_bags].diff(), output_size=indices.numel()
     )

@@ -68,6 +68,9 @@ class TableDict(nn.ModuleDict):
 class EmbeddingTable(nn.Module):
     """One table of a collection: its parameter, under the name users know.
 
+    Called, it looks up as the `nn.EmbeddingBag` or `nn.Embedding` of its name does; the collection
+    looks up all of its tables at once, and is faster.
+
     Args:
         config: The table.
         weight: [num_embeddings, embedding_dim].
@@ -79,6 +82,48 @@ class EmbeddingTable(nn.Module):
         self.embedding_dim = config.embedding_dim
         self.weight = nn.Parameter(weight)
         self._mode = config.pooling.name.lower() if isinstance(config, EmbeddingBagConfig) else ""
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up ids of this table alone.
+
+        Args:
+            input: Ids, int32 or int64: [N] of bags that `offsets` delimits, or [B, L]. Any shape
+                in a collection that does not pool.
+            offsets: [B], where each bag begins; bags of [N] only.
+            per_sample_weights: As `input`, of the table's dtype; sums of bags only.
+
+        Returns:
+            [B, embedding_dim], or [*input.shape, embedding_dim] without pooling.
+
+        Raises:
+            ValueError: The table is updated in the backward of its collection, and would miss this
+                gradient.
+            RuntimeError: An id is outside the table.
+
+        Example:
+            >>> import torch
+            >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
+            >>> config = EmbeddingBagConfig(10, 4, "films", feature_names=["film"])
+            >>> table = EmbeddingBagCollection(tables=[config]).embedding_bags["films"]
+            >>> table(torch.tensor([1, 2, 3]), torch.tensor([0, 2])).shape
+            torch.Size([2, 4])
+        """
+        weight = self.weight
+        if torch.is_grad_enabled() and is_marked(weight):
+            raise ValueError(
+                "A table that is updated in backward trains by its collection; received a lookup "
+                "of one table with gradients. Call the collection, or this under torch.no_grad()."
+            )
+        if not self._mode:
+            return nn.functional.embedding(input, weight)
+        return nn.functional.embedding_bag(
+            input, weight, offsets, mode=self._mode, per_sample_weights=per_sample_weights
+        )
 
     def _get_name(self) -> str:
         return "EmbeddingBag" if self._mode else "Embedding"  # what it says of itself in print

@@ -17,7 +17,7 @@ if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
 
 from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
-from recsys.kernels.ops_triton import build_header, make_safe, move_segments
+from recsys.kernels.ops_triton import build_header, make_safe, move_segments, row_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -131,6 +131,21 @@ def test_headers_say_what_was_found(number: int, found: tuple[int, int]) -> None
     assert torch.equal(words, torch.cat([torch.tensor([said, 17]), counts])[places])
 
 
+@pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)])
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_tables_end_to_end(seed: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    rng = np.random.default_rng(seed)
+    num_features, num_bags = int(rng.integers(1, 9)), [1, 7, 400][seed % 3]
+    lengths = rng.integers(0, 5, (num_features, num_bags)) * (rng.random((num_features, 1)) < 0.7)
+    lengths[0, 0] += 1
+    ids, base = rng.integers(0, 90, lengths.sum()), rng.integers(0, 2**33, num_features)
+    expected = ids + np.repeat(base, lengths.sum(1))
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    given = [torch.from_numpy(ids).to(dtypes[0]), torch.from_numpy(offsets).to(dtypes[1])]
+    found = row_ids(*(t.to(DEVICE) for t in (*given, torch.from_numpy(base))))
+    assert torch.equal(found.cpu(), torch.from_numpy(expected))
+
+
 COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -153,6 +168,9 @@ known = {"NO_LIMIT": 2**63 - 1, "STEPS": 5, **size}
 compile(ops_triton._make_safe, "*i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 i32 i32 i32 i32", **known)
 compile(ops_triton._make_safe, "*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i32 i32 i32 i32 i32", **known)
 compile(ops_triton._build_header, "*i64 *i64 *i64 *i32 i64 i32 i32 i32 i32", **size)
+known = {"STEPS": 5, **size}
+compile(ops_triton._row_ids, "*i64 *i32 *i32 *i64 i32 i32 i32", **known)
+compile(ops_triton._row_ids, "*i64 *i64 *i64 *i64 i64 i32 i32", **known)
 """
 
 
@@ -167,4 +185,4 @@ def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" True") == 6
+    assert done.stdout.count(" True") == 8

@@ -189,3 +189,26 @@ def test_a_pooling_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(POOLING_CODES, PoolingType.NONE)
     with pytest.raises(ValueError, match=r"one of \['SUM', 'MEAN'\]; received NONE"):
         QuantizedLookup([quantize_rows(torch.ones(2, 4), 8)], [8], [0], PoolingType.NONE)
+
+
+@pytest.mark.skipif(not ops.HAS_FBGEMM, reason="fbgemm_gpu is not installed")
+def test_ids_stay_long_where_a_table_needs_it() -> None:
+    rows = quantize_rows(torch.randn(9, 4), 8)
+    lookup = QuantizedLookup([rows], [8], [0], PoolingType.SUM)
+    assert not lookup.has_long_ids
+    ids, offsets = torch.tensor([8, 0, 8]), torch.tensor([0, 2, 3])
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "int_nbit" in str(func):
+                seen.append({tensor.dtype for tensor in (args[12], args[13])})
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        expected = lookup(ids, offsets, None)
+        lookup.has_long_ids = True
+        assert torch.equal(lookup(ids.int(), offsets.int(), None), expected)
+    assert seen == [{torch.int32}, {torch.int64}]

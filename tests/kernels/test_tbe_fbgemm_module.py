@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,29 +21,39 @@ from recsys.kernels.types import (
     PoolingType,
     UpdateMode,
 )
-from tests.kernels.lookup_cases import output_gradient
+from tests.kernels.lookup_cases import Case, output_gradient
 from tests.kernels.test_tbe import SMALL, train
 
 pytestmark = pytest.mark.skipif(not has_cpu_ops(), reason="fbgemm_gpu is not installed")
+
+
+SEQUENCES = replace(
+    SMALL,
+    rows=(7, 5, 0, 9),
+    dims=(4,) * 4,
+    feature_table_map=(3, 0, 1, 1),
+    pooling=PoolingType.NONE,
+)
 
 
 def build(
     spec: OptimizerSpec,
     cache_load_factor: float | None = None,
     pooling: PoolingType = PoolingType.SUM,
+    case: Case = SMALL,
 ) -> FbgemmCudaKernel:
-    layout = StorageLayout(SMALL.specs, SMALL.feature_table_map, torch.device("cpu"))
+    layout = StorageLayout(case.specs, case.feature_table_map, torch.device("cpu"))
     settings = LookupSettings(
         device=layout.device,
-        dims=SMALL.dims,
-        feature_table_map=SMALL.feature_table_map,
+        dims=case.dims,
+        feature_table_map=case.feature_table_map,
         pooling=pooling,
         optimizer=spec,
         update_mode=UpdateMode.FUSED,
         cache_load_factor=cache_load_factor,
     )
     module = FbgemmCudaKernel(layout, settings)
-    for weight, value in zip(weights_of(module), SMALL.init(), strict=True):
+    for weight, value in zip(weights_of(module), case.init(), strict=True):
         weight.copy_(value)
     return module
 
@@ -61,17 +72,19 @@ def forward(kernel: FbgemmCudaKernel, *batch: torch.Tensor | None) -> torch.Tens
     return out
 
 
+@pytest.mark.parametrize("case", [SMALL, SEQUENCES], ids=["pooled", "sequences"])
 @pytest.mark.parametrize("algorithm", list(FUSED_ON_CPU))
-def test_the_module_trains_as_our_own_kernel(algorithm: EmbOptimType) -> None:
+def test_the_module_trains_as_our_own_kernel(algorithm: EmbOptimType, case: Case) -> None:
     spec = OptimizerSpec(algorithm=algorithm, learning_rate=0.1)
-    module, tbe = build(spec), SMALL.build(spec, UpdateMode.FUSED)
+    module = build(spec, pooling=case.pooling, case=case)
+    tbe = case.build(spec, UpdateMode.FUSED)
     module.use_rates(0.3)
     tbe.set_learning_rate(0.3)
-    for step in range(2):
-        indices, offsets, _ = SMALL.batch(step)
+    for step, expected in enumerate(train(tbe, case, steps=2)):
+        indices, offsets, _ = case.batch(step)
         out = forward(module, indices, offsets)
-        out.backward(output_gradient(SMALL, step, out.shape))
-    train(tbe, SMALL, steps=2)
+        torch.testing.assert_close(out, expected)
+        out.backward(output_gradient(case, step, out.shape))
     for a, b in zip(weights_of(module), tbe.weights, strict=True):
         torch.testing.assert_close(a, b)
     for mine, theirs in zip(states_of(module), tbe.states, strict=True):
@@ -79,6 +92,41 @@ def test_the_module_trains_as_our_own_kernel(algorithm: EmbOptimType) -> None:
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name])
     module.flush()
+
+
+def test_a_bag_of_a_sequence_is_one_id_however_many_there_are() -> None:
+    module = build(
+        OptimizerSpec(algorithm=EmbOptimType.SGD), pooling=PoolingType.NONE, case=SEQUENCES
+    )
+    seen, inner = [], module.module
+
+    def call(indices: torch.Tensor, offsets: torch.Tensor, weights: None) -> torch.Tensor:
+        seen.append((indices, offsets))
+        return inner(indices, offsets, weights)  # type: ignore[no-any-return]
+
+    module.module = call
+    indices, offsets, _ = SEQUENCES.batch(0)
+    forward(module, indices, offsets)
+    (rows, bags), count = seen[0], indices.numel()
+    assert rows.max() > max(SEQUENCES.rows)  # of all tables, end to end
+    assert torch.equal(bags, torch.arange(count + 1))
+    assert forward(module, indices[:0], offsets * 0).shape == (0, 4)
+
+
+def test_ids_widen_where_the_rows_of_all_tables_need_it() -> None:
+    module = build(OptimizerSpec(algorithm=EmbOptimType.SGD))
+    seen = []
+
+    def call(indices: torch.Tensor, offsets: torch.Tensor, weights: None) -> torch.Tensor:
+        seen.append((indices.dtype, offsets.dtype))
+        return torch.zeros(1)
+
+    module.module = call
+    batch = [given.int() for given in SMALL.batch(0)[:2]]
+    forward(module, *batch)
+    module.layout.num_rows = 2**31
+    forward(module, *batch)
+    assert seen == [(torch.int32, torch.int32), (torch.int64, torch.int64)]
 
 
 class _Forwards:

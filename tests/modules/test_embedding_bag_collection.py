@@ -325,3 +325,32 @@ def test_on_meta_the_output_has_its_shape() -> None:
     assert (pooled.keys(), pooled.length_per_key()) == (expected.keys(), expected.length_per_key())
     with pytest.raises(ValueError, match="has its tables on meta; received a batch on cpu"):
         collection(batch)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def test_one_table_looks_up_as_nn_embedding_bag(pooling: PoolingType) -> None:
+    table = EmbeddingBagConfig(30, 4, "films", feature_names=["film"], pooling=pooling)
+    bags = EmbeddingBagCollection(tables=[table]).embedding_bags["films"]
+    same = nn.EmbeddingBag(30, 4, mode=pooling.name.lower())
+    same.load_state_dict(bags.state_dict())
+    ids, offsets = torch.tensor([3, 3, 29, 0]), torch.tensor([0, 2, 2])
+    for inputs in [(ids, offsets), (ids.reshape(2, 2),)]:
+        torch.testing.assert_close(bags(*inputs), same(*inputs), rtol=0, atol=0)
+    for found in (bags, same):
+        found(ids, offsets).square().sum().backward()
+    torch.testing.assert_close(bags.weight.grad, same.weight.grad)
+    if pooling is PoolingType.SUM:
+        weights = torch.rand(4)
+        weighted = bags(ids, offsets, weights), same(ids, offsets, weights)
+        torch.testing.assert_close(*weighted, rtol=0, atol=0)
+
+
+def test_one_table_that_is_updated_in_backward_is_only_read() -> None:
+    table = EmbeddingBagConfig(30, 4, "films", feature_names=["film"])
+    collection = EmbeddingBagCollection(tables=[table])
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    bags = collection.embedding_bags["films"]
+    with pytest.raises(ValueError, match="updated in backward trains by its collection"):
+        bags(torch.tensor([[1]]))
+    with torch.no_grad():
+        torch.testing.assert_close(bags(torch.tensor([[1]])), bags.weight[1:2])
