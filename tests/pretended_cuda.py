@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from recsys.kernels import ops, tbe_fbgemm_module
 
-KERNELS = ("build_header", "make_safe", "move_segments", "row_ids")
+KERNELS = ("build_header", "make_safe", "move_segments", "pack", "places_of_bags", "row_ids")
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ANSWERS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}

@@ -68,6 +68,87 @@ def _move_segments(
     tl.store(out_ptr + places, tl.load(source_ptr + from_places, mask=is_real), mask=is_real)
 
 
+@triton.jit(do_not_specialize=["num_segments", "num_lengths", "num_ids", "total"])
+def _pack(
+    out_ptr,
+    lengths_ptr,
+    ids_ptr,
+    weights_ptr,
+    plan_ptr,
+    num_segments,
+    num_lengths,
+    num_ids,
+    total,
+    IS_WEIGHTED: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_real = places < total
+    last = tl.minimum(first + BLOCK, total) - 1
+    places = tl.minimum(places, last)
+    segments = _segments_of(plan_ptr, 1, num_segments, first, last, places, STEPS)
+    from_places = places + tl.load(plan_ptr + num_segments + segments)
+    is_length = from_places < num_lengths
+    lengths = tl.load(lengths_ptr + from_places, mask=is_length, other=0)
+    from_places -= num_lengths
+    is_id = (from_places >= 0) & (from_places < num_ids)
+    ids = tl.load(ids_ptr + from_places, mask=is_id, other=0)
+    word = out_ptr.dtype.element_ty
+    words = tl.where(is_length, lengths.to(word), ids.to(word))
+    if IS_WEIGHTED:
+        from_places -= num_ids
+        weights = tl.load(weights_ptr + from_places, mask=from_places >= 0, other=0)
+        if word == tl.int32:
+            bits = weights.to(tl.float32).to(tl.int32, bitcast=True)
+        else:
+            bits = weights.to(tl.float64).to(tl.int64, bitcast=True)
+        words = tl.where(from_places >= 0, bits, words)
+    tl.store(out_ptr + places, words, mask=is_real)
+
+
+def pack(
+    lengths_M: Tensor,
+    ids_N: Tensor,
+    weights_N: Tensor | None,
+    plan: Tensor,
+    total: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Copy segments of lengths, ids and weights as words of one type; see `move_segments`.
+
+    Args:
+        lengths_M: `[M]` int32 or int64.
+        ids_N: `[N]` int32 or int64.
+        weights_N: `[N]` of a floating dtype, or None.
+        plan: `[2P]` as for `move_segments`, whose source is these three end to end.
+        total: words of the result.
+        dtype: int32, or int64; of weights it takes the bits, as fp32 or fp64.
+
+    Returns:
+        `[total]`.
+    """
+    out = torch.empty(total, dtype=dtype, device=ids_N.device)
+    if total:
+        number, ids_N = plan.numel() // 2, ids_N.contiguous()
+        weights = ids_N if weights_N is None else weights_N.contiguous()
+        sizes = number, lengths_M.numel(), ids_N.numel(), total
+        with _current(out.device):
+            _pack[triton.cdiv(total, _BLOCK),](
+                out,
+                lengths_M.contiguous(),
+                ids_N,
+                weights,
+                plan,
+                *sizes,
+                IS_WEIGHTED=weights_N is not None,
+                STEPS=number.bit_length(),
+                BLOCK=_BLOCK,
+            )
+    return out
+
+
 def move_segments(source_N: Tensor, plan: Tensor, total: int) -> Tensor:
     """Copy segments of a tensor to where a plan says; its twin is `ops.permute_1d`.
 
@@ -112,6 +193,7 @@ def _make_safe(
     safe_lengths_ptr,
     safe_offsets_ptr,
     safe_ids_ptr,
+    counts_ptr,
     num_bags,
     num_ids,
     num_features,
@@ -129,6 +211,13 @@ def _make_safe(
     offsets = tl.load(offsets_ptr + places, mask=places <= num_bags, other=0)
     offsets = tl.where(is_bad, tl.where(places == 0, 0, num_ids), offsets)
     tl.store(safe_offsets_ptr + places, offsets, mask=places <= num_bags)
+    if first < num_features:
+        is_feature = places < num_features
+        bags = places * bags_of_feature
+        begins = tl.load(offsets_ptr + bags, mask=is_feature, other=0)
+        counts = tl.load(offsets_ptr + bags + bags_of_feature, mask=is_feature, other=0) - begins
+        counts = tl.where(is_bad, tl.where(places == 0, num_ids, 0), counts)
+        tl.store(counts_ptr + places, counts, mask=is_feature)
     if first < num_ids:
         is_real = places < num_ids
         ids = tl.load(ids_ptr + places, mask=is_real, other=0)
@@ -149,7 +238,7 @@ def _make_safe(
 
 def make_safe(
     lengths: Tensor, offsets: Tensor, ids_N: Tensor, num_rows_F: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a batch that can be read whatever it holds; its twins are those of `bounds`.
 
     Args:
@@ -161,11 +250,13 @@ def make_safe(
 
     Returns:
         `[2]` int32: whether bags are bad, and whether ids are. Then lengths and offsets, all ids in
-        the first bag if they were bad; and ids, 0 in place of bad ones, or of all if bags were.
+        the first bag if they were bad; ids, 0 in place of bad ones, or of all if bags were; and
+        `[F]` int64, the ids that each feature has now.
     """
     lengths, offsets, ids_N = lengths.contiguous(), offsets.contiguous(), ids_N.contiguous()
     found = torch.zeros(2, dtype=torch.int32, device=ids_N.device)
     safe = torch.empty_like(lengths), torch.empty_like(offsets), torch.empty_like(ids_N)
+    counts_F = torch.empty_like(num_rows_F)
     num_bags, num_ids, num_features = lengths.numel(), ids_N.numel(), num_rows_F.numel()
     bag_grid = (triton.cdiv(num_bags, _BLOCK),)
     grid = (triton.cdiv(max(num_bags + 1, num_ids), _BLOCK),)
@@ -178,6 +269,7 @@ def make_safe(
             ids_N,
             num_rows_F,
             *safe,
+            counts_F,
             num_bags,
             num_ids,
             num_features,
@@ -186,7 +278,7 @@ def make_safe(
             STEPS=num_features.bit_length(),
             BLOCK=_BLOCK,
         )
-    return found, *safe
+    return found, *safe, counts_F
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_features", "bags_of_feature"])
@@ -234,6 +326,46 @@ def row_ids(ids_N: Tensor, offsets: Tensor, row_base_F: Tensor) -> Tensor:
             num_features,
             (offsets.numel() - 1) // num_features,
             STEPS=num_features.bit_length(),
+            BLOCK=_BLOCK,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "num_features"])
+def _places_of_bags(
+    out_ptr, offsets_ptr, num_ids, num_bags, num_features, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_real = places < num_ids
+    last = tl.minimum(first + BLOCK, num_ids) - 1
+    places = tl.minimum(places, last)
+    number = num_bags * num_features
+    bags = _segments_of(offsets_ptr, 1, number, first, last, places, STEPS).to(tl.int64)
+    tl.store(out_ptr + places, bags % num_bags * num_features + bags // num_bags, mask=is_real)
+
+
+def places_of_bags(offsets: Tensor, num_ids: int, num_features: int) -> Tensor:
+    """Return where the bag of each id stands in what was pooled; its twin is `tbe_torch`'s.
+
+    Args:
+        offsets: `[F * B + 1]` int32 or int64.
+        num_ids: at least one.
+        num_features: F.
+
+    Returns:
+        `[N]` int64: `b * F + f` for an id of bag b of feature f.
+    """
+    out = torch.empty(num_ids, dtype=torch.int64, device=offsets.device)
+    number = offsets.numel() - 1
+    with _current(out.device):
+        _places_of_bags[triton.cdiv(num_ids, _BLOCK),](
+            out,
+            offsets.contiguous(),
+            num_ids,
+            number // num_features,
+            num_features,
+            STEPS=number.bit_length(),
             BLOCK=_BLOCK,
         )
     return out

@@ -380,13 +380,14 @@ class TorchKernel(Backend):
             pieces = torch.split(grad, list(self.layout.feature_dims), dim=1)
             grad = torch.cat([pieces[f] for f in group.features], dim=1)
         # bag (f, b) of the input is row b * F + f of the gradients
-        bags = torch.arange(num_bags * num_features, device=device)
-        source = (
-            bags.view(num_bags, num_features)
-            .t()
-            .reshape(-1)
-            .repeat_interleave(part.offsets.diff(), output_size=num_ids)
-        )
+        if device.type == "cuda" and num_ids and ops.HAS_TRITON:
+            from recsys.kernels.ops_triton import places_of_bags
+
+            source = places_of_bags(part.offsets, num_ids, num_features)
+        else:
+            bags = torch.arange(num_bags * num_features, device=device).view(num_bags, -1)
+            bags = bags.t().reshape(-1)
+            source = bags.repeat_interleave(part.offsets.diff(), output_size=num_ids)
         scale = part.weights
         if self.pooling is PoolingType.MEAN:
             inverse = inverse_bag_length(part.offsets, num_ids)

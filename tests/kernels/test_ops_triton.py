@@ -17,7 +17,14 @@ if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
 
 from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
-from recsys.kernels.ops_triton import build_header, make_safe, move_segments, row_ids
+from recsys.kernels.ops_triton import (
+    build_header,
+    make_safe,
+    move_segments,
+    pack,
+    places_of_bags,
+    row_ids,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,9 +69,10 @@ def test_tensors_with_gaps_are_read_without_them() -> None:
     assert move_segments(odd, on_device, total).tolist() == [5, 7, 9, 1, 3]
     lengths = torch.tensor([2, 9, 3, 9], device=DEVICE)[::2]
     rows = torch.tensor([4, 8], device=DEVICE)
-    found, *_, ids = make_safe(lengths, ops.complete_cumsum(lengths), odd, rows)
+    found, *_, ids, counts = make_safe(lengths, ops.complete_cumsum(lengths), odd, rows)
     assert found.tolist() == [0, 1]
     assert ids.tolist() == [1, 3, 5, 7, 0]
+    assert counts.tolist() == [2, 3]
 
 
 def test_blocks_of_the_kernel_meet_within_segments_and_between_them() -> None:
@@ -76,6 +84,34 @@ def test_blocks_of_the_kernel_meet_within_segments_and_between_them() -> None:
         parts = source.split(sizes.tolist())
         found = move_segments(source, torch.from_numpy(plan).to(DEVICE), total)
         assert torch.equal(found, torch.cat([parts[i] for i in order]))
+
+
+@pytest.mark.parametrize("weights_dtype", [None, torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_payload_is_packed_as_by_copies(
+    seed: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
+) -> None:
+    rng = np.random.default_rng(seed)
+    given_dtypes = [torch.int32, torch.int64][:: 1 if seed % 2 else -1]
+    num_features, num_bags = int(rng.integers(1, 9)), [1, 7, 400][seed % 3]
+    lengths = rng.integers(0, 5, (num_features, num_bags)) * (seed != 5)
+    counts = lengths.sum(1)
+    ids = torch.from_numpy(rng.integers(0, 2**31, counts.sum())).to(given_dtypes[0])
+    weights = None if weights_dtype is None else torch.rand(ids.numel()).to(weights_dtype)
+    words = [torch.from_numpy(lengths).flatten().to(dtype), ids.to(dtype)]
+    sizes = [np.full(num_features, num_bags), counts]
+    if weights is not None:
+        words.append(weights.to([torch.float32, torch.float64][dtype is torch.int64]).view(dtype))
+        sizes.append(counts)
+    sizes_M = np.concatenate(sizes)
+    order = rng.permutation(sizes_M.size)[: -1 if seed % 2 else None].astype(np.int32)
+    plan, total = ops.plan_of_moves(order, sizes_M)
+    sources = [torch.from_numpy(lengths).flatten().to(given_dtypes[1]), ids, weights]
+    on_device = [None if t is None else t.to(DEVICE) for t in (*sources, torch.from_numpy(plan))]
+    found = pack(*on_device, total, dtype).cpu()  # type: ignore[arg-type]
+    assert found.dtype is dtype
+    assert torch.equal(found, ops.move_segments(torch.cat(words), order, sizes_M))
 
 
 NO_LIMIT = torch.iinfo(torch.int64).max
@@ -104,7 +140,7 @@ def test_batches_are_made_safe_as_by_pytorch(
     elif fault == "offsets differ":
         offsets = offsets + 1
     given = [t.to(DEVICE) for t in (lengths, offsets, ids, rows)]
-    found, safe, safe_offsets, safe_ids = (t.cpu() for t in make_safe(*given))
+    found, safe, safe_offsets, safe_ids, counts = (t.cpu() for t in make_safe(*given))
     is_bad = are_bags_bad(lengths, offsets, ids.numel())
     assert bool(is_bad) is (fault != "none")
     expected = safe_lengths(lengths, is_bad, ids.numel())
@@ -112,7 +148,8 @@ def test_batches_are_made_safe_as_by_pytorch(
     assert torch.equal(safe_offsets, ops.complete_cumsum(expected))
     bad_ids = find_bad_ids(ids, offsets, rows) if fault == "none" else torch.ones_like(ids).bool()
     assert torch.equal(safe_ids, ids.masked_fill(bad_ids, 0))
-    limits = rows.repeat_interleave(expected.view(num_features, -1).sum(1))
+    assert torch.equal(counts, expected.view(num_features, -1).sum(1))
+    limits = rows.repeat_interleave(counts)
     matters = bool((bad_ids & (limits != NO_LIMIT)).any()) and fault == "none"
     assert found.tolist() == [bool(is_bad), matters]
 
@@ -144,6 +181,9 @@ def test_rows_of_tables_end_to_end(seed: int, dtypes: tuple[torch.dtype, torch.d
     given = [torch.from_numpy(ids).to(dtypes[0]), torch.from_numpy(offsets).to(dtypes[1])]
     found = row_ids(*(t.to(DEVICE) for t in (*given, torch.from_numpy(base))))
     assert torch.equal(found.cpu(), torch.from_numpy(expected))
+    bags = np.arange(lengths.size).reshape(num_bags, num_features).T.reshape(-1)
+    places = places_of_bags(given[1].to(DEVICE), ids.size, num_features)
+    assert torch.equal(places.cpu(), torch.from_numpy(np.repeat(bags, lengths.reshape(-1))))
 
 
 COMPILES = """
@@ -165,12 +205,19 @@ compile(ops_triton._move_segments, "*i32 *i32 *i64 i32 i64", STEPS=9, **size)
 compile(ops_triton._move_segments, "*fp16 *fp16 *i64 i32 i32", STEPS=1, **size)
 compile(ops_triton._find_bad_bags, "*i32 *i64 *i64 i32 i32", **size)
 known = {"NO_LIMIT": 2**63 - 1, "STEPS": 5, **size}
-compile(ops_triton._make_safe, "*i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 i32 i32 i32 i32", **known)
-compile(ops_triton._make_safe, "*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i32 i32 i32 i32 i32", **known)
+sizes = "i32 i32 i32 i32"
+compile(ops_triton._make_safe, f"*i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 {sizes}", **known)
+compile(ops_triton._make_safe, f"*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i32 *i64 {sizes}", **known)
 compile(ops_triton._build_header, "*i64 *i64 *i64 *i32 i64 i32 i32 i32 i32", **size)
 known = {"STEPS": 5, **size}
 compile(ops_triton._row_ids, "*i64 *i32 *i32 *i64 i32 i32 i32", **known)
 compile(ops_triton._row_ids, "*i64 *i64 *i64 *i64 i64 i32 i32", **known)
+compile(ops_triton._places_of_bags, "*i64 *i32 i32 i32 i32", **known)
+known["IS_WEIGHTED"] = True
+compile(ops_triton._pack, f"*i32 *i32 *i64 *fp32 *i64 {sizes}", **known)
+compile(ops_triton._pack, f"*i64 *i64 *i32 *fp16 *i64 {sizes}", **known)
+known["IS_WEIGHTED"] = False
+compile(ops_triton._pack, f"*i32 *i64 *i64 *i64 *i64 {sizes}", **known)
 """
 
 
@@ -185,4 +232,4 @@ def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" True") == 8
+    assert done.stdout.count(" True") == 12

@@ -29,10 +29,15 @@ def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
     )
 
 
-def one_bag_per_key(bags: Parts) -> Parts:
-    """Put the ids of each feature into one bag, without weights."""
+def one_bag_per_key(bags: Parts, counts_K: Tensor) -> Parts:
+    """Put the ids of each feature into one bag, without weights.
+
+    Args:
+        bags: of one batch size.
+        counts_K: ids of each feature.
+    """
     offsets = bags.offsets[:: bags.stride or 1].expand(len(bags.keys) + 1)
-    return bags._replace(weights=None, lengths=offsets.diff(), offsets=offsets, stride=1)
+    return bags._replace(weights=None, lengths=counts_K, offsets=offsets, stride=1)
 
 
 _ID_BITS = 40  # of an id beside its feature's number, in one word

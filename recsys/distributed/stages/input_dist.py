@@ -250,8 +250,10 @@ class InputDist:
 
         trip.checked = bags
         rows = trip.routes.check_rows
-        found, lengths, offsets, values = make_safe(bags.lengths, bags.offsets, bags.values, rows)
-        trip.found, (trip.has_bad_bags, trip.has_bad_ids) = found, found.unbind()
+        trip.found, lengths, offsets, values, trip.counts = make_safe(
+            bags.lengths, bags.offsets, bags.values, rows
+        )
+        trip.has_bad_bags, trip.has_bad_ids = trip.found.unbind()
         return bags._replace(lengths=lengths, offsets=offsets, values=values)
 
     @staticmethod
@@ -259,7 +261,7 @@ class InputDist:
         """Return which ids are bad and read: a feature that no table reads may have any."""
         if routes.unread is None:
             return bad_N
-        counts_K = ids_per_key(bags, len(bags.keys))
+        counts_K = ids_per_key(bags)
         return bad_N & ~routes.unread.repeat_interleave(counts_K, output_size=bad_N.numel())
 
     def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
@@ -275,11 +277,13 @@ class InputDist:
     def _take_apart(self, trip: Trip, bags: Parts) -> None:
         """Note a batch's segments in its trip."""
         routes = trip.routes
+        counts_K = ids_per_key(bags) if trip.found is None else trip.counts
         if not self.pooled:  # bags do not matter: each feature is one
-            bags = one_bag_per_key(bags)
+            bags = one_bag_per_key(bags, counts_K)
         if self.distinct:
             trip.own_counts = bags.lengths
             bags, trip.inverse = keep_distinct(bags)
+            counts_K = bags.lengths
         trip.bags, trip.batch_size = bags, bags.stride
         weights_N = None
         if self.is_weighted:
@@ -289,7 +293,7 @@ class InputDist:
         places_N = None
         if trip.weights_need_grad or not self.pooled:
             places_N = torch.arange(bags.values.numel(), device=self.device)
-        counts = [ids_per_key(bags, routes.num_keys)]
+        counts = [counts_K]
         if routes.use_raw:
             trip.add_segments(bags.lengths, bags.values, weights_N, places_N)
         if routes.split_keys is not None:
@@ -298,7 +302,8 @@ class InputDist:
             for round_ in routes.rounds:
                 lengths = self._bucketize(trip, round_, lengths_KB, weights_N, places_N)
                 counts.append(lengths.view(round_.num_blocks, trip.batch_size).sum(1))
-        trip.counts = torch.cat([c.long() for c in counts])
+        parts = [c.long() for c in counts]
+        trip.counts = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _bucketize(
         self,
@@ -369,17 +374,25 @@ class InputDist:
 
     def payload_of(self, trip: Trip) -> Tensor:
         """Build the payload: per destination its lengths, ids and weights."""
-        words = [*trip.lengths, *trip.values]
-        for weights in trip.weights:
-            words.append(weights.to(self._weight_word).view(self._word))
-        num_words = sum(map(torch.numel, words))
-        source, at = torch.empty(num_words, dtype=self._word, device=self.device), 0
-        for part in words:
-            source[at : at + part.numel()].copy_(part)
-            at += part.numel()
         counts = trip.sent_segments(trip.counts_G)
         sizes = [np.full_like(counts, trip.batch_size), *[counts] * (self.num_parts - 1)]
-        return ops.move_segments(source, trip.routes.payload, np.concatenate(sizes))
+        order_P, sizes_M = trip.routes.payload, np.concatenate(sizes)
+        if self.device.type == "cuda" and ops.HAS_TRITON and len(trip.values) == 1:
+            from recsys.kernels.ops_triton import pack
+
+            plan, total = ops.plan_of_moves(order_P, sizes_M)
+            weights_N = trip.weights[0] if trip.weights else None
+            words = trip.lengths[0], trip.values[0], weights_N
+            return pack(*words, ops.upload(plan, self.device), total, self._word)
+        parts = [*trip.lengths, *trip.values]
+        for weights in trip.weights:
+            parts.append(weights.to(self._weight_word).view(self._word))
+        num_words = sum(map(torch.numel, parts))
+        source, at = torch.empty(num_words, dtype=self._word, device=self.device), 0
+        for part in parts:
+            source[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        return ops.move_segments(source, order_P, sizes_M)
 
     def unpack(self, payload: Tensor, host_RH: np.ndarray, num_samples: int, num_ids: int) -> Bags:
         """Take a received payload apart into the bags of all streams of this rank."""
@@ -425,10 +438,10 @@ class InputDist:
         return found
 
 
-def ids_per_key(bags: Parts, num_keys: int) -> Tensor:
+def ids_per_key(bags: Parts) -> Tensor:
     """Return `[K]`, for features of one batch size."""
     if bags.stride == 0:
-        return bags.lengths.new_zeros(num_keys)
+        return bags.lengths.new_zeros(len(bags.keys))
     return bags.lengths if bags.stride == 1 else bags.offsets[:: bags.stride].diff()
 
 

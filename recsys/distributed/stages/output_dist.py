@@ -175,7 +175,7 @@ class Exchange(abc.ABC, Generic[S]):
             What waits for the output; call it once.
         """
         if anchor is None:
-            anchor = torch.zeros(0, device=self.stage.device, requires_grad=trains)
+            anchor = torch.empty(0, device=self.stage.device, requires_grad=trains)
         where.now = "output_dist", self.path, monotonic()
         arriving = _Send.apply(  # type: ignore[no-untyped-call]
             self, len(lookups), anchor, *lookups, *replicas
@@ -258,7 +258,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         where.now = "backward", ctx.exchange.path, monotonic()
-        return (None, None, grad.new_zeros(0), *ctx.exchange.send_back(grad))
+        return (None, None, grad.new_empty(0), *ctx.exchange.send_back(grad))
 
 
 class _Place(torch.autograd.Function):

@@ -336,21 +336,24 @@ class _ColumnSplits:
             for _, parts, _ in self._shared
         ]
         by_rank = self._by_rank
-        sizes = [sum(partials[place].numel() for place in shared) for shared in by_rank]
+        counts = [partial_K.numel() for partial_K in partials]
+        sizes = [sum(counts[place] for place in shared) for shared in by_rank]
         sent = torch.cat([empty, *(partials[place] for shared in by_rank for place in shared)])
         pending = comm.all_to_all(env, "add up row statistics", sent, sizes, sizes)
         received = pending.wait().split(sizes)
-        totals = [torch.zeros_like(partial_K) for partial_K in partials]
+        totals = empty.new_zeros(sum(counts)).split(counts)
         for rank, shared in enumerate(by_rank):  # in rank order: every owner adds up alike
             if rank == env.rank and partials:
                 torch._foreach_add_(totals, partials)
             elif shared:
-                arrived = received[rank].split([partials[place].numel() for place in shared])
+                arrived = received[rank].split([counts[place] for place in shared])
                 torch._foreach_add_([totals[place] for place in shared], arrived)
         moments = [[empty] * len(kernel.weights) for kernel in self.kernels]
-        for (dim, parts, _), total_K in zip(self._shared, totals, strict=True):
+        if totals:
+            torch._foreach_div_(totals, [float(dim) for dim, *_ in self._shared])
+        for (_, parts, _), moments_K in zip(self._shared, totals, strict=True):
             for k, i in parts:
-                moments[k][i] = total_K / dim
+                moments[k][i] = moments_K
         for kernel, moments_TK in zip(self.kernels, moments, strict=True):
             kernel.deferred.step(moments_TK)
 
