@@ -16,6 +16,9 @@ TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_li
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/test_benchmarks.py::test_the_gpu_benchmark_runs": (
+        "tests/test_benchmarks.py::test_ranks_that_are_not_there"
+    ),
     "tests/distributed/test_job.py::test_two_nodes_have_the_losses_of_one_process": CURVE,
     "tests/distributed/test_job.py::test_a_job_that_loses_a_node_goes_on_with_the_other": CURVE,
     "tests/distributed/test_job.py::test_other_numbers_of_ranks_continue_the_curve": CURVE,

@@ -28,6 +28,7 @@ BROAD = {
     "metrics/test_every_metric.py",
     "metrics/test_sync.py",
     "test_bad_input.py",
+    "test_benchmarks.py",
     "test_docstrings.py",
     "test_imports_one_way.py",
     "test_lean_import.py",

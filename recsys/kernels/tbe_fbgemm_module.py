@@ -78,6 +78,9 @@ _MODULE_LIMITS: Limits = {
         s.fused is not None and s.fused.algorithm not in _DECAYS
     ),
     "on CUDA it serves the fused update only": lambda s: s.fused is None,
+    "its CUDA update adds up in no fixed order (torch.use_deterministic_algorithms)": (
+        lambda s: torch.are_deterministic_algorithms_enabled()
+    ),
     **_CUDA_LIMITS,
     "it ignores this weight decay": lambda s: (
         s.fused is not None

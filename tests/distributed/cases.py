@@ -319,7 +319,10 @@ def concat_batches(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def shard(
-    case: Case, plan: ShardingPlan | None = None, sharders: list[Any] | None = None
+    case: Case,
+    plan: ShardingPlan | None = None,
+    sharders: list[Any] | None = None,
+    device: torch.device = CPU,
 ) -> DistributedModelParallel:
     registry = None
     if case.wire is not CommType.FP32:
@@ -334,7 +337,7 @@ def shard(
         return DistributedModelParallel(
             case.model(),
             env=ShardingEnv.default(),
-            device=CPU,
+            device=device,
             plan=plan or case.plan(),
             sharders=sharders or [bags, sequences],
         )

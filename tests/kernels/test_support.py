@@ -226,6 +226,21 @@ def test_on_cuda_fbgemm_looks_up_in_every_mode(
     assert choose_backend(thin, "lookup").kernel is TorchKernel
 
 
+@needs_fbgemm
+def test_on_cuda_updates_are_deterministic_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    fused = settings(
+        device="cuda", optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    )
+    choice = choose_backend(fused)
+    assert choice.kernel is TorchKernel
+    assert "adds up in no fixed order" in choice.reason
+    assert choose_backend(fused, "lookup").kernel is FbgemmCudaLookup
+    with pytest.raises(ValueError, match=r"cannot serve this lookup: .* no fixed order"):
+        choose_backend(fused, wanted="fbgemm")
+
+
 def test_a_backend_that_does_not_exist_is_no_choice() -> None:
     with pytest.raises(ValueError, match="backend='triton' cannot serve"):
         choose_backend(settings(), wanted="triton")

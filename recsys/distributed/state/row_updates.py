@@ -313,10 +313,12 @@ class _ColumnSplits:
         self.kernels = [lookup.kernel for lookup in own]
         self.exist = any(t.rects and is_meant(t.group) for t in layout.tables)  # type: ignore[arg-type]
         self._shared = self._find_shared([lookup.group for lookup in own], layout)
-        self._by_rank = [  # the shared blocks that each other rank has a part of
-            [place for place, (*_, peers) in enumerate(self._shared) if rank in peers]
-            for rank in range(env.world_size)
-        ]
+        of_ranks: dict[int, list[int]] = {env.rank: []}
+        for place, (*_, peers) in enumerate(self._shared):
+            for rank in peers:
+                of_ranks.setdefault(rank, []).append(place)
+        # this rank, and those that it shares blocks with, each with these blocks
+        self._by_rank = sorted(of_ranks.items())
 
     def apply(self) -> None:
         """Add up one float per touched row among the column owners, and apply the row updates.
@@ -335,18 +337,20 @@ class _ColumnSplits:
             else torch.stack([statistics[k][i] for k, i in parts]).sum(0)
             for _, parts, _ in self._shared
         ]
-        by_rank = self._by_rank
+        by_rank, sizes = self._by_rank, [0] * env.world_size
         counts = [partial_K.numel() for partial_K in partials]
-        sizes = [sum(counts[place] for place in shared) for shared in by_rank]
-        sent = torch.cat([empty, *(partials[place] for shared in by_rank for place in shared)])
+        for rank, shared in by_rank:
+            sizes[rank] = sum(counts[place] for place in shared)
+        sent = torch.cat([empty, *(partials[place] for _, shared in by_rank for place in shared)])
         pending = comm.all_to_all(env, "add up row statistics", sent, sizes, sizes)
-        received = pending.wait().split(sizes)
+        received = pending.wait().split([sizes[rank] for rank, _ in by_rank])
         totals = empty.new_zeros(sum(counts)).split(counts)
-        for rank, shared in enumerate(by_rank):  # in rank order: every owner adds up alike
+        # in rank order: every owner adds up alike
+        for (rank, shared), of_rank in zip(by_rank, received, strict=True):
             if rank == env.rank and partials:
                 torch._foreach_add_(totals, partials)
             elif shared:
-                arrived = received[rank].split([counts[place] for place in shared])
+                arrived = of_rank.split([counts[place] for place in shared])
                 torch._foreach_add_([totals[place] for place in shared], arrived)
         moments = [[empty] * len(kernel.weights) for kernel in self.kernels]
         if totals:

@@ -1,0 +1,200 @@
+"""What a step costs one rank of many: host time, and memory of buffers, on this machine alone.
+
+    python -m benchmarks.scale --out benchmarks/results/scale-cpu.json
+
+PyTorch's fake process group says that there are 8, 64 or 512 ranks; every other rank is taken to
+send what this one sends to itself. So layouts, headers, plans of moves and buffers are those of
+such a job, while transport, skew and errors are not. Host time is the step's time less what its
+operators take, which are those of a tiny batch; it is Python, numpy and PyTorch's dispatch. Bytes
+are the most that a step's tensors hold at once, beside the tables, as a multiple of the output's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recsys import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+)
+from recsys.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from recsys.distributed.types import ShardingPlan
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
+
+CPU = torch.device("cpu")
+TABLES, ROWS, DIM, BATCH, STEPS = 26, 4096, 16, 4, 15
+KEYS = [f"f{i}" for i in range(TABLES)]
+PLANS: dict[str, Callable[[int, int], Any]] = {
+    "table_wise": lambda i, world: table_wise(rank=i % world),
+    "row_wise": lambda i, world: row_wise(),
+    "column_wise": lambda i, world: column_wise(ranks=[i % world, (i + 1) % world]),
+}
+
+
+class Watch(TorchDispatchMode):
+    """Adds up the time in operators, and follows the bytes of what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - began
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf.untyped_storage())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def forget() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, forget)
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+class Echo:
+    """Stands for `dist.all_to_all_single`: ranks send what this one sends to itself.
+
+    Where sizes differ, as of columns, zeros come. Attributes: `seconds` it took so far.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.seconds = rank, 0.0
+
+    def __call__(self, out: Tensor, sent: Tensor, of: Any, to: Any, **kwargs: Any) -> _Done:
+        began = time.perf_counter()
+        start, size = sum(to[: self.rank]), to[self.rank]
+        own = sent[start : start + size]
+        if min(of) == max(of) == size:
+            out.view(len(of), *own.shape).copy_(own)
+        else:
+            out.zero_()
+        self.seconds += time.perf_counter() - began
+        return _Done()
+
+
+def build(plan: str, world: int) -> nn.Module:
+    """Shard 26 tables over ranks that are not there."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{key}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[key]
+        )
+        for key in KEYS
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
+    placed = construct_module_sharding_plan(
+        collection,
+        {f"t{key}": PLANS[plan](i, world) for i, key in enumerate(KEYS)},
+        world_size=world,
+        local_size=8,
+        device_type="cpu",
+    )
+    return DistributedModelParallel(collection, device=CPU, plan=ShardingPlan({"": placed}))
+
+
+def measure(plan: str, world: int) -> dict[str, float]:
+    """Return what one rank of so many has to do."""
+    dist.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
+    echo = Echo(rank=1)
+    try:
+        with mock.patch.object(dist, "all_to_all_single", echo):
+            began = time.perf_counter()
+            model = build(plan, world)
+            built = time.perf_counter() - began
+            generator = torch.Generator().manual_seed(0)
+            lengths = torch.ones(TABLES * BATCH, dtype=torch.int32)
+
+            def step(watch: Watch) -> float:
+                ids = torch.randint(0, ROWS, (TABLES * BATCH,), generator=generator)
+                batch = KeyedJaggedTensor(keys=KEYS, values=ids, lengths=lengths)
+                echo.seconds = 0.0
+                began = time.perf_counter()
+                with watch:
+                    model(batch).values().sum().backward()
+                return time.perf_counter() - began - watch.seconds - echo.seconds
+
+            for _ in range(3):
+                step(Watch())
+            watches = [Watch() for _ in range(STEPS)]
+            hosts = [step(watch) for watch in watches]
+    finally:
+        dist.destroy_process_group()
+    output = 4 * BATCH * TABLES * DIM
+    return {
+        "build_s": built,
+        "host_ms": 1e3 * statistics.median(hosts),
+        "operators_ms": 1e3 * statistics.median(watch.seconds for watch in watches),
+        "peak_of_output": max(watch.peak for watch in watches) / output,
+    }
+
+
+def main() -> None:
+    """Measure each plan at each size, in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for _ in range(arguments.rounds):
+        for plan in PLANS:
+            for world in arguments.ranks:
+                of_plan = found.setdefault(plan, {})
+                of_plan.setdefault(str(world), []).append(measure(plan, world))
+    print("plan         ranks  build s  host ms  operators ms  bytes/output")
+    for plan, by_world in found.items():
+        for world, rounds in by_world.items():
+            best = {key: min(r[key] for r in rounds) for key in rounds[0]}
+            print(
+                f"{plan:12} {world:>5} {best['build_s']:8.2f} {best['host_ms']:8.2f} "
+                f"{best['operators_ms']:13.2f} {best['peak_of_output']:13.1f}"
+            )
+    if arguments.out:
+        arguments.out.write_text(
+            json.dumps({"torch": torch.__version__, "rounds": found}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Benchmarks for machines that are not here run, tiny, on this one: their figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys.kernels import ops
+
+pytestmark = pytest.mark.skipif(not ops.HAS_FBGEMM, reason="fbgemm_gpu is not installed")
+
+
+def _run(module: str, *arguments: str, out: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *arguments, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+def test_the_gpu_benchmark_runs(tmp_path: Path) -> None:
+    found = _run("benchmarks.gpu", "--smoke", out=tmp_path / "none.json")
+    assert not [name for name in found if name.endswith("failed")]
+    for case in found["bandwidth"]:
+        times = case["times_ms"]
+        assert {*times} >= {"copy", "ours forward", "ours both", "fbgemm forward", "fbgemm both"}
+        assert all(share > 0 for by in case["share_of_copy"].values() for share in by.values())
+    assert {case["plan"] for case in found["dlrm_step"]} > {"table_wise", "row_wise", "column_wise"}
+    assert len(found["against_embedding_bags"]) == 2
+
+
+def test_ranks_that_are_not_there(tmp_path: Path) -> None:
+    found = _run("benchmarks.scale", "--ranks", "8", "64", "--rounds", "1", out=tmp_path / "s.json")
+    for by_world in found["rounds"].values():
+        for (of_rank,) in by_world.values():
+            assert all(math.isfinite(value) and value > 0 for value in of_rank.values())
+    # every rank looks up for all: the buffers of what it sends and receives grow with them
+    by_world = found["rounds"]["row_wise"]
+    small, large = (by_world[world][0]["peak_of_output"] for world in ("8", "64"))
+    assert 4 < large / small < 10
