@@ -37,7 +37,7 @@ from recsys.modules.embedding_configs import (
 )
 from recsys.modules.embedding_init import draw_seed, init_rows
 from recsys.modules.embedding_inputs import FeatureSelector, safe_features
-from recsys.modules.traced import add_collection, is_proxy, record
+from recsys.modules.traced import add_collection, is_exporting, is_proxy, record
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,
@@ -352,7 +352,7 @@ class TableCollection(nn.Module):
         # not as attributes, which are proxies under `torch.fx`
         updates = any(is_marked(table._parameters["weight"]) for table in self._tables())
         varies = not is_proxy(features) and features.variable_stride_per_key()
-        if not (torch.compiler.is_exporting() or is_proxy(features)):
+        if not (is_exporting() or is_proxy(features)):
             if updates or varies:
                 return run_eagerly(self, features)
         elif varies:

@@ -18,7 +18,7 @@ from recsys.modules.feature_processor import (
     PositionWeightedModule,
 )
 from recsys.modules.position_weights import PositionGather, weigh, with_weights
-from recsys.modules.traced import is_proxy, record
+from recsys.modules.traced import is_exporting, is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]
@@ -75,7 +75,7 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
                 parts = positions, list(self._processors()), PositionWeightedModule.__name__
                 return record(weigh, features, *parts)  # type: ignore[no-any-return]
             return with_weights(features, self._gather(positions, features))
-        if torch.compiler.is_exporting() or is_proxy(features):
+        if is_exporting() or is_proxy(features):
             kinds = sorted({type(processor).__name__ for processor in self._modules.values()})
             raise ValueError(
                 f"A graph has feature processors that work on the whole batch; received {kinds}, "

@@ -29,7 +29,15 @@ from recsys.sparse.validate import is_proxy
 if TYPE_CHECKING:
     from recsys.modules.embedding_tables import TableCollection
 
-__all__ = ["add_collection", "is_proxy", "is_traced", "look_up_bags", "look_up_sequences", "record"]
+__all__ = [
+    "add_collection",
+    "is_exporting",
+    "is_proxy",
+    "is_traced",
+    "look_up_bags",
+    "look_up_sequences",
+    "record",
+]
 
 
 def is_traced(features: object) -> bool:
@@ -39,6 +47,14 @@ def is_traced(features: object) -> bool:
         features: What the collection was called with; `torch.fx` passes a proxy.
     """
     return torch.compiler.is_compiling() or is_proxy(features)
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` follows this call; under torch 2.11, too.
+
+    There `torch.compile` takes `torch.compiler.is_exporting()` for true, but not what it returns.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def record(function: Callable[..., Any], features: object, *arguments: object) -> Any:
