@@ -46,6 +46,20 @@ def _segments_of(sorted_ptr, stride, number, first, last, places, STEPS: tl.cons
     return segments
 
 
+@triton.jit
+def _own_places(sorted_ptr, stride, number, total, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a program's places, which of them are not past the end, and their segments.
+
+    Those past the end stand for the last one, so that what they read is there.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    is_real = places < total
+    last = tl.minimum(first + BLOCK, total) - 1
+    places = tl.minimum(places, last)
+    return places, is_real, _segments_of(sorted_ptr, stride, number, first, last, places, STEPS)
+
+
 # `do_not_specialize`: numbers that differ from batch to batch must not make Triton compile anew (it
 # would for 1, and for multiples of 16).
 @triton.jit(do_not_specialize=["num_segments", "total"])
@@ -58,12 +72,7 @@ def _move_segments(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = first + tl.arange(0, BLOCK)
-    is_real = places < total
-    last = tl.minimum(first + BLOCK, total) - 1
-    places = tl.minimum(places, last)
-    segments = _segments_of(plan_ptr, 1, num_segments, first, last, places, STEPS)
+    places, is_real, segments = _own_places(plan_ptr, 1, num_segments, total, STEPS, BLOCK)
     from_places = places + tl.load(plan_ptr + num_segments + segments)
     tl.store(out_ptr + places, tl.load(source_ptr + from_places, mask=is_real), mask=is_real)
 
@@ -83,12 +92,7 @@ def _pack(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = first + tl.arange(0, BLOCK)
-    is_real = places < total
-    last = tl.minimum(first + BLOCK, total) - 1
-    places = tl.minimum(places, last)
-    segments = _segments_of(plan_ptr, 1, num_segments, first, last, places, STEPS)
+    places, is_real, segments = _own_places(plan_ptr, 1, num_segments, total, STEPS, BLOCK)
     from_places = places + tl.load(plan_ptr + num_segments + segments)
     is_length = from_places < num_lengths
     lengths = tl.load(lengths_ptr + from_places, mask=is_length, other=0)
@@ -293,12 +297,9 @@ def _row_ids(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = first + tl.arange(0, BLOCK)
-    is_real = places < num_ids
-    last = tl.minimum(first + BLOCK, num_ids) - 1
-    places = tl.minimum(places, last)
-    features = _segments_of(offsets_ptr, bags_of_feature, num_features, first, last, places, STEPS)
+    places, is_real, features = _own_places(
+        offsets_ptr, bags_of_feature, num_features, num_ids, STEPS, BLOCK
+    )
     rows = tl.load(base_ptr + features) + tl.load(ids_ptr + places)
     tl.store(out_ptr + places, rows, mask=is_real)
 
@@ -335,13 +336,9 @@ def row_ids(ids_N: Tensor, offsets: Tensor, row_base_F: Tensor) -> Tensor:
 def _places_of_bags(
     out_ptr, offsets_ptr, num_ids, num_bags, num_features, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = first + tl.arange(0, BLOCK)
-    is_real = places < num_ids
-    last = tl.minimum(first + BLOCK, num_ids) - 1
-    places = tl.minimum(places, last)
     number = num_bags * num_features
-    bags = _segments_of(offsets_ptr, 1, number, first, last, places, STEPS).to(tl.int64)
+    places, is_real, bags = _own_places(offsets_ptr, 1, number, num_ids, STEPS, BLOCK)
+    bags = bags.to(tl.int64)
     tl.store(out_ptr + places, bags % num_bags * num_features + bags // num_bags, mask=is_real)
 
 
