@@ -536,7 +536,7 @@ class OutputDist(OutputStage[KeyedTensor]):
             outputs = [*lookups, sums()]  # looked up while the node's parts travel
         else:
             outputs = list(lookups)
-        exchange = _PooledExchange(self, self.env, trip, trip.batch_sizes)
+        exchange = _PooledExchange(self, self.env.for_embeddings, trip, trip.batch_sizes)
         wait = exchange.start(outputs, replicas, trains, trip.anchor)
         return lambda: self._keyed(wait(), trip)
 
@@ -686,7 +686,7 @@ class NodeHop:
             What waits for `[samples of the ranks this one stands for, width]`, in rank order.
         """
         if self._env is None:  # all ranks are here; while they are built, one may have failed
-            self._env = self._whole_env.of_node(self.size)
+            self._env = self._whole_env.for_embeddings.of_node(self.size)
         samples = trip.batch_sizes.reshape(-1, self.size).sum(0)
         return _PooledExchange(self, self._env, trip, samples).start(lookups, (), trains)
 
