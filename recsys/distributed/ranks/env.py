@@ -63,6 +63,16 @@ class ShardingEnv:
             return True
         return "cuda:nccl" in str(torch.distributed.get_backend_config(self.process_group))
 
+    @property
+    def adds_up_on_the_way(self) -> bool:
+        """Whether sums over ranks are better made while values travel, by reduce-scatter.
+
+        Nothing is then received but the sum, and NCCL sends over a node's network cards what
+        its GPUs have added up. The order in which it adds is its own. Gloo sends everything to all.
+        """
+        is_ordered = torch.are_deterministic_algorithms_enabled()
+        return self.world_size > 1 and self.exchanges_in_streams and not is_ordered
+
     def of_node(self, node_size: int) -> ShardingEnv:
         """Return the environment of the ranks on this rank's node.
 
