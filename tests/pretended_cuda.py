@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from recsys.kernels import ops, tbe_fbgemm_module
 
 KERNELS = ("build_header", "make_safe", "move_segments", "pack", "places_of_bags", "row_ids")
+OUTPUT_KERNELS = ("collect", "spread")
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ANSWERS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
@@ -81,12 +82,14 @@ class PretendedCuda(TorchFunctionMode):
 
     Attributes:
         notes: ``(kind, what, where)`` since the last :meth:`forget`.
+        launched: names of Triton's kernels that ran.
     """
 
     def __init__(self, triton: bool = False) -> None:
         super().__init__()
         self._triton, self._is_inside = triton, False
         self.notes: list[tuple[str, str, str]] = []
+        self.launched: set[str] = set()
         self._device, self._pinned = _ON_DEVICE, _PINNED
         self._operations = _Operations(self)
         self._patches = contextlib.ExitStack()
@@ -120,10 +123,11 @@ class PretendedCuda(TorchFunctionMode):
 
     def _kernels(self) -> Iterator[tuple[object, str, object]]:
         """Triton's kernels, each as one operation on the device."""
-        from recsys.kernels import ops_triton
+        from recsys.kernels import ops_triton, output_triton
 
-        def on_device(kernel: Callable[..., Any], *args: Any) -> Any:
+        def on_device(name: str, kernel: Callable[..., Any], *args: Any) -> Any:
             assert all(self.is_on_device(tensor) for tensor in _tensors(args))
+            self.launched.add(name)
             self._is_inside = True
             try:
                 found = kernel(*args)
@@ -132,8 +136,9 @@ class PretendedCuda(TorchFunctionMode):
             self.put(found)
             return found
 
-        for name in KERNELS:
-            yield ops_triton, name, partial(on_device, getattr(ops_triton, name))
+        for module, names in ((ops_triton, KERNELS), (output_triton, OUTPUT_KERNELS)):
+            for name in names:
+                yield module, name, partial(on_device, name, getattr(module, name))
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with self:  # no mode is on while `backward` is called: what it calls is to be seen, too

@@ -194,6 +194,8 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
 
         found = _train(plan, CUDA, samples, after_step)
         notes = list(cuda.notes)
+    if triton and plan.kind not in ("sequence", "distinct"):
+        assert {"collect", "spread"} <= cuda.launched
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -19,34 +19,25 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
-from math import gcd
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
+from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
 from recsys.distributed.stages.input_dist import Trip
-from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
 
 AFTER_OUTPUT = "the forward pass after output_dist"
-_MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
-
-Ranges = Sequence[tuple[int, int]]
-"""Ranges of columns, half open."""
-MeanSlot = tuple[int, int, int]
-"""A position among the row-split slots, and the first and last column of its output."""
 
 
 @final
@@ -72,7 +63,7 @@ class Stage(Protocol):
         tasks: what the ranks do in the exchange there and back, for messages.
         has_exchange: whether any rank sends anything.
         backward: what is told of backward passes, or None.
-        grad_scale: multiplies gradients when they have arrived.
+        grad_scale: multiplies the gradients that reach the lookups.
     """
 
     device: torch.device
@@ -95,7 +86,6 @@ class PooledStage(Stage, Protocol):
         gather: lays out what arrives.
         sums: lays out what arrives where the ranks' parts are added up on the way, as may be done
             for equal batch sizes; None: it may not.
-        mean_slots: what is divided by the lengths of bags.
         blocks: per block the ranks whose samples it has rows of, and its columns.
         order: the parts of the blocks, one for each rank, in the order they are sent; None: a
             single block is sent as it is.
@@ -106,7 +96,6 @@ class PooledStage(Stage, Protocol):
     widths: np.ndarray
     gather: ColumnGather
     sums: ColumnGather | None
-    mean_slots: Sequence[MeanSlot]
     blocks: list[tuple[np.ndarray, int]]
     order: np.ndarray | None
 
@@ -132,9 +121,11 @@ class Exchange(abc.ABC, Generic[S]):
 
     Attributes:
         adds_up: whether what the ranks send is added up on the way.
+        scales_early: whether `spread` multiplies gradients by their scale, before they travel.
     """
 
     adds_up = False
+    scales_early = False
 
     def __init__(
         self, stage: S, env: ShardingEnv, sends: list[int], receives: list[int], path: str
@@ -248,7 +239,7 @@ class Exchange(abc.ABC, Generic[S]):
             return None
         arrived, self.pending = self.pending.wait(), None
         scale = self.stage.grad_scale
-        return arrived if scale == 1.0 else arrived.mul_(scale)
+        return arrived if self.scales_early or scale == 1.0 else arrived.mul_(scale)
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
         """Take the gradients of the replicas' outputs out of the buffer's."""
@@ -294,111 +285,6 @@ class _Place(torch.autograd.Function):
         if exchange.stage.backward is not None:
             exchange.stage.backward.begins()
         return None, exchange.spread(grad)
-
-
-@final
-class _Placement:
-    """The gathers for one batch size, computed on the device from descriptors of the columns.
-
-    `collect` lists, for each chunk of the output `[B, D]`, the chunks of the buffer that add up
-    to it; `offsets` says where each list begins, None if every list has one entry.
-    """
-
-    def __init__(self, gather: ColumnGather, batch_size: int) -> None:
-        self._gather = gather
-        num_entries = gather.first_E.numel()
-        self.sample_B1 = torch.arange(batch_size, device=gather.first_E.device).unsqueeze(1)
-        collect_BE = gather.first_E * batch_size + gather.place_E
-        collect_BE = collect_BE + self.sample_B1 * gather.width_E
-        fits = collect_BE.numel() < 2**31
-        self._dtype = torch.int32 if fits else torch.int64
-        self.collect = collect_BE.flatten().to(self._dtype)
-        self.offsets: Tensor | None = None
-        if gather.list_C is not None:
-            offsets_BC = gather.list_C + self.sample_B1 * num_entries
-            ends = torch.nn.functional.pad(offsets_BC.flatten(), (0, 1), value=collect_BE.numel())
-            self.offsets = ends.to(self._dtype)
-
-    @cached_property
-    def spread(self) -> Tensor:
-        """For each chunk of the buffer, the chunk of the output it goes to."""
-        target_BE = self._gather.chunk_E + self.sample_B1 * self._gather.num_chunks
-        spread = torch.empty_like(self.collect)
-        return spread.scatter_(0, self.collect.long(), target_BE.flatten().to(self._dtype))
-
-
-@final
-class ColumnGather:
-    """Lays out a buffer of blocks `[B, columns of the block]` as `[B, D]`.
-
-    Columns that several blocks hold are added up. The buffer is read as rows of `chunk` columns,
-    the largest width that divides every stretch of columns. Entry `e` of `E` is a chunk that a
-    block holds of each sample: chunk `place_E` of `width_E` in the block, before which are
-    `first_E` chunks of each sample; it goes to chunk `chunk_E` of the output. Entries are in
-    the order of the output, then of the blocks.
-
-    Args:
-        blocks: per block the output columns (start, end) it holds, from left to right; together
-            they hold every output column.
-        width: output columns.
-        device: of the index tensors.
-    """
-
-    def __init__(self, blocks: Sequence[Ranges], width: int, device: torch.device) -> None:
-        self._width = width
-        self.chunk = gcd(
-            width, *(edge for block in blocks for stretch in block for edge in stretch)
-        )
-        self.num_chunks = width // self.chunk if width else 0
-        none = np.zeros(0, dtype=np.int64)
-        of_blocks = [
-            np.concatenate([none, *(np.arange(a // self.chunk, b // self.chunk) for a, b in block)])
-            for block in blocks
-        ]
-        widths = np.array([len(chunks) for chunks in of_blocks], dtype=np.int64)
-        chunks = np.concatenate([none, *of_blocks])
-        firsts = np.cumsum(widths) - widths
-        order = np.argsort(chunks, kind="stable")
-        entries = np.stack(
-            [
-                np.repeat(firsts, widths),
-                np.repeat(widths, widths),
-                np.arange(len(chunks)) - np.repeat(firsts, widths),
-                chunks,
-            ]
-        )[:, order]
-        self.first_E, self.width_E, self.place_E, self.chunk_E = ops.upload(entries, device)
-        self.list_C: Tensor | None = None  # where the entries of each chunk of the output begin
-        if len(chunks) != self.num_chunks:
-            lists = np.searchsorted(chunks[order], np.arange(self.num_chunks))
-            self.list_C = ops.upload(lists, device)
-        self._placements: dict[int, _Placement] = {}
-
-    def collect(self, buffer: Tensor, batch_size: int) -> Tensor:
-        """Return `[B, D]`."""
-        if not batch_size:
-            return buffer.new_empty(0, self._width)
-        placement = self._placements.get(batch_size) or self._placement(batch_size)
-        rows = buffer.view(-1, self.chunk)
-        if placement.offsets is None:
-            output = rows.index_select(0, placement.collect)
-        else:
-            output = functional.embedding_bag(
-                placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
-            )
-        return output.view(batch_size, self._width)
-
-    def spread(self, grad_BD: Tensor) -> Tensor:
-        """Transposed `collect`: the gradient of the flat buffer."""
-        placement = self._placement(grad_BD.shape[0])
-        return grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
-
-    def _placement(self, batch_size: int) -> _Placement:
-        if batch_size not in self._placements:
-            if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
-                self._placements.pop(next(iter(self._placements)))
-            self._placements[batch_size] = _Placement(self, batch_size)
-        return self._placements[batch_size]
 
 
 def _columns(
@@ -496,7 +382,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         layout, env, device = self.layout, self.env, self.device
         self._dims = [slot.dim for slot in layout.slots]
         self._bags = tuple(self._dims), tuple(self.feature_names[s.feature] for s in layout.slots)
-        self.mean_slots: Sequence[MeanSlot] = [
+        mean_slots: Sequence[MeanSlot] = [
             (place, slot.col, slot.col + slot.dim)
             for place in layout.averaged_slots
             for slot in [layout.slots[layout.split_slots[place]]]
@@ -516,12 +402,12 @@ class OutputDist(OutputStage[KeyedTensor]):
         for group in layout.replica_groups:
             members = (layout.replica_streams[i] for i in group.streams)
             blocks.append(merge_ranges(stream.cols for stream in members))
-        self.gather = ColumnGather(blocks, layout.width, device)
+        self.gather = ColumnGather(blocks, layout.width, device, mean_slots)
         self.codecs = codecs.fitted(self.gather.chunk)
         self.sums: ColumnGather | None = None
         if self.hop is None and _may_add_up(of_ranks, env, self.codecs):
             summed = [blocks[0], *blocks[len(of_ranks) :]]
-            self.sums = ColumnGather(summed, layout.width, device)
+            self.sums = ColumnGather(summed, layout.width, device, mean_slots)
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
         ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
         self.sent_widths = np.full(env.world_size, flat_width)
@@ -534,7 +420,7 @@ class OutputDist(OutputStage[KeyedTensor]):
             self.order = np.argsort(np.concatenate([ranks, stands_for]), kind="stable")
         self._is_identity = (
             env.world_size == 1
-            and not self.mean_slots
+            and not mean_slots
             and blocks == [((0, layout.width),)]
             and len(layout.groups[0]) == 1
         )
@@ -587,16 +473,8 @@ class _PooledExchange(Exchange[PooledStage]):
         sends = samples * stage.sent_widths
         super().__init__(stage, env, sends.tolist(), receives.tolist(), trip.stage.path)
         self._bag_counts = trip.bag_counts
-
-    @cached_property
-    def _scales(self) -> Tensor:
-        """`[row-split slots, B, 1]` one over the bags' lengths."""
-        assert self._bag_counts is not None
-        return self._bag_counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
-
-    def _scale_means(self, values_BD: Tensor) -> None:
-        for place, start, end in self.stage.mean_slots:
-            values_BD[:, start:end].mul_(self._scales[place])
+        # a narrow format takes gradients as they are: smaller ones may be lost in it
+        self.scales_early = stage.codecs[1] is None
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
@@ -612,17 +490,14 @@ class _PooledExchange(Exchange[PooledStage]):
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
         self.wait()
-        output = self.gather.collect(buffer, self.num_samples)
-        if self.stage.mean_slots:
-            self._scale_means(output)
-        return output
+        return self.gather.collect(buffer, self.num_samples, self._bag_counts)
 
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
-        if self.stage.mean_slots:
-            grad_BD = grad_BD.clone()
-            self._scale_means(grad_BD)
-        return self.start_sending_back(self.gather.spread(grad_BD))
+        gather, scale = self.gather, self.stage.grad_scale if self.scales_early else 1.0
+        return self.start_sending_back(
+            gather.spread(grad_BD, self._bag_counts, scale, self.num_received)
+        )
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
@@ -682,7 +557,6 @@ class NodeHop:
     has_exchange = True
     grad_scale = 1.0
     backward: Backward | None = None
-    mean_slots: Sequence[MeanSlot] = ()
 
     def __init__(
         self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, Stream, build_layout
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.output_dist import Backward, ColumnGather, OutputDist
+from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
+from recsys.distributed.stages.output_dist import Backward, OutputDist
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.scaled_loss import TableUpdates
 from recsys.kernels.types import PoolingType
@@ -25,30 +25,6 @@ from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 STAGE = SimpleNamespace(path="ebc")
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_gather_lays_out_blocks_and_adds_up_what_overlaps(seed: int) -> None:
-    rng = random.Random(seed)
-    width, batch_size = 4 * rng.randint(1, 5), rng.randint(1, 4)
-    blocks: list[list[tuple[int, int]]] = [[(0, width)]]  # every column is held at least once
-    for _ in range(rng.randint(0, 3)):
-        edges = sorted(rng.sample(range(0, width + 1, 2), 2))
-        blocks.append([(edges[0], edges[1])])
-    gather = ColumnGather(blocks, width, CPU)
-    parts = [
-        torch.randint(-9, 9, (batch_size, sum(end - start for start, end in block))).float()
-        for block in blocks
-    ]
-    buffer = torch.cat([part.flatten() for part in parts])
-    expected = torch.zeros(batch_size, width)
-    for block, part in zip(blocks, parts, strict=True):
-        ((start, end),) = block
-        expected[:, start:end] += part
-    assert torch.equal(gather.collect(buffer, batch_size), expected)
-    grad = torch.randint(-9, 9, (batch_size, width)).float()
-    spread = torch.cat([grad[:, start:end].flatten() for ((start, end),) in blocks])
-    assert torch.equal(gather.spread(grad), spread)
 
 
 def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTable]:
@@ -182,6 +158,44 @@ def test_pooled_embeddings_reach_their_samples_and_gradients_their_lookups(
 ) -> None:
     for seed in range(2):
         ranks(num_ranks, _pooled, node_size, combine, seed)
+
+
+def _tiny_gradient(backward: CommType) -> set[float]:
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    layout = build_layout(_tables(env.world_size, PoolingType.SUM, 0)[:2], 2, env.world_size)
+    stage = OutputDist(
+        layout,
+        env,
+        CPU,
+        Backward(begins=lambda: None, updates=TableUpdates()),
+        QuantizedCommCodecs(backward=WireFormat(precision=backward)),
+        ["f0", "f1"],
+        ["f0", "f1"],
+        torch.float32,
+    )
+    lookups = _outputs(
+        layout, layout.groups[env.rank], layout.streams[env.rank], range(env.world_size)
+    )
+    sizes = np.ones(env.world_size, dtype=np.int64)
+    given = KeyedJaggedTensor(
+        ["f0", "f1"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(2, dtype=torch.int64)
+    )
+    trip: Any = SimpleNamespace(
+        stage=STAGE, batch_sizes=sizes, bag_counts=None, anchor=None, given=given
+    )
+    found = stage.start(trip, iter(lookups), [], True)().values()
+    found.backward(torch.full_like(found, 2.0**-24))
+    return {
+        x for lookup in lookups if lookup.grad is not None for x in lookup.grad.view(-1).tolist()
+    }
+
+
+@pytest.mark.parametrize("backward", [CommType.FP32, CommType.FP16], ids=str)
+def test_the_least_gradient_of_fp16_is_not_lost_by_its_scale(
+    ranks: RankPool, backward: CommType
+) -> None:
+    for found in ranks(2, _tiny_gradient, backward):
+        assert found == {2.0**-25}
 
 
 def _sequence(seed: int) -> None:

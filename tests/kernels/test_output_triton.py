@@ -1,0 +1,195 @@
+"""Triton's kernels lay columns out as loops and as PyTorch do; on a CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+
+if not ops.HAS_TRITON:
+    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+
+from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot
+from recsys.kernels.output_triton import collect, spread
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GUARD = 64  # values around a buffer that must stay as they are, and must not be read
+Blocks = list[list[tuple[int, int]]]
+
+
+def _in_guards(values: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """A copy of values with NaN around it, and what says whether that is untouched."""
+    around = torch.full((values.numel() + 2 * GUARD,), torch.nan, dtype=values.dtype).to(DEVICE)
+    inner = around[GUARD : GUARD + values.numel()].view(values.shape).copy_(values)
+    return inner, lambda: bool(around[:GUARD].isnan().all() and around[-GUARD:].isnan().all())
+
+
+def _guarded(kernel: Callable[[], Tensor]) -> Tensor:
+    """What a kernel returns, which writes each value of it and none beside."""
+    checks = []
+
+    def empty(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert device == DEVICE
+        inner, is_untouched = _in_guards(torch.full(size, torch.nan, dtype=dtype))
+        checks.append(is_untouched)
+        return inner
+
+    with mock.patch("recsys.kernels.output_triton.torch.empty", empty):
+        found = kernel()
+    assert checks
+    assert all(check() for check in checks)
+    return found.cpu()
+
+
+def _case(seed: int) -> tuple[Blocks, int, list[MeanSlot]]:
+    """Blocks that hold every column, some of them often; widths are multiples of 1 to 48."""
+    rng = np.random.default_rng(seed)
+    step, number = [1, 3, 48, 4, 64, 6][seed % 6], int(rng.integers(1, 9))
+    stretches = [(i * step, i * step + step) for i in range(number)]
+    blocks: Blocks = [[] for _ in range(6)]  # some stay empty
+    for stretch in stretches:
+        times = 1 if seed % 2 else int(rng.integers(1, 5))
+        for block in rng.choice(5, times, replace=False):
+            blocks[block].append(stretch)
+    for block in blocks:
+        rng.shuffle(block)
+    is_mean = rng.random(number) < 0.6 * (seed % 3 > 0)
+    slots = [(int(rng.integers(0, 3)), *stretches[i]) for i in np.flatnonzero(is_mean)]
+    if slots and step > 1:  # slots end within chunks, too
+        place, start, end = slots.pop()
+        slots += [(place, start, start + 1), ((place + 1) % 3, start + 1, end)]
+    return blocks, number * step, slots
+
+
+def _parts(blocks: Blocks, flat: np.ndarray, batch_size: int) -> list[tuple[slice, np.ndarray]]:
+    """The output's columns of each stretch of each block, and views of where it is in a buffer."""
+    parts, at = [], 0
+    for block in blocks:
+        width, first = sum(end - start for start, end in block), 0
+        rows = flat[at : at + batch_size * width].reshape(batch_size, width)
+        at += batch_size * width
+        for start, end in block:
+            parts.append((slice(start, end), rows[:, first : first + end - start]))
+            first += end - start
+    assert at == flat.size
+    return parts
+
+
+def _divisors(slots: list[MeanSlot], counts: np.ndarray, width: int) -> np.ndarray:
+    divisors = np.ones((counts.shape[1], width))
+    for place, start, end in slots:
+        divisors[:, start:end] = np.maximum(counts[place], 1)[:, None]
+    return divisors
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 40])
+@pytest.mark.parametrize("seed", range(18))
+def test_columns_are_laid_out_and_back_as_by_loops(seed: int, batch_size: int) -> None:
+    blocks, width, slots = _case(seed)
+    rng = np.random.default_rng(seed)
+    size = batch_size * sum(end - start for block in blocks for start, end in block)
+    buffer = torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
+    counts = torch.from_numpy(rng.integers(0, 5, (3, batch_size)))
+    counts = counts.to([torch.int32, torch.int64][seed // 2 % 2])
+    divisors = _divisors(slots, counts.numpy(), width)
+    twin = ColumnGather(blocks, width, CPU, slots)
+    columns = ColumnGather(blocks, width, DEVICE, slots).columns
+    given, is_untouched = _in_guards(buffer)
+    found = _guarded(lambda: collect(given, batch_size, columns, counts.to(DEVICE)))
+    sums = np.zeros((batch_size, width))
+    for where, part in _parts(blocks, buffer.numpy().astype(np.float64), batch_size):
+        sums[:, where] += part
+    np.testing.assert_allclose(found.numpy(), sums / divisors, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found, twin.collect(buffer, batch_size, counts))
+    assert torch.equal(given.cpu(), buffer)
+    assert is_untouched()
+
+    grad = torch.from_numpy(rng.standard_normal((batch_size, width), dtype=np.float32))
+    num_scaled = int(rng.integers(0, size + 1))
+    inner, is_untouched = _in_guards(grad)
+    rest = counts.to(DEVICE), 1 / 3, num_scaled
+    returned = _guarded(lambda: spread(inner, columns, *rest))
+    expected = np.full(size, np.nan)
+    for where, part in _parts(blocks, expected, batch_size):
+        part[:] = (grad.numpy() / divisors)[:, where]
+    expected[:num_scaled] /= 3
+    np.testing.assert_allclose(returned.numpy(), expected, rtol=1e-6)
+    assert torch.equal(returned, twin.spread(grad, counts, *rest[1:]))
+    assert torch.equal(inner.cpu(), grad)
+    assert is_untouched()
+
+
+@pytest.mark.parametrize("blocks", [[[(0, 6)]], [[(0, 6)], [(2, 6)]]], ids=["once", "twice"])
+def test_gradients_are_read_with_any_strides(blocks: Blocks) -> None:
+    def gradients(device: torch.device) -> list[Tensor]:
+        wide = torch.arange(60.0, device=device).view(5, 12)
+        turned = wide.view(-1)[:30].view(6, 5).t()
+        return [
+            wide[:, 3:9],
+            wide[:, ::2],
+            turned,
+            wide[1, 1].expand(5, 6),
+            wide[:, 4:5].expand(5, 6),
+        ]
+
+    gather, columns = ColumnGather(blocks, 6, CPU), ColumnGather(blocks, 6, DEVICE).columns
+    for grad, on_device in zip(gradients(CPU), gradients(DEVICE), strict=True):
+        found = spread(on_device, columns, None, 1.0, 0)
+        assert torch.equal(found.cpu(), gather.spread(grad))
+
+
+def test_what_is_no_number_stays_visible() -> None:
+    columns = ColumnGather([[(0, 4)], [(0, 2)]], 4, DEVICE, [(0, 0, 2)]).columns
+    buffer = torch.tensor([torch.inf, 1, torch.nan, 2, -1, 3], device=DEVICE)
+    counts = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    found = collect(buffer, 1, columns, counts).cpu()
+    expected = torch.tensor([[torch.inf, 4, torch.nan, 2]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from recsys.kernels import output_triton
+
+def compile(kernel, arguments, **known):
+    names = [name for name in kernel.arg_names if name not in known]
+    signature = dict(zip(names, arguments.split(), strict=True)) | dict.fromkeys(known, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, len(built.asm["cubin"]) > 0)
+
+for lists, means, chunk, unit in ((0, 0, 64, 32), (1, 1, 1, 1)):
+    known = {"HAS_LISTS": bool(lists), "HAS_MEANS": bool(means), "CHUNK": chunk, "UNIT": unit}
+    known |= {"BLOCK_B": 16, "BLOCK_U": 128 // unit}
+    given = "*fp32 *fp32 *i64 *i64 *i32 *i64"
+    compile(output_triton._collect, f"{given} i32 i32 i32", **known)
+    compile(output_triton._spread, f"{given} i64 i32 fp32 i64 i32 i32 i32", **known)
+"""
+
+
+def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILES],
+        env=kept | own,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" True") == 4
