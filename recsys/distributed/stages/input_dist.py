@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout
+from recsys.distributed.placement.layout import Layout, Stream
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.bags import (
@@ -54,9 +54,12 @@ from recsys.sparse.keyed_jagged import Parts, check_features
 from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
-# sender has no batch after this one, the sender will train on it; above them, which module it is of
-_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS = 1, 2, 4, 8, 16
+# sender has no batch after this one, the sender will train on it, its features have batch sizes of
+# their own; above them, which module it is of
+_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS, _VARIABLE = 1, 2, 4, 8, 16, 32
 _MODULE = ~0xFF
+_COUNT_BITS = 40  # of a word that says how many ids come; above them how many bags, if `_VARIABLE`
+_MAX_KEPT = 0.9  # bags are left out where no more of what would be sent than this is of bags
 
 
 _Copied: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
@@ -171,6 +174,10 @@ class InputDist:
         )
         self._keys: list[str] | None = None
         self._routes: Routes
+        self._stream_dims = [stream_dims(streams) for streams in layout.streams]
+        # a padded bag is sent back where ranks of a node add up, or where kernels are missing
+        can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
+        self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
 
     def __repr__(self) -> str:
         received = f"{self.num_streams} streams from each of {self.env.world_size} ranks"
@@ -223,7 +230,10 @@ class InputDist:
             features, trip.has_bad_bags = safe_features(features)
             bags = features.parts()
         if bags.stride_per_key_per_rank is not None:
-            bags = with_one_batch_size(bags, features.stride_per_key())
+            strides = features.stride_per_key()
+            bags = with_one_batch_size(bags, strides)
+            if self.leaves_out and self.env.world_size > 1:
+                trip.own_bags = self._bags_of_streams(trip, np.array(strides), bags.stride)
         trip.checked = bags
         bad_N = self._find_bad_ids(bags, routes)
         if bad_N is None:
@@ -353,6 +363,8 @@ class InputDist:
             flag |= _WEIGHTS_NEED_GRAD
         if trip.last_batches is not None and trip.last_batches.is_last:
             flag |= _IS_LAST
+        if trip.own_bags is not None:
+            flag |= _VARIABLE
         trip.flag, if_ids = flag, 0
         if trip.has_bad_ids is not None:
             # what is an error here must be one on all ranks
@@ -370,7 +382,31 @@ class InputDist:
             head[FLAG] |= trip.has_bad_ids * if_ids
         if trip.has_bad_bags is not None:
             head[FLAG] |= trip.has_bad_bags * _FAILED
-        return torch.cat([head, trip.counts])[header]
+        words = torch.cat([head, trip.counts])[header]
+        if trip.own_bags is not None:
+            words += ops.upload(self._bag_words(trip.own_bags), self.device)
+        return words
+
+    @staticmethod
+    def _bag_words(own_bags: Sequence[np.ndarray]) -> np.ndarray:
+        """Return what is added to a header for the bags of each stream of each destination."""
+        none = np.zeros(COUNTS, dtype=np.int64)
+        return np.concatenate([part for bags in own_bags for part in (none, bags << _COUNT_BITS)])
+
+    def _bags_of_streams(
+        self, trip: Trip, strides: np.ndarray, longest: int
+    ) -> list[np.ndarray] | None:
+        """Return how many bags each stream of each destination has, if that is worth telling.
+
+        Args:
+            trip: whose batch it is.
+            strides: `[K]` bags of each feature.
+            longest: the most of them.
+        """
+        own_bags = [strides[keys] for keys in trip.routes.stream_keys]
+        kept = sum(int(b @ d) for b, d in zip(own_bags, self._stream_dims, strict=True))
+        padded = longest * sum(int(d.sum()) for d in self._stream_dims)
+        return own_bags if kept <= _MAX_KEPT * padded else None
 
     def payload_of(self, trip: Trip) -> Tensor:
         """Build the payload: per destination its lengths, ids and weights."""
@@ -529,6 +565,11 @@ def _bring_headers(
         at = end
 
 
+def stream_dims(streams: Sequence[Stream]) -> np.ndarray:
+    """Return the output columns of streams."""
+    return np.array([end - start for _, _, (start, end) in streams], dtype=np.int64)
+
+
 def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -573,6 +614,9 @@ class Trip(Multistreamable):
         own_counts: `[K]` ids of each key as given, if they were made distinct, else `[0]`;
             `given_counts` on the host.
         inverse: `[N]` place among the distinct ids of each id, if they were made distinct.
+        own_bags: per destination `[its streams]` bags, if features have batch sizes of their own.
+        num_bags: if those of any rank have: `[R, S]` bags that each rank has for each stream of
+            this one; and this rank's bags for each stream of each destination.
         bag_counts: `[len(split_slots), B]` ids per bag of the row-split slots, or None if there
             are none.
         headers: what is on its way, for it and those that started with it; None once it was read.
@@ -613,6 +657,8 @@ class Trip(Multistreamable):
         self.own_counts = torch.empty(0, dtype=torch.int64, device=stage.device)
         self.inverse: Tensor | None = None
         self.bag_counts: Tensor | None = None
+        self.own_bags: list[np.ndarray] | None = None
+        self.num_bags: tuple[np.ndarray, list[np.ndarray]] | None = None
         self.headers: tuple[comm.Pending, Sequence[Trip], _Copied | None] | None = None
         self.lookups: Sequence[Bags] = ()
         self.replicas: list[Bags] = []
@@ -661,7 +707,11 @@ class Trip(Multistreamable):
         warning = "" if is_usual else self._raise_faults(flags)
         if self.last_batches is not None:
             self.last_batches.ranks = (flags & _IS_LAST) != 0
-        self.batch_sizes, self.received_counts = host_RH[:, BATCH], host_RH[:, COUNTS:]
+        self.batch_sizes = host_RH[:, BATCH]
+        is_variable = (flags & _VARIABLE) != 0
+        if is_variable.any():
+            host_RH = self._take_bags(is_variable)
+        self.received_counts = host_RH[:, COUNTS:]
         send_sizes = []
         for segments in self.routes.segments:
             count = int(self.counts_G[segments].sum())
@@ -682,6 +732,24 @@ class Trip(Multistreamable):
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self
+
+    def _take_bags(self, is_variable: np.ndarray) -> np.ndarray:
+        """Note how many bags each rank sends to each stream; return what else the ranks said.
+
+        Args:
+            is_variable: `[R]` whether a rank has said so.
+        """
+        words_RS = self.host_RH[:, COUNTS:]
+        own_bags = self.own_bags
+        if own_bags is None:
+            own_bags = [np.full(len(s), self.batch_size) for s in self.routes.segments]
+        received = np.where(
+            is_variable[:, None], words_RS >> _COUNT_BITS, self.batch_sizes[:, None]
+        )
+        self.num_bags = received, own_bags
+        self.host_RH = self.host_RH.copy()
+        self.host_RH[:, COUNTS:] &= (1 << _COUNT_BITS) - 1
+        return self.host_RH
 
     def _raise_faults(self, flags: np.ndarray) -> str:
         """Raise what any rank found wrong; return what this rank warns of."""

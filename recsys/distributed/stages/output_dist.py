@@ -19,7 +19,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import islice, pairwise
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, final
 
@@ -32,7 +33,8 @@ from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
-from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.input_dist import Trip, stream_dims
+from recsys.distributed.stages.ragged_gather import RaggedBatches, RaggedGather
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
@@ -382,7 +384,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         layout, env, device = self.layout, self.env, self.device
         self._dims = [slot.dim for slot in layout.slots]
         self._bags = tuple(self._dims), tuple(self.feature_names[s.feature] for s in layout.slots)
-        mean_slots: Sequence[MeanSlot] = [
+        self.means: Sequence[MeanSlot] = [
             (place, slot.col, slot.col + slot.dim)
             for place in layout.averaged_slots
             for slot in [layout.slots[layout.split_slots[place]]]
@@ -399,15 +401,17 @@ class OutputDist(OutputStage[KeyedTensor]):
             blocks += sent
             self.widths[rank] = sum(map(_width, sent))
         of_ranks = list(blocks)
+        self.replica_blocks: list[Ranges] = []
         for group in layout.replica_groups:
             members = (layout.replica_streams[i] for i in group.streams)
-            blocks.append(merge_ranges(stream.cols for stream in members))
-        self.gather = ColumnGather(blocks, layout.width, device, mean_slots)
+            self.replica_blocks.append(merge_ranges(stream.cols for stream in members))
+        blocks += self.replica_blocks
+        self.gather = ColumnGather(blocks, layout.width, device, self.means)
         self.codecs = codecs.fitted(self.gather.chunk)
         self.sums: ColumnGather | None = None
         if self.hop is None and _may_add_up(of_ranks, env, self.codecs):
-            summed = [blocks[0], *blocks[len(of_ranks) :]]
-            self.sums = ColumnGather(summed, layout.width, device, mean_slots)
+            summed = [blocks[0], *self.replica_blocks]
+            self.sums = ColumnGather(summed, layout.width, device, self.means)
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
         ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
         self.sent_widths = np.full(env.world_size, flat_width)
@@ -420,9 +424,25 @@ class OutputDist(OutputStage[KeyedTensor]):
             self.order = np.argsort(np.concatenate([ranks, stands_for]), kind="stable")
         self._is_identity = (
             env.world_size == 1
-            and not mean_slots
+            and not self.means
             and blocks == [((0, layout.width),)]
             and len(layout.groups[0]) == 1
+        )
+
+    @cached_property
+    def ragged(self) -> tuple[RaggedGather, RaggedGather]:
+        """Lay out what this rank looks up for all batches, and what it gets for its own.
+
+        A block of either is what comes of a stream; where all its features have as many bags as the
+        batch, the blocks of a rank are one.
+        """
+        layout = self.layout
+        ends = np.cumsum(stream_dims(layout.streams[self.env.rank])).tolist()
+        own: list[Ranges] = [[edges] for edges in pairwise([0, *ends])]
+        arriving: list[Ranges] = [[s.cols] for streams in layout.streams for s in streams]
+        return (
+            RaggedGather(own, sum(self.group_widths), self.device),
+            RaggedGather([*arriving, *self.replica_blocks], layout.width, self.device, self.means),
         )
 
     def start(
@@ -439,7 +459,12 @@ class OutputDist(OutputStage[KeyedTensor]):
             outputs = [*lookups, sums()]  # looked up while the node's parts travel
         else:
             outputs = list(lookups)
-        exchange = _PooledExchange(self, self.env.for_embeddings, trip, trip.batch_sizes)
+        env = self.env.for_embeddings
+        exchange: Exchange[OutputDist] | Exchange[PooledStage]
+        if trip.num_bags is not None:
+            exchange = _RaggedExchange(self, env, trip)
+        else:
+            exchange = _PooledExchange(self, env, trip, trip.batch_sizes)
         wait = exchange.start(outputs, replicas, trains, trip.anchor)
         return lambda: self._keyed(wait(), trip)
 
@@ -514,6 +539,55 @@ class _PooledExchange(Exchange[PooledStage]):
         if stage.group_widths:
             parts = arrived.view(-1, stage.blocks[0][1]).split(stage.group_widths, dim=1)
         return [*(part.contiguous() for part in parts), *sums, *self.replica_grads(grad)]
+
+
+@final
+class _RaggedExchange(Exchange["OutputDist"]):
+    """One batch's way through the stage where features of some have batch sizes of their own.
+
+    Of a feature only the bags that there are travel, not the padding that its lookup had.
+
+    Args:
+        stage: whose batch it is.
+        env: the ranks.
+        trip: of the batch.
+    """
+
+    def __init__(self, stage: OutputDist, env: ShardingEnv, trip: Trip) -> None:
+        assert trip.num_bags is not None
+        received_RS, sent = trip.num_bags
+        looked_up, arriving = stage.ragged
+        batch_sizes = trip.batch_sizes
+        self._looked_up = RaggedBatches(looked_up, received_RS, batch_sizes)
+        own = batch_sizes[env.rank : env.rank + 1]
+        replicas = np.repeat(own, len(stage.replica_blocks))
+        self._arriving = RaggedBatches(arriving, np.concatenate([*sent, replicas])[None], own)
+        widths = map(stream_dims, stage.layout.streams)
+        receives = [int(bags @ dims) for bags, dims in zip(sent, widths, strict=True)]
+        super().__init__(stage, env, self._looked_up.sizes_G, receives, trip.stage.path)
+        self._batch_sizes, self._bag_counts = batch_sizes, trip.bag_counts
+
+    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Start the exchange into one buffer; the replicas' output is behind what arrives."""
+        looked_up_TC = _join(lookups, self._batch_sizes, self.stage.device)
+        return self.start_sending(self._looked_up.spread(looked_up_TC), replicas)
+
+    def place(self, buffer: Tensor) -> Tensor:
+        """Wait and lay the buffer out: `[B, D]`."""
+        self.wait()
+        return self._arriving.collect(buffer, self._bag_counts)
+
+    def spread(self, grad_BD: Tensor) -> Tensor:
+        """Transposed `place`: the gradient of the buffer; starts sending it back."""
+        return self.start_sending_back(self._arriving.spread(grad_BD, self._bag_counts))
+
+    def send_back(self, grad: Tensor) -> list[Tensor]:
+        """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
+        arrived = self.wait_for_grads()
+        if arrived is None:
+            return self.replica_grads(grad)
+        parts = self._looked_up.collect(arrived).split(self.stage.group_widths, dim=1)
+        return [*(part.contiguous() for part in parts), *self.replica_grads(grad)]
 
 
 def _may_add_up(

@@ -80,6 +80,7 @@ class Routes:
     header: Tensor  # [H] gathers the header from [flag, batch size, counts_G]
     payload: np.ndarray  # [2S or 3S of all destinations] int32: the segments in the order sent
     segments: tuple[np.ndarray, ...]  # per destination, its segments
+    stream_keys: tuple[np.ndarray, ...]  # and for each the position in the batch of its feature
     sent: np.ndarray  # [streams of all destinations] int32: those of ids alone
     check_rows: Tensor  # [K] rows of the smallest table that reads each feature of the batch
     min_rows: int  # the least of them
@@ -215,6 +216,7 @@ def build_routes(
         np.array([at[f] for t in group.tables for f in layout.tables[t].features])
         for group in layout.replica_groups
     )
+    slot_keys = at[[slot.feature for slot in layout.slots]]
     return Routes(
         rounds=rounds,
         split_keys=device_index(np.array(split)) if split else None,
@@ -222,10 +224,11 @@ def build_routes(
         replica_positions=replicas,
         use_raw=use_raw,
         num_keys=num_keys,
-        slot_keys=at[[slot.feature for slot in layout.slots]],
+        slot_keys=slot_keys,
         header=device_index(header).long(),
         payload=payload.astype(np.int32),
         segments=tuple(segments),
+        stream_keys=tuple(slot_keys[[s.slot for s in streams]] for streams in layout.streams),
         sent=np.concatenate([s - skipped for s in segments]).astype(np.int32),
         check_rows=torch.from_numpy(rows).to(device),
         min_rows=int(rows.min()),
