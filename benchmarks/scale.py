@@ -34,13 +34,14 @@ from recsys import (
     EmbeddingBagConfig,
     KeyedJaggedTensor,
 )
+from recsys.distributed.ranks import comm
 from recsys.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     row_wise,
     table_wise,
 )
-from recsys.distributed.types import ShardingPlan
+from recsys.distributed.types import ShardingEnv, ShardingPlan
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 
 CPU = torch.device("cpu")
@@ -92,7 +93,7 @@ class _Done:
 
 
 class Echo:
-    """Stands for `dist.all_to_all_single`: ranks send what this one sends to itself.
+    """Stands for exchanges: the other ranks send what this one sends to itself.
 
     Where sizes differ, as of columns, zeros come. Attributes: `seconds` it took so far.
     """
@@ -108,6 +109,21 @@ class Echo:
             out.view(len(of), *own.shape).copy_(own)
         else:
             out.zero_()
+        self.seconds += time.perf_counter() - began
+        return _Done()
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, **kwargs: Any) -> _Done:
+        """Add up as many of this rank's own stretches as there are ranks."""
+        began = time.perf_counter()
+        num_ranks = sent.numel() // out.numel()
+        torch.mul(sent.view(num_ranks, -1)[self.rank].view_as(out), num_ranks, out=out)
+        self.seconds += time.perf_counter() - began
+        return _Done()
+
+    def all_gather(self, out: Tensor, sent: Tensor, **kwargs: Any) -> _Done:
+        """Give each rank what this one has."""
+        began = time.perf_counter()
+        out.view(-1, sent.numel()).copy_(sent.view(1, -1).expand(out.numel() // sent.numel(), -1))
         self.seconds += time.perf_counter() - began
         return _Done()
 
@@ -137,7 +153,13 @@ def measure(plan: str, world: int) -> dict[str, float]:
     dist.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
     echo = Echo(rank=1)
     try:
-        with mock.patch.object(dist, "all_to_all_single", echo):
+        with (
+            mock.patch.object(dist, "all_to_all_single", echo),
+            mock.patch.object(comm, "_reduce_scatter", echo.reduce_scatter),
+            mock.patch.object(comm, "_all_gather", echo.all_gather),
+            # as NCCL does
+            mock.patch.object(ShardingEnv, "exchanges_in_streams", True),
+        ):
             began = time.perf_counter()
             model = build(plan, world)
             built = time.perf_counter() - began

@@ -153,6 +153,7 @@ class ShardedCollection(ShardedModule):
                     f"ids out of range {self._bounds_check_mode.name}",
                     f"output {self._output_dtype}",
                     f"on the wire {stable(self._qcomm_codecs_registry)}",
+                    f"deterministic {torch.are_deterministic_algorithms_enabled()}",
                     stable(switches),
                 )
             )

@@ -6,11 +6,14 @@ Collections alone, each strategy by itself, and bit for bit: tests/conformance/.
 from __future__ import annotations
 
 import random
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 
-from recsys.distributed.types import ShardingType
+from recsys.distributed.ranks import comm
+from recsys.distributed.types import ShardingEnv, ShardingType
 from recsys.optim import RowWiseAdagrad
 from tests.distributed.cases import (
     CLOSE,
@@ -97,3 +100,49 @@ def _train_narrow(optimizer: type[torch.optim.Optimizer], kind: ShardingType) ->
 def test_tables_of_1_to_3_columns(ranks: RankPool, optimizer: type[torch.optim.Optimizer]) -> None:
     for kind in _types_of(optimizer):
         ranks(2, _train_narrow, optimizer, kind)
+
+
+class OnAllRanks(Case):
+    """Tables of enough rows for every rank, split over all of them; batches are mostly alike."""
+
+    sizes: ClassVar[tuple[int, ...]] = (3, 3, 3, 3, 0)
+
+    def configs(self) -> list[Any]:
+        for config in (configs := super().configs()):
+            config.num_embeddings += self.world_size
+        return configs
+
+    def ranks_of(self, kind: ShardingType, rng: random.Random) -> list[int]:
+        whole = kind is ShardingType.ROW_WISE
+        return list(range(self.world_size)) if whole else super().ranks_of(kind, rng)
+
+
+def _train_by_sums(case: Case) -> tuple[int, int]:
+    """As over NCCL, where sums are made on the way."""
+    with (
+        mock.patch.object(ShardingEnv, "adds_up_on_the_way", property(lambda self: True)),
+        mock.patch.object(comm, "reduce_scatter", wraps=comm.reduce_scatter) as sums,
+        mock.patch.object(comm, "all_gather", wraps=comm.all_gather) as gathers,
+    ):
+        _train_both(case)
+    return sums.call_count, gathers.call_count
+
+
+@pytest.mark.parametrize("kinds", [("row_wise",), ("row_wise", "data_parallel")], ids="+".join)
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_sums_over_ranks_may_be_made_on_the_way(
+    ranks: RankPool, seed: int, kinds: tuple[str, ...]
+) -> None:
+    case = OnAllRanks(seed, 2 + seed % 2, tuple(map(ShardingType, kinds)), RowWiseAdagrad)
+    found = ranks(case.world_size, _train_by_sums, case)
+    equal = [all(batch.stride() == 3 for batch in case.batches(step)) for step in STEPS]
+    assert any(equal)
+    assert found == [(sum(equal) + equal[0], sum(equal))] * case.world_size
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sums_inside_a_node_may_be_made_on_the_way(ranks: RankPool, seed: int) -> None:
+    kinds = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_WISE)
+    case = OnAllRanks(seed, 4, kinds, RowWiseAdagrad, node_size=2)
+    found = ranks(4, _train_by_sums, case)
+    assert any(forward and backward for forward, backward in found)

@@ -7,16 +7,22 @@ import os
 import pickle
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.strategies import parameter_sharding, rects_of
+from recsys.distributed.ranks import comm
 from recsys.distributed.types import (
     Awaitable,
     CacheParams,
@@ -39,6 +45,7 @@ from recsys.distributed.types import (
 from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedTensor
+from tests.distributed.cases import CPU, Case
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -393,6 +400,49 @@ class TestCacheParams:
             assert sharded.layout.tables[0].group.cache_load_factor == share
 
 
+def _groups_of_exchanges(members: list[int]) -> None:
+    """Two models over some of the ranks; the others take no part in anything."""
+    parent = dist.new_group(members, timeout=timedelta(seconds=50), use_local_synchronization=True)
+    if dist.get_rank() not in members:
+        return
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    env = ShardingEnv.from_process_group(parent)
+    case = Case(7, world_size=2, types=(ShardingType.TABLE_WISE, ShardingType.DATA_PARALLEL))
+    used: dict[str, set[Any]] = {}
+
+    def noted(real: Any) -> Any:
+        def call(env: ShardingEnv, what: str, *args: Any, **kwargs: Any) -> Any:
+            used.setdefault(what, set()).add(env.process_group)
+            return real(env, what, *args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(comm, "all_to_all", noted(comm.all_to_all)),
+        mock.patch.object(comm, "all_reduce", noted(comm.all_reduce)),
+    ):
+        for _ in range(2):
+            model = DistributedModelParallel(case.model(), env=env, device=CPU, plan=case.plan())
+            model(case.batches(0)[env.rank])[1].sum().backward()
+    ids = used.pop("tell how many ids come")
+    assert ids == used.pop("send ids to their owners")
+    embeddings = used.pop("send embeddings back")
+    assert embeddings == used.pop("send gradients to the tables")
+    assert embeddings == used.pop("add up gradients of replicated tables")
+    assert not used
+    (of_ids,), (of_embeddings,) = ids, embeddings  # one each, for both models
+    assert len({parent, of_ids, of_embeddings}) == 3
+    for group in of_ids, of_embeddings:
+        assert dist.get_process_group_ranks(group) == members
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=50)
+        assert str(dist.get_backend_config(group)) == str(dist.get_backend_config(parent))
+    assert len(dist.distributed_c10d._world.pg_map) == num_groups + 2
+    # another group of these ranks does not make them anew: their names would be taken
+    again = dist.new_group(members, timeout=timedelta(seconds=50), use_local_synchronization=True)
+    dist.destroy_process_group(parent)
+    assert ShardingEnv.from_process_group(again).for_ids.process_group is of_ids
+
+
 class TestEnv:
     def test_without_a_process_group(self) -> None:
         for env in (ShardingEnv.default(), ShardingEnv.from_local()):
@@ -410,6 +460,20 @@ class TestEnv:
 
     def test_of_the_default_process_group(self, ranks: RankPool) -> None:
         assert ranks(2, _default_env) == [(0, 2), (1, 2)]
+
+    @pytest.mark.parametrize("members", [[0, 1], [0, 2]])
+    def test_ids_and_embeddings_have_groups_of_their_own(
+        self, ranks: RankPool, members: list[int]
+    ) -> None:
+        ranks(3, _groups_of_exchanges, members)
+
+    def test_a_part_of_a_bound_job_makes_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        env, own = ShardingEnv(1, 0), object()
+        env.world_size, env.process_group = 2, own  # type: ignore[assignment]
+        bound = SimpleNamespace(bound_device_id=torch.device("cuda", 0), size=lambda: 4)
+        monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
+        assert env.for_ids is env
+        assert env.for_embeddings is env
 
     def test_refuses_what_cannot_be(self) -> None:
         with pytest.raises(ValueError, match=r"rank must be in \[0, world_size\); received rank=2"):

@@ -138,12 +138,44 @@ def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
     """Start an in-place sum over ranks; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return Pending(tensor)
+    work = _start(env, what, dist.all_reduce, tensor)
+    return Pending(tensor, work, env=env, what=what)
+
+
+def reduce_scatter(env: ShardingEnv, what: str, send: Tensor, out: Tensor) -> Pending:
+    """Start a sum over ranks of which each gets a stretch, in no fixed order of the ranks.
+
+    Args:
+        env: the ranks that take part, more than one.
+        what: as for `all_to_all`.
+        send: `[R * N]`, the stretch for rank 0 first. Do not change it before the wait.
+        out: `[N]`, to receive into.
+    """
+    work = _start(env, what, _reduce_scatter, out, send)
+    return Pending(out, work, send, env=env, what=what)
+
+
+def all_gather(env: ShardingEnv, what: str, send: Tensor) -> Pending:
+    """Start to gather what all ranks have: `[N]` each, `[R * N]` on all; else as before."""
+    out = send.new_empty(env.world_size * send.numel())
+    work = _start(env, what, _all_gather, out, send)
+    return Pending(out, work, send, env=env, what=what)
+
+
+# of newer PyTorch, and of older
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _start(
+    env: ShardingEnv, what: str, exchange: Callable[..., Any], *tensors: Tensor
+) -> dist.Work:
     where.exchanges += 1
     try:
-        work = dist.all_reduce(tensor, group=env.process_group, async_op=True)
+        work: dist.Work = exchange(*tensors, group=env.process_group, async_op=True)
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)
-    return Pending(tensor, work, env=env, what=what)
+    return work
 
 
 def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T]:

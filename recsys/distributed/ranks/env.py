@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -62,6 +63,16 @@ class ShardingEnv:
             return True
         return "cuda:nccl" in str(torch.distributed.get_backend_config(self.process_group))
 
+    @property
+    def adds_up_on_the_way(self) -> bool:
+        """Whether sums over ranks are better made while values travel, by reduce-scatter.
+
+        Nothing is then received but the sum, and NCCL sends over a node's network cards what
+        its GPUs have added up. The order in which it adds is its own. Gloo sends everything to all.
+        """
+        is_ordered = torch.are_deterministic_algorithms_enabled()
+        return self.world_size > 1 and self.exchanges_in_streams and not is_ordered
+
     def of_node(self, node_size: int) -> ShardingEnv:
         """Return the environment of the ranks on this rank's node.
 
@@ -79,34 +90,65 @@ class ShardingEnv:
             return ShardingEnv(1, 0)
         return ShardingEnv(len(ranks), ranks.index(self.rank), self.group_of(ranks))
 
+    @cached_property
+    def for_ids(self) -> ShardingEnv:
+        """The same ranks, with a process group in which nothing but ids travels.
+
+        So what is computed next never waits in a queue behind what is computed now: ids of the
+        batch to come, embeddings, and the gradients of dense layers have a group each. They are
+        made at the first exchange, once for all models over these ranks.
+        """
+        return self._beside("ids")
+
+    @cached_property
+    def for_embeddings(self) -> ShardingEnv:
+        """The same ranks, with a process group for embeddings and what updates tables."""
+        return self._beside("embeddings")
+
     def aside(self) -> ShardingEnv:
         """Return the same ranks with a gloo group of their own, for exchanges of another thread.
 
         Every rank must ask in the same order; the group is made once.
         """
-        if self.process_group is None:
+        return self._beside("saves", "gloo")
+
+    def _beside(self, purpose: str, backend: str | None = None) -> ShardingEnv:
+        """Return the same ranks with a group of their own; itself if it can have none."""
+        if self.process_group is None or self.world_size == 1:
             return self
-        group = self.group_of(range(self.world_size), "gloo")
-        return ShardingEnv(self.world_size, self.rank, group)
+        whole = torch.distributed.group.WORLD
+        is_bound = whole is not None and whole.bound_device_id and whole.size() != self.world_size
+        if is_bound and backend is None:
+            return self  # new groups are split off the bound one: all of its ranks must take part
+        ranks = range(self.world_size)
+        return ShardingEnv(self.world_size, self.rank, self.group_of(ranks, backend, purpose))
 
     def group_of(
-        self, ranks: Sequence[int], backend: str | None = None
+        self, ranks: Sequence[int], backend: str | None = None, purpose: str = ""
     ) -> torch.distributed.ProcessGroup:
         """Return the process group of some of these ranks, this one among them.
 
-        Each of them must ask in the same order as the others; the group is made once.
+        Each of them must ask in the same order as the others; the group is made once, also for
+        another environment of the same ranks. It has the timeout of this environment's group, and
+        ends with the default group: PyTorch names such groups by their ranks, and one made anew
+        would find in the store what the old one left there.
 
         Args:
             ranks: numbers in this environment.
-            backend: of the group, such as "gloo"; that of the default group if None.
+            backend: of the group, such as "gloo"; that of this environment's group if None.
+            purpose: tells groups of the same ranks apart.
         """
-        assert self.process_group is not None
-        known = _groups.setdefault(self.process_group, {})
-        key = tuple(ranks), backend
+        group, whole = self.process_group, torch.distributed.group.WORLD
+        assert group is not None
+        assert whole is not None
+        known = _groups.setdefault(whole, {})
+        members = torch.distributed.get_process_group_ranks(group)
+        backend = backend or str(torch.distributed.get_backend_config(group))
+        timeout = _timeout_of(group)
+        key = tuple(members[rank] for rank in ranks), backend, timeout, purpose
         if key not in known:
-            members = torch.distributed.get_process_group_ranks(self.process_group)
             known[key] = torch.distributed.new_group(
-                [members[rank] for rank in ranks], backend=backend, use_local_synchronization=True
+                key[0], timeout=timeout, backend=backend, use_local_synchronization=True
             )
         return known[key]
 
@@ -187,8 +229,18 @@ def _check_rank(world_size: int, rank: int) -> None:
 
 _groups: WeakKeyDictionary[
     torch.distributed.ProcessGroup,
-    dict[tuple[tuple[int, ...], str | None], torch.distributed.ProcessGroup],
+    dict[tuple[tuple[int, ...], str, timedelta | None, str], torch.distributed.ProcessGroup],
 ] = WeakKeyDictionary()
+"""Those that were made under a default group, by ranks in it, backend, timeout and purpose."""
+
+
+def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
+    """Return after what time exchanges of a group fail; None: PyTorch's default."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return None
 
 
 def node_size_of(world_size: int) -> int:

@@ -94,7 +94,7 @@ class ColumnGather:
         device: torch.device,
         mean_slots: Sequence[MeanSlot] = (),
     ) -> None:
-        self._width, self._device, self._mean_slots = width, device, mean_slots
+        self._width, self._device, self.mean_slots = width, device, mean_slots
         self.chunk = gcd(
             width, *(edge for block in blocks for stretch in block for edge in stretch)
         )
@@ -164,7 +164,7 @@ class ColumnGather:
                 placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
             )
         output = output.view(batch_size, self._width)
-        self._divide(output, counts)
+        self.divide(output, counts)
         return output
 
     def spread(
@@ -190,9 +190,9 @@ class ColumnGather:
 
             narrow = (None, None) if wire is None else (wire.cast, wire.loss_scale)
             return spread(grad_BD, self.columns, counts, scale, num_sent, *narrow)
-        if self._mean_slots:
+        if self.mean_slots:
             grad_BD = grad_BD.clone()
-            self._divide(grad_BD, counts)
+            self.divide(grad_BD, counts)
         placement = self._placement(grad_BD.shape[0])
         spread_N = grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
         sent = spread_N[:num_sent]
@@ -200,12 +200,12 @@ class ColumnGather:
             sent.mul_(scale)
         return spread_N, sent
 
-    def _divide(self, values_BD: Tensor, counts: Tensor | None) -> None:
+    def divide(self, values_BD: Tensor, counts: Tensor | None) -> None:
         """Divide the columns of averaged slots by the lengths of bags, in place."""
-        if self._mean_slots:
+        if self.mean_slots:
             assert counts is not None
             scales = counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
-            for place, start, end in self._mean_slots:
+            for place, start, end in self.mean_slots:
                 values_BD[:, start:end].mul_(scales[place])
 
     @cached_property
@@ -213,12 +213,12 @@ class ColumnGather:
         """What kernels are told of the columns."""
         from recsys.kernels.output_triton import Columns
 
-        edges = (edge for _, *columns in self._mean_slots for edge in columns)
+        edges = (edge for _, *columns in self.mean_slots for edge in columns)
         unit = gcd(self.chunk, _MAX_UNIT, *edges)
         means_U: Tensor | None = None
-        if self._mean_slots:
+        if self.mean_slots:
             means = np.full(self._width // unit, -1, dtype=np.int32)
-            for place, start, end in self._mean_slots:
+            for place, start, end in self.mean_slots:
                 means[start // unit : end // unit] = place
             means_U = ops.upload(means, self._device)
         sizes = self._width, self.chunk, unit

@@ -469,7 +469,7 @@ def start_together(trips: Sequence[Trip]) -> None:
         sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
         width = sum(stage.header_width for stage in stages)
     own = [width] * env.world_size
-    pending = comm.all_to_all(env, "tell how many ids come", sent, sizes, own)
+    pending = comm.all_to_all(env.for_ids, "tell how many ids come", sent, sizes, own)
     if stage.is_ordered:
         _bring_headers(pending, trips, read=False)
     else:
@@ -672,7 +672,11 @@ class Trip(Multistreamable):
             recv_sizes = self.batch_sizes * stage.num_streams + (stage.num_parts - 1) * ids
             payload = stage.payload_of(self)
             self._received = comm.all_to_all(
-                stage.env, "send ids to their owners", payload, send_sizes, recv_sizes.tolist()
+                stage.env.for_ids,
+                "send ids to their owners",
+                payload,
+                send_sizes,
+                recv_sizes.tolist(),
             )
         self.lengths = self.values = self.weights = []  # what was sent is not kept
         if warning:
@@ -807,7 +811,7 @@ class Trip(Multistreamable):
         def send_back(grad_M: Tensor) -> Tensor | None:
             returned = ops.move_segments(grad_M, by_rank, stream_counts)
             what = "send the gradients of weights back"
-            arrived = comm.all_to_all(env, what, returned, received, sent).wait()
+            arrived = comm.all_to_all(env.for_embeddings, what, returned, received, sent).wait()
             if places is None:
                 return None
             # the output stage divided it, for the tables' sake

@@ -84,6 +84,8 @@ class PooledStage(Stage, Protocol):
         sent_widths: `[R]` elements for each rank, a sample of it.
         widths: `[R]` elements from each rank, a sample.
         gather: lays out what arrives.
+        sums: lays out what arrives where the ranks' parts are added up on the way, as may be done
+            for equal batch sizes; None: it may not.
         blocks: per block the ranks whose samples it has rows of, and its columns.
         order: the parts of the blocks, one for each rank, in the order they are sent; None: a
             single block is sent as it is.
@@ -93,6 +95,7 @@ class PooledStage(Stage, Protocol):
     sent_widths: np.ndarray
     widths: np.ndarray
     gather: ColumnGather
+    sums: ColumnGather | None
     blocks: list[tuple[np.ndarray, int]]
     order: np.ndarray | None
 
@@ -113,13 +116,15 @@ class Exchange(abc.ABC, Generic[S]):
         stage: whose batch it is.
         env: the ranks.
         sends: elements for each rank, in the forward pass.
-        receives: elements from each rank.
+        receives: elements from each rank; or of their sum.
         path: of the module, for messages.
 
     Attributes:
+        adds_up: whether what the ranks send is added up on the way.
         scales_early: whether `spread` multiplies gradients by their scale, before they travel.
     """
 
+    adds_up = False
     scales_early = False
 
     def __init__(
@@ -193,7 +198,9 @@ class Exchange(abc.ABC, Generic[S]):
             self._replica_shapes.append(replica.shape)
             size += replica.numel()
         buffer = torch.empty(size, device=stage.device)
-        if stage.has_exchange:
+        if stage.has_exchange and self.adds_up:
+            self.pending = comm.reduce_scatter(self.env, stage.tasks[0], sent, buffer[:at])
+        elif stage.has_exchange:
             self.pending = comm.all_to_all(
                 self.env,
                 stage.tasks[0],
@@ -218,7 +225,9 @@ class Exchange(abc.ABC, Generic[S]):
     def start_sending_back(self, grad: Tensor, sent: Tensor) -> Tensor:
         """Send back the gradient of what had arrived in the buffer; return the buffer's."""
         stage = self.stage
-        if stage.has_exchange:
+        if stage.has_exchange and self.adds_up:
+            self.pending = comm.all_gather(self.env, stage.tasks[1], sent)
+        elif stage.has_exchange:
             self.pending = comm.all_to_all(
                 self.env, stage.tasks[1], sent, self.receives, self.sends, wire=stage.codecs[1]
             )
@@ -388,11 +397,16 @@ class OutputDist(OutputStage[KeyedTensor]):
                 sent.append(node_columns(layout, rank // layout.node_size))
             blocks += sent
             self.widths[rank] = sum(map(_width, sent))
+        of_ranks = list(blocks)
         for group in layout.replica_groups:
             members = (layout.replica_streams[i] for i in group.streams)
             blocks.append(merge_ranges(stream.cols for stream in members))
         self.gather = ColumnGather(blocks, layout.width, device, mean_slots)
         self.codecs = codecs.fitted(self.gather.chunk)
+        self.sums: ColumnGather | None = None
+        if self.hop is None and _may_add_up(of_ranks, env, self.codecs):
+            summed = [blocks[0], *blocks[len(of_ranks) :]]
+            self.sums = ColumnGather(summed, layout.width, device, mean_slots)
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
         ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
         self.sent_widths = np.full(env.world_size, flat_width)
@@ -424,7 +438,7 @@ class OutputDist(OutputStage[KeyedTensor]):
             outputs = [*lookups, sums()]  # looked up while the node's parts travel
         else:
             outputs = list(lookups)
-        exchange = _PooledExchange(self, self.env, trip, trip.batch_sizes)
+        exchange = _PooledExchange(self, self.env.for_embeddings, trip, trip.batch_sizes)
         wait = exchange.start(outputs, replicas, trains, trip.anchor)
         return lambda: self._keyed(wait(), trip)
 
@@ -452,13 +466,11 @@ class _PooledExchange(Exchange[PooledStage]):
     ) -> None:
         self.batch_sizes = trip.batch_sizes
         self.num_samples = int(samples[env.rank])
-        super().__init__(
-            stage,
-            env,
-            (samples * stage.sent_widths).tolist(),
-            (stage.widths * self.num_samples).tolist(),
-            trip.stage.path,
-        )
+        self.gather, receives = stage.gather, stage.widths * self.num_samples
+        if stage.sums is not None and self.num_samples and np.ptp(samples) == 0:
+            self.adds_up, self.gather, receives = True, stage.sums, receives[:1]
+        sends = samples * stage.sent_widths
+        super().__init__(stage, env, sends.tolist(), receives.tolist(), trip.stage.path)
         self._bag_counts = trip.bag_counts
         # a narrow format takes gradients as they are: smaller ones may be lost in it
         self.scales_early = stage.codecs[1] is None
@@ -476,21 +488,21 @@ class _PooledExchange(Exchange[PooledStage]):
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
-        gather, wire = self.stage.gather, self._read_wire(0)
+        wire = self._read_wire(0)
         arrived = self.wait(decode=wire is None)
         rest = (arrived, wire) if wire is not None else ()
-        return gather.collect(buffer, self.num_samples, self._bag_counts, *rest)
+        return self.gather.collect(buffer, self.num_samples, self._bag_counts, *rest)
 
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
-        gather, scale = self.stage.gather, self.stage.grad_scale if self.scales_early else 1.0
+        scale = self.stage.grad_scale if self.scales_early else 1.0
         sent = self._bag_counts, scale, self.num_received, self._read_wire(1)
-        return self.start_sending_back(*gather.spread(grad_BD, *sent))
+        return self.start_sending_back(*self.gather.spread(grad_BD, *sent))
 
     def _read_wire(self, direction: int) -> WireFormat | None:
         """Return the format, there or back, that the gather itself reads, or writes."""
         wire = self.stage.codecs[direction]
-        return wire if self.env.world_size > 1 and self.stage.gather.reads(wire) else None
+        return wire if self.env.world_size > 1 and self.gather.reads(wire) else None
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
@@ -507,6 +519,21 @@ class _PooledExchange(Exchange[PooledStage]):
         if stage.group_widths:
             parts = arrived.view(-1, stage.blocks[0][1]).split(stage.group_widths, dim=1)
         return [*(part.contiguous() for part in parts), *sums, *self.replica_grads(grad)]
+
+
+def _may_add_up(
+    blocks: Sequence[Ranges], env: ShardingEnv, codecs: tuple[WireFormat | None, WireFormat | None]
+) -> bool:
+    """Return whether ranks all send the same columns, and better as sums; narrow ones would lose.
+
+    Args:
+        blocks: the columns that each rank sends.
+        env: the ranks.
+        codecs: what embeddings and gradients look like while they travel.
+    """
+    is_exact = codecs == (None, None)
+    is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
+    return bool(env.adds_up_on_the_way and is_exact and is_uniform)
 
 
 def node_columns(layout: Layout, node: int) -> Ranges:
@@ -553,8 +580,12 @@ class NodeHop:
         members = range(node * self.size, (node + 1) * self.size)
         blocks = [_ranges(layout, layout.streams[rank], in_node=True) for rank in members]
         self.widths = np.array([_width(block) for block in blocks])
-        self.gather = ColumnGather([_within(columns, b) for b in blocks], self.width, device)
+        parts = [_within(columns, block) for block in blocks]
+        self.gather = ColumnGather(parts, self.width, device)
         self.codecs = codecs.fitted(self.gather.chunk or 1)
+        self.sums: ColumnGather | None = None
+        if _may_add_up(parts, env, self.codecs):
+            self.sums = ColumnGather(parts[:1], self.width, device)
 
     def start(self, trip: Trip, lookups: Sequence[Tensor], trains: bool) -> Callable[[], Tensor]:
         """Start to turn this rank's parts into the node's sums.
@@ -568,7 +599,7 @@ class NodeHop:
             What waits for `[samples of the ranks this one stands for, width]`, in rank order.
         """
         if self._env is None:  # all ranks are here; while they are built, one may have failed
-            self._env = self._whole_env.of_node(self.size)
+            self._env = self._whole_env.for_embeddings.of_node(self.size)
         samples = trip.batch_sizes.reshape(-1, self.size).sum(0)
         return _PooledExchange(self, self._env, trip, samples).start(lookups, (), trains)
 

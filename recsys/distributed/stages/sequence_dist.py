@@ -121,7 +121,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         self.received_chunks = trip.received_counts * stage.own_chunks
         super().__init__(
             stage,
-            stage.env,
+            stage.env.for_embeddings,
             (self.received_chunks.sum(1) * stage.chunk).tolist(),
             (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
             trip.stage.path,

@@ -108,7 +108,8 @@ class BackwardFinisher:
         given = [replicas.lookup.kernel.deferred.take_dense() for replicas in self._replicas]
         flat = [part for parts in given for part in parts]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
-        comm.all_reduce(self._env, "add up gradients of replicated tables", buffer).wait()
+        what = "add up gradients of replicated tables"
+        comm.all_reduce(self._env.for_embeddings, what, buffer).wait()
         if self._env.world_size > 1:
             buffer.mul_(1.0 / self._env.world_size)
         summed = iter(buffer.split([part.numel() for part in flat]))
@@ -342,7 +343,8 @@ class _ColumnSplits:
         for rank, shared in by_rank:
             sizes[rank] = sum(counts[place] for place in shared)
         sent = torch.cat([empty, *(partials[place] for _, shared in by_rank for place in shared)])
-        pending = comm.all_to_all(env, "add up row statistics", sent, sizes, sizes)
+        what = "add up row statistics"
+        pending = comm.all_to_all(env.for_embeddings, what, sent, sizes, sizes)
         received = pending.wait().split([sizes[rank] for rank, _ in by_rank])
         totals = empty.new_zeros(sum(counts)).split(counts)
         # in rank order: every owner adds up alike
