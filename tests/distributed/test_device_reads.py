@@ -15,6 +15,12 @@ from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.ranks.wire import (
+    CommType,
+    QCommsConfig,
+    WireFormat,
+    get_qcomm_codecs_registry,
+)
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import row_wise
 from recsys.distributed.stages.input_dist import start_together
@@ -48,12 +54,14 @@ class Plan:
     twice: bool = False  # whether each feature is read by two tables
     mean: bool = False
     deferred: bool = False
+    wire: CommType = CommType.FP32
 
     @property
     def name(self) -> str:
         types = "+".join(t.value for t in self.types)
         rest = [self.kind, self.optimizer.name, "twice" * self.twice, "mean" * self.mean]
-        return "-".join(filter(None, [types, *rest, "deferred" * self.deferred]))
+        rest += ["deferred" * self.deferred, str(self.wire) * (self.wire is not CommType.FP32)]
+        return "-".join(filter(None, [types, *rest]))
 
 
 ALL = (S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE, S.DATA_PARALLEL, S.GRID_SHARD)
@@ -67,6 +75,7 @@ PLANS = [
     Plan((S.ROW_WISE,), "sequence", dims=(8,), twice=True),
     Plan(ALL, mean=True),
     Plan(ALL, deferred=True),
+    *(Plan(ALL, kind, dims=(8,), wire=CommType.FP16) for kind in ("pooled", "sequence")),
     Plan((S.DATA_PARALLEL, S.ROW_WISE, S.COLUMN_WISE), optimizer=EmbOptimType.ADAM),
     Plan((S.DATA_PARALLEL, S.ROW_WISE, S.TABLE_WISE), optimizer=EmbOptimType.LAMB),
     Plan((S.COLUMN_WISE, S.DATA_PARALLEL), optimizer=EmbOptimType.PARTIAL_ROWWISE_ADAM),
@@ -148,10 +157,15 @@ def _train(
         fused["eps"] = 1e-3
     if plan.deferred:
         fused["update_mode"] = UpdateMode.DEFERRED
+    narrow = QCommsConfig(
+        forward_precision=plan.wire, backward_precision=plan.wire, backward_loss_scale=8.0
+    )
+    codecs = get_qcomm_codecs_registry(narrow)
     if sharder_type is None:
-        sharder: object = EmbeddingBagCollectionSharder(fused_params=fused)
+        sharder: object = EmbeddingBagCollectionSharder(fused, qcomm_codecs_registry=codecs)
     else:
-        sharder = sharder_type(fused_params=fused, use_index_dedup=plan.kind == "distinct")
+        is_distinct = plan.kind == "distinct"
+        sharder = sharder_type(fused, qcomm_codecs_registry=codecs, use_index_dedup=is_distinct)
     model = Model(plan)
     tables: EmbeddingBagCollection = model.tables  # type: ignore[assignment]
     shardings = EmbeddingModuleShardingPlan(
@@ -186,7 +200,8 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
     """Checks the device's results against the CPU's; returns the notes of the last step."""
     samples = [SAMPLES, SAMPLES, SAMPLES]
     expected = _train(plan, CPU, samples, lambda step: None)
-    with PretendedCuda(triton) as cuda:
+    decode = mock.patch.object(WireFormat, "decode", autospec=True, side_effect=WireFormat.decode)
+    with PretendedCuda(triton) as cuda, decode as decoded:
 
         def after_step(step: int) -> None:
             if step < 0:
@@ -194,8 +209,11 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
 
         found = _train(plan, CUDA, samples, after_step)
         notes = list(cuda.notes)
-    if triton and plan.kind not in ("sequence", "distinct"):
+    lays_out = triton and plan.kind not in ("sequence", "distinct")
+    if lays_out:
         assert {"collect", "spread"} <= cuda.launched
+    if plan.wire is not CommType.FP32:  # of gradients, and of embeddings where no kernel does it
+        assert decoded.call_count == len(samples) * (1 if lays_out else 2)
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)

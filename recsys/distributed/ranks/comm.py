@@ -48,8 +48,11 @@ class Pending:
     env: ShardingEnv | None = None
     what: str = ""
 
-    def wait(self) -> Tensor:
+    def wait(self, decode: bool = True) -> Tensor:
         """Wait for the exchange and return the tensor.
+
+        Args:
+            decode: whether to turn what arrived into the result.
 
         Raises:
             LostContactError: if contact with another rank is lost.
@@ -63,7 +66,7 @@ class Pending:
                 raise_explained(error, self.env.process_group, self.what)
             where.waits_to = ""
             self.work = self.keep = None
-        if self.decode is not None:
+        if decode and self.decode is not None:
             self.tensor = self.decode(self.tensor)
             self.decode = None
         return self.tensor

@@ -96,6 +96,11 @@ class WireFormat:
             return _CASTS[self.precision].itemsize
         return 1 + _SCALE_BYTES / (self.block or _MIN_BLOCK)
 
+    @property
+    def cast(self) -> torch.dtype | None:
+        """What each value becomes by itself; None: values share scales, or stay as they are."""
+        return None if self.precision is CommType.FP32 else _CASTS.get(self.precision)
+
     def fitted(self, chunk: int) -> WireFormat | None:
         """Return the format whose blocks fit values that come in multiples of `chunk`.
 
@@ -115,12 +120,14 @@ class WireFormat:
         """Make values ready to travel.
 
         Args:
-            values_N: fp32 `[sum(sizes)]`.
+            values_N: fp32 `[sum(sizes)]`; or of the dtype `cast`, if they are ready.
             sizes: of the stretches that go to each rank.
 
         Returns:
             The encoded values, fp16, bf16 or bytes; and the sizes of the stretches in it.
         """
+        if values_N.dtype is self.cast:
+            return values_N, list(sizes)
         if self.loss_scale is not None:
             values_N = values_N * self.loss_scale
         if self.precision in _CASTS:

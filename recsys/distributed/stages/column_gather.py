@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.distributed.ranks.wire import WireFormat
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
@@ -122,13 +123,27 @@ class ColumnGather:
             self.lists_C1 = ops.upload(lists, device)
         self._placements: dict[int, _Placement] = {}
 
-    def collect(self, buffer: Tensor, batch_size: int, counts: Tensor | None = None) -> Tensor:
+    def reads(self, wire: WireFormat | None) -> bool:
+        """Return whether `collect` reads values as they travel, and `spread` writes them so."""
+        is_cast = wire is not None and wire.cast is not None
+        return is_cast and self.entries_4E.is_cuda and ops.HAS_TRITON
+
+    def collect(
+        self,
+        buffer: Tensor,
+        batch_size: int,
+        counts: Tensor | None = None,
+        arrived: Tensor | None = None,
+        wire: WireFormat | None = None,
+    ) -> Tensor:
         """Return the output.
 
         Args:
             buffer: flat.
             batch_size: B.
             counts: `[row-split slots, B]` ids per bag, int32 or int64, if any slot is averaged.
+            arrived: what the first values of the buffer are, as they travel, if it `reads` them.
+            wire: in which they travel.
 
         Returns:
             `[B, D]`.
@@ -138,7 +153,8 @@ class ColumnGather:
         if buffer.is_cuda and ops.HAS_TRITON:
             from recsys.kernels.output_triton import collect
 
-            return collect(buffer, batch_size, self.columns, counts)
+            loss_scale = None if wire is None else wire.loss_scale
+            return collect(buffer, batch_size, self.columns, counts, arrived, loss_scale)
         placement = self._placements.get(batch_size) or self._placement(batch_size)
         rows = buffer.view(-1, self.chunk)
         if placement.offsets is None:
@@ -156,28 +172,33 @@ class ColumnGather:
         grad_BD: Tensor,
         counts: Tensor | None = None,
         scale: float = 1.0,
-        num_scaled: int = 0,
-    ) -> Tensor:
-        """Return the gradient of the buffer, by the transpose of `collect`.
+        num_sent: int = 0,
+        wire: WireFormat | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the buffer, by the transpose of `collect`, and what is sent.
 
         Args:
             grad_BD: the output's.
             counts: as for `collect`.
-            scale: multiplies the first values of the buffer.
-            num_scaled: how many.
+            scale: multiplies what is sent.
+            num_sent: how many of the buffer's first values are sent.
+            wire: in which they travel, if it `reads` it; the gradient of the buffer does not have
+                them then.
         """
         if grad_BD.is_cuda and ops.HAS_TRITON and grad_BD.numel():
             from recsys.kernels.output_triton import spread
 
-            return spread(grad_BD, self.columns, counts, scale, num_scaled)
+            narrow = (None, None) if wire is None else (wire.cast, wire.loss_scale)
+            return spread(grad_BD, self.columns, counts, scale, num_sent, *narrow)
         if self.mean_slots:
             grad_BD = grad_BD.clone()
             self.divide(grad_BD, counts)
         placement = self._placement(grad_BD.shape[0])
         spread_N = grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
+        sent = spread_N[:num_sent]
         if scale != 1.0:
-            spread_N[:num_scaled].mul_(scale)
-        return spread_N
+            sent.mul_(scale)
+        return spread_N, sent
 
     def divide(self, values_BD: Tensor, counts: Tensor | None) -> None:
         """Divide the columns of averaged slots by the lengths of bags, in place."""

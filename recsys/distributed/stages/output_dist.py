@@ -217,16 +217,16 @@ class Exchange(abc.ABC, Generic[S]):
             at += replica.numel()
         return buffer
 
-    def wait(self) -> None:
-        """End the exchange that is under way, if any."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+    def wait(self, decode: bool = True) -> Tensor | None:
+        """End the exchange that is under way, if any, and return what arrived."""
+        if self.pending is None:
+            return None
+        arrived, self.pending = self.pending.wait(decode), None
+        return arrived
 
-    def start_sending_back(self, grad: Tensor) -> Tensor:
-        """Send back the gradient of what had arrived in the buffer; return the gradient."""
+    def start_sending_back(self, grad: Tensor, sent: Tensor) -> Tensor:
+        """Send back the gradient of what had arrived in the buffer; return the buffer's."""
         stage = self.stage
-        sent = grad[: self.num_received]
         if stage.has_exchange and self.adds_up:
             self.pending = comm.all_gather(self.env, stage.tasks[1], sent)
         elif stage.has_exchange:
@@ -237,11 +237,10 @@ class Exchange(abc.ABC, Generic[S]):
 
     def wait_for_grads(self) -> Tensor | None:
         """End what `start_sending_back` started, if anything, and return what arrived."""
-        if self.pending is None:
-            return None
-        arrived, self.pending = self.pending.wait(), None
-        scale = self.stage.grad_scale
-        return arrived if self.scales_early or scale == 1.0 else arrived.mul_(scale)
+        arrived, scale = self.wait(), self.stage.grad_scale
+        if arrived is None or self.scales_early or scale == 1.0:
+            return arrived
+        return arrived.mul_(scale)
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
         """Take the gradients of the replicas' outputs out of the buffer's."""
@@ -514,15 +513,21 @@ class _PooledExchange(Exchange[PooledStage]):
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
-        self.wait()
-        return self.gather.collect(buffer, self.num_samples, self._bag_counts)
+        wire = self._read_wire(0)
+        arrived = self.wait(decode=wire is None)
+        rest = (arrived, wire) if wire is not None else ()
+        return self.gather.collect(buffer, self.num_samples, self._bag_counts, *rest)
 
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
-        gather, scale = self.gather, self.stage.grad_scale if self.scales_early else 1.0
-        return self.start_sending_back(
-            gather.spread(grad_BD, self._bag_counts, scale, self.num_received)
-        )
+        scale = self.stage.grad_scale if self.scales_early else 1.0
+        sent = self._bag_counts, scale, self.num_received, self._read_wire(1)
+        return self.start_sending_back(*self.gather.spread(grad_BD, *sent))
+
+    def _read_wire(self, direction: int) -> WireFormat | None:
+        """Return the format, there or back, that the gather itself reads, or writes."""
+        wire = self.stage.codecs[direction]
+        return wire if self.env.world_size > 1 and self.gather.reads(wire) else None
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed `send`: the gradients of the lookups' and replicas' outputs."""

@@ -203,7 +203,8 @@ class _SequenceExchange(Exchange[SequenceDist]):
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
         if not self.stage.is_whole:
             grad = grad.reshape(-1, self.stage.chunk).index_select(0, self.target)
-        return self.start_sending_back(grad.reshape(-1))
+        grad = grad.reshape(-1)
+        return self.start_sending_back(grad, grad[: self.num_received])
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed `send`: the gradients of the lookups' and replicas' outputs."""

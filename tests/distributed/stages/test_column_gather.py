@@ -37,7 +37,7 @@ def test_a_gather_lays_out_blocks_and_adds_up_what_overlaps(seed: int) -> None:
     assert torch.equal(gather.collect(buffer, batch_size), expected)
     grad = torch.randint(-9, 9, (batch_size, width)).float()
     spread = torch.cat([grad[:, start:end].flatten() for ((start, end),) in blocks])
-    assert torch.equal(gather.spread(grad), spread)
+    assert torch.equal(gather.spread(grad)[0], spread)
 
 
 def test_columns_of_averaged_slots_are_divided_both_ways() -> None:
@@ -53,7 +53,8 @@ def test_columns_of_averaged_slots_are_divided_both_ways() -> None:
     expected = buffer.view(2, 3, 8).double().sum(0).numpy() / divisors
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
     grad = torch.arange(24.0).view(3, 8)
-    spread = gather.spread(grad, counts, 0.5, 30)
+    spread, sent = gather.spread(grad, counts, 0.5, 30)
+    assert torch.equal(spread[:30], sent)
     expected = np.stack([grad.numpy() / divisors] * 2).reshape(-1)
     expected[:30] *= 0.5
     np.testing.assert_allclose(spread.numpy(), expected, rtol=1e-6)
@@ -64,4 +65,4 @@ def test_a_batch_of_no_samples_has_columns() -> None:
     gather = ColumnGather([[(0, 4)], [(2, 4)]], 4, CPU, [(0, 2, 4)])
     counts = torch.empty(1, 0, dtype=torch.int64)
     assert gather.collect(torch.empty(0), 0, counts).shape == (0, 4)
-    assert gather.spread(torch.empty(0, 4), counts, 0.5, 0).shape == (0,)
+    assert gather.spread(torch.empty(0, 4), counts, 0.5, 0)[0].shape == (0,)

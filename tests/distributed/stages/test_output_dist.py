@@ -18,13 +18,18 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.output_dist import Backward, OutputDist
 from recsys.distributed.stages.sequence_dist import SequenceDist
+from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TableUpdates
 from recsys.kernels.types import PoolingType
 from recsys.sparse import KeyedJaggedTensor
+from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 STAGE = SimpleNamespace(path="ebc")
+needs_triton = pytest.mark.skipif(
+    not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
+)
 
 
 def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTable]:
@@ -63,7 +68,9 @@ def _part(stream: Stream, column: int, sample: int) -> float:
     return float((31 * column + 17 * sample + 7 * stream.rect.row_start) % 13)
 
 
-def _outputs(layout: Layout, groups: Any, streams: Any, samples: range) -> list[Tensor]:
+def _outputs(
+    layout: Layout, groups: Any, streams: Any, samples: range, device: torch.device
+) -> list[Tensor]:
     return [
         torch.tensor(
             [
@@ -76,13 +83,20 @@ def _outputs(layout: Layout, groups: Any, streams: Any, samples: range) -> list[
             ]
         )
         .view(len(samples), group.width)
+        .to(device)
         .requires_grad_()
         for group in groups
         for read in [[streams[number] for number in group.streams]]
     ]
 
 
-def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
+def _pooled_by_triton(node_size: int, combine: PoolingType, seed: int) -> set[str]:
+    with PretendedCuda(triton=True) as cuda:
+        _pooled(node_size, combine, seed, CUDA)
+    return cuda.launched
+
+
+def _pooled(node_size: int, combine: PoolingType, seed: int, device: torch.device = CPU) -> None:
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     layout = build_layout(
         _tables(env.world_size, combine, seed), 5, env.world_size, node_size=node_size
@@ -98,7 +112,7 @@ def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
     stage = OutputDist(
         layout,
         env,
-        CPU,
+        device,
         Backward(begins=lambda: began.append(1), updates=TableUpdates()),
         QuantizedCommCodecs(),
         [f"f{i}" for i in range(5)],
@@ -106,16 +120,16 @@ def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
         torch.float32,
     )
     lookups = _outputs(
-        layout, layout.groups[env.rank], layout.streams[env.rank], range(int(sizes.sum()))
+        layout, layout.groups[env.rank], layout.streams[env.rank], range(int(sizes.sum())), device
     )
-    replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, own)
+    replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, own, device)
     given = KeyedJaggedTensor(
         [f"f{i}" for i in range(5)],
         torch.zeros(0, dtype=torch.int64),
         lengths=torch.zeros(5 * len(own), dtype=torch.int64),
     )
     trip: Any = SimpleNamespace(
-        stage=STAGE, batch_sizes=sizes, bag_counts=counts, anchor=None, given=given
+        stage=STAGE, batch_sizes=sizes, bag_counts=counts.to(device), anchor=None, given=given
     )
     found = stage.start(trip, iter(lookups), replicas, True)().values()
 
@@ -128,11 +142,11 @@ def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
     for stream in every:
         for col in range(*stream.cols):
             expected[:, col] += torch.tensor([_part(stream, col, i) for i in own])
-    torch.testing.assert_close(found, expected * scale)
+    torch.testing.assert_close(found.cpu(), expected * scale)
 
     # the gradient of sample i and column c is the number 1 + i + c
     grads = torch.tensor([[1.0 + i + c for c in range(layout.width)] for i in own])
-    found.backward(grads.view(len(own), layout.width))
+    found.backward(grads.view(len(own), layout.width).to(device))
     assert began == [1]
     for group, lookup in zip(layout.groups[env.rank], lookups, strict=True):
         streams = [layout.streams[env.rank][s] for s in group.streams]
@@ -148,7 +162,7 @@ def _pooled(node_size: int, combine: PoolingType, seed: int) -> None:
     for group, replica in zip(layout.replica_groups, replicas, strict=True):
         cols = [c for s in group.streams for c in range(*layout.replica_streams[s].cols)]
         assert replica.grad is not None
-        assert torch.equal(replica.grad, grads.view(len(own), layout.width)[:, cols])
+        assert torch.equal(replica.grad.cpu(), grads.view(len(own), layout.width)[:, cols])
 
 
 @pytest.mark.parametrize("combine", [PoolingType.SUM, PoolingType.MEAN], ids=str)
@@ -160,42 +174,72 @@ def test_pooled_embeddings_reach_their_samples_and_gradients_their_lookups(
         ranks(num_ranks, _pooled, node_size, combine, seed)
 
 
-def _tiny_gradient(backward: CommType) -> set[float]:
+@needs_triton
+@pytest.mark.parametrize(("num_ranks", "node_size"), [(2, 2), (4, 2)])
+def test_triton_brings_them_to_the_same_places(
+    ranks: RankPool, num_ranks: int, node_size: int
+) -> None:
+    launched = ranks(num_ranks, _pooled_by_triton, node_size, PoolingType.MEAN, 1)
+    assert {"collect", "spread"} <= launched[0]
+
+
+def _tiny_gradients(backward: CommType, given: float, triton: bool) -> set[float]:
+    if triton:
+        with PretendedCuda(triton):
+            return _tiny_gradient(backward, given, CUDA)
+    return _tiny_gradient(backward, given, CPU)
+
+
+def _tiny_gradient(backward: CommType, gradient: float, device: torch.device) -> set[float]:
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    layout = build_layout(_tables(env.world_size, PoolingType.SUM, 0)[:2], 2, env.world_size)
+    tables = [
+        table
+        for table in _tables(max(2, env.world_size), PoolingType.SUM, 2)
+        if all(rect.rank < env.world_size for rect in table.rects)
+    ]
+    layout = build_layout(tables, 5, env.world_size)
+    assert layout.replica_groups
+    names = [f"f{i}" for i in range(5)]
     stage = OutputDist(
         layout,
         env,
-        CPU,
+        device,
         Backward(begins=lambda: None, updates=TableUpdates()),
         QuantizedCommCodecs(backward=WireFormat(precision=backward)),
-        ["f0", "f1"],
-        ["f0", "f1"],
+        names,
+        [f"f{table.features[0]}" for table in tables],
         torch.float32,
     )
     lookups = _outputs(
-        layout, layout.groups[env.rank], layout.streams[env.rank], range(env.world_size)
+        layout, layout.groups[env.rank], layout.streams[env.rank], range(env.world_size), device
     )
     sizes = np.ones(env.world_size, dtype=np.int64)
     given = KeyedJaggedTensor(
-        ["f0", "f1"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(2, dtype=torch.int64)
+        names, torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(5, dtype=torch.int64)
     )
     trip: Any = SimpleNamespace(
         stage=STAGE, batch_sizes=sizes, bag_counts=None, anchor=None, given=given
     )
-    found = stage.start(trip, iter(lookups), [], True)().values()
-    found.backward(torch.full_like(found, 2.0**-24))
+    replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, range(1), device)
+    found = stage.start(trip, iter(lookups), replicas, True)().values()
+    found.backward(torch.full_like(found, gradient))
     return {
         x for lookup in lookups if lookup.grad is not None for x in lookup.grad.view(-1).tolist()
     }
 
 
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("backward", [CommType.FP32, CommType.FP16], ids=str)
 def test_the_least_gradient_of_fp16_is_not_lost_by_its_scale(
-    ranks: RankPool, backward: CommType
+    ranks: RankPool, backward: CommType, triton: bool
 ) -> None:
-    for found in ranks(2, _tiny_gradient, backward):
+    for found in ranks(2, _tiny_gradients, backward, 2.0**-24, triton):
         assert found == {2.0**-25}
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+def test_nothing_is_rounded_on_one_rank(ranks: RankPool, triton: bool) -> None:
+    assert ranks(1, _tiny_gradients, CommType.FP16, 1.1, triton) == [{float(np.float32(1.1))}]
 
 
 def _sequence(seed: int) -> None:
