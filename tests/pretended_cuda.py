@@ -35,6 +35,7 @@ from recsys.kernels import ops, tbe_fbgemm_module
 
 KERNELS = ("build_header", "make_safe", "move_segments", "pack", "places_of_bags", "row_ids")
 OUTPUT_KERNELS = ("collect", "spread")
+RAGGED_KERNELS = ("collect_ragged", "spread_ragged")
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ANSWERS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
@@ -123,7 +124,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def _kernels(self) -> Iterator[tuple[object, str, object]]:
         """Triton's kernels, each as one operation on the device."""
-        from recsys.kernels import ops_triton, output_triton
+        from recsys.kernels import ops_triton, output_triton, ragged_triton
 
         def on_device(name: str, kernel: Callable[..., Any], *args: Any) -> Any:
             assert all(self.is_on_device(tensor) for tensor in _tensors(args))
@@ -136,7 +137,11 @@ class PretendedCuda(TorchFunctionMode):
             self.put(found)
             return found
 
-        for module, names in ((ops_triton, KERNELS), (output_triton, OUTPUT_KERNELS)):
+        for module, names in (
+            (ops_triton, KERNELS),
+            (output_triton, OUTPUT_KERNELS),
+            (ragged_triton, RAGGED_KERNELS),
+        ):
             for name in names:
                 yield module, name, partial(on_device, name, getattr(module, name))
 

@@ -116,6 +116,7 @@ class ColumnGather:
                 chunks,
             ]
         ).take(order, axis=1)
+        self.host_entries_4E = entries
         self.entries_4E = ops.upload(entries, device)
         self.lists_C1: Tensor | None = None  # where the entries of each chunk of the output begin
         if len(chunks) != self.num_chunks:

@@ -584,7 +584,8 @@ class _RaggedExchange(Exchange["OutputDist"]):
 
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
-        return self.start_sending_back(self._arriving.spread(grad_BD, self._bag_counts))
+        grad = self._arriving.spread(grad_BD, self._bag_counts)
+        return self.start_sending_back(grad, grad[: self.num_received])
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed `send`: the gradients of the lookups' and replicas' outputs."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch.nn import functional
 
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
 from recsys.kernels import ops
+
+if TYPE_CHECKING:
+    from recsys.kernels.output_triton import Columns
 
 
 @final
@@ -50,12 +53,12 @@ class RaggedGather:
         chunks_K = self.widths_K // self.chunk
         filled = np.flatnonzero(chunks_K)
         before = (np.cumsum(chunks_K) - chunks_K)[filled]
-        self.entries_4E = self.columns.entries_4E.cpu().numpy()
-        self.block_E: np.ndarray = filled[np.searchsorted(before, self.entries_4E[0])]
+        first_E = self.columns.host_entries_4E[0]
+        self.block_E: np.ndarray = filled[np.searchsorted(before, first_E)]
 
     @cached_property
     def block_on_device_E(self) -> Tensor:
-        """The block of each entry, int64."""
+        """The block of each entry."""
         return ops.upload(self.block_E, self.columns.entries_4E.device)
 
 
@@ -82,6 +85,15 @@ class RaggedBatches:
         self._first_G = np.cumsum(rows_G) - rows_G
 
     @cached_property
+    def _on_device(self) -> tuple[Columns, Tensor, Tensor, int]:
+        """What kernels are told of the columns, of their blocks, and of the batches."""
+        gather, parts = self._gather, (self._before_GK, self._bags_GK, self._first_G)
+        batches = np.concatenate([part.ravel() for part in parts])
+        columns = gather.columns.columns
+        uploaded = ops.upload(batches, columns.entries_4E.device)
+        return columns, gather.block_on_device_E, uploaded, len(self._first_G)
+
+    @cached_property
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gathers in PyTorch, on the host.
 
@@ -91,7 +103,7 @@ class RaggedBatches:
         gather, num_chunks = self._gather, self._gather.columns.num_chunks
         batch_T = np.repeat(np.arange(len(self._rows_G)), self._rows_G)
         row_T1 = (np.arange(self.num_rows) - self._first_G[batch_T])[:, None]
-        _, width_E, place_E, chunk_E = gather.entries_4E
+        _, width_E, place_E, chunk_E = gather.columns.host_entries_4E
         exists_TE = row_T1 < self._bags_GK[:, gather.block_E][batch_T]
         at_TE = self._before_GK[:, gather.block_E][batch_T] + row_T1 * width_E + place_E
         collect = at_TE[exists_TE]
@@ -115,9 +127,13 @@ class RaggedBatches:
         gather = self._gather
         if not self.num_rows or not gather.width:
             return buffer.new_zeros(self.num_rows, gather.width)
-        collect, offsets, _ = self._index
+        if buffer.is_cuda:
+            from recsys.kernels.ragged_triton import collect_ragged
+
+            return collect_ragged(buffer, self.num_rows, *self._on_device, counts)
+        index, offsets, _ = self._index
         rows = functional.embedding_bag(
-            collect, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True
+            index, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True
         )
         output = rows.view(self.num_rows, gather.width)
         gather.columns.divide(output, counts)
@@ -133,6 +149,10 @@ class RaggedBatches:
         gather = self._gather
         if not sum(self.sizes_G):
             return grad_TD.new_empty(0)
+        if grad_TD.is_cuda:
+            from recsys.kernels.ragged_triton import spread_ragged
+
+            return spread_ragged(grad_TD, sum(self.sizes_G), *self._on_device, counts)
         if gather.columns.mean_slots:
             grad_TD = grad_TD.clone()
             gather.columns.divide(grad_TD, counts)
