@@ -5,12 +5,14 @@ Collections alone, each strategy by itself, and bit for bit: tests/conformance/.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from recsys.distributed.ranks import comm
 from recsys.distributed.types import ShardingEnv, ShardingType
@@ -146,3 +148,59 @@ def test_sums_inside_a_node_may_be_made_on_the_way(ranks: RankPool, seed: int) -
     case = OnAllRanks(seed, 4, kinds, RowWiseAdagrad, node_size=2)
     found = ranks(4, _train_by_sums, case)
     assert any(forward and backward for forward, backward in found)
+
+
+def _train_without_padding(case: Case, is_mixed: bool) -> tuple[int, int]:
+    """With and without bags that do not exist, to the same bits; returns how much each sends."""
+    rank, sent, found = torch.distributed.get_rank(), list[int](), []
+    exchange = comm.all_to_all
+    plain = dataclasses.replace(case, variable_batch=False)
+    for leaves_out in (False, True):
+        sharded, values = shard(case), 0
+
+        def noted(env: ShardingEnv, what: str, send: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal values
+            values += send.numel() * (what == "send embeddings back")
+            return exchange(env, what, send, *args, **kwargs)
+
+        sharded.module.ebc.input_stage.leaves_out = leaves_out
+        outputs = []
+        with mock.patch.object(comm, "all_to_all", noted):
+            for step in STEPS:
+                of = plain if is_mixed and rank == step % 2 else case
+                pooled, logits = sharded(of.batches(step)[rank])
+                outputs.append(pooled.detach().clone())
+                ((pooled * pooled.detach().sin()).sum() + logits.sum()).backward()
+        sent.append(values)
+        found.append((outputs, whole_state(sharded)))
+    (padded, padded_state), (ragged, ragged_state) = found
+    torch.testing.assert_close(ragged, padded, rtol=0, atol=0)
+    assert_same(ragged_state, padded_state, rtol=0, atol=0)
+    return sent[0], sent[1]
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["all", "mixed"])
+@pytest.mark.parametrize("seed", range(4))
+def test_bags_that_features_do_not_have_are_not_sent(
+    ranks: RankPool, seed: int, is_mixed: bool
+) -> None:
+    kinds = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE)
+    case = Case(seed + 20, 2, kinds, torch.optim.SGD, variable_batch=True)
+    found = ranks(2, _train_without_padding, case, is_mixed)
+    padded, ragged = (sum(values) for values in zip(*found, strict=True))
+    assert ragged <= padded
+    if not is_mixed:  # each column comes from one rank
+        dims = [(c.embedding_dim, f) for c in case.configs() for f in c.feature_names]
+        expected = 0
+        for step in STEPS:
+            for batch in case.batches(step):
+                bags = dict(zip(batch.keys(), batch.stride_per_key(), strict=True))
+                expected += sum(dim * bags[feature] for dim, feature in dims)
+        assert ragged == expected < padded
+
+
+def test_replicas_and_sums_stand_beside_ragged_bags(ranks: RankPool) -> None:
+    for seed in (3, 5):
+        case = Case(seed, 3, optimizer=RowWiseAdagrad, variable_batch=True)
+        for padded, ragged in ranks(3, _train_without_padding, case, seed == 5):
+            assert ragged <= padded

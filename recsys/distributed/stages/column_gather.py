@@ -124,10 +124,20 @@ class ColumnGather:
             self.lists_C1 = ops.upload(lists, device)
         self._placements: dict[int, _Placement] = {}
 
-    def reads(self, wire: WireFormat | None) -> bool:
-        """Return whether `collect` reads values as they travel, and `spread` writes them so."""
-        is_cast = wire is not None and wire.cast is not None
-        return is_cast and self.entries_4E.is_cuda and ops.HAS_TRITON
+    def of_codecs(
+        self, codecs: tuple[WireFormat | None, WireFormat | None], num_ranks: int
+    ) -> tuple[WireFormat | None, WireFormat | None]:
+        """Return the formats, there and back, that `collect` reads and `spread` writes.
+
+        Args:
+            codecs: those in which values travel.
+            num_ranks: that exchange them; with one nothing is encoded.
+        """
+        may = self.entries_4E.is_cuda and ops.HAS_TRITON and num_ranks > 1
+        there, back = (
+            wire if may and wire is not None and wire.cast is not None else None for wire in codecs
+        )
+        return there, back
 
     def collect(
         self,
@@ -143,7 +153,7 @@ class ColumnGather:
             buffer: flat.
             batch_size: B.
             counts: `[row-split slots, B]` ids per bag, int32 or int64, if any slot is averaged.
-            arrived: what the first values of the buffer are, as they travel, if it `reads` them.
+            arrived: what the first values of the buffer are, as they travel, if it reads them.
             wire: in which they travel.
 
         Returns:
@@ -165,7 +175,8 @@ class ColumnGather:
                 placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
             )
         output = output.view(batch_size, self._width)
-        self.divide(output, counts)
+        if self.mean_slots:
+            self.divide(output, counts)
         return output
 
     def spread(
@@ -183,7 +194,7 @@ class ColumnGather:
             counts: as for `collect`.
             scale: multiplies what is sent.
             num_sent: how many of the buffer's first values are sent.
-            wire: in which they travel, if it `reads` it; the gradient of the buffer does not have
+            wire: in which they travel, if it writes it; the gradient of the buffer does not have
                 them then.
         """
         if grad_BD.is_cuda and ops.HAS_TRITON and grad_BD.numel():
@@ -203,11 +214,10 @@ class ColumnGather:
 
     def divide(self, values_BD: Tensor, counts: Tensor | None) -> None:
         """Divide the columns of averaged slots by the lengths of bags, in place."""
-        if self.mean_slots:
-            assert counts is not None
-            scales = counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
-            for place, start, end in self.mean_slots:
-                values_BD[:, start:end].mul_(scales[place])
+        assert counts is not None
+        scales = counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
+        for place, start, end in self.mean_slots:
+            values_BD[:, start:end].mul_(scales[place])
 
     @cached_property
     def columns(self) -> Columns:

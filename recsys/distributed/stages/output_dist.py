@@ -86,6 +86,7 @@ class PooledStage(Stage, Protocol):
         sent_widths: `[R]` elements for each rank, a sample of it.
         widths: `[R]` elements from each rank, a sample.
         gather: lays out what arrives.
+        read_codecs: those of `codecs` that the gathers themselves read, or write.
         sums: lays out what arrives where the ranks' parts are added up on the way, as may be done
             for equal batch sizes; None: it may not.
         blocks: per block the ranks whose samples it has rows of, and its columns.
@@ -97,6 +98,7 @@ class PooledStage(Stage, Protocol):
     sent_widths: np.ndarray
     widths: np.ndarray
     gather: ColumnGather
+    read_codecs: tuple[WireFormat | None, WireFormat | None]
     sums: ColumnGather | None
     blocks: list[tuple[np.ndarray, int]]
     order: np.ndarray | None
@@ -407,6 +409,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         blocks += self.replica_blocks
         self.gather = ColumnGather(blocks, layout.width, device, self.means)
         self.codecs = codecs.fitted(self.gather.chunk)
+        self.read_codecs = self.gather.of_codecs(self.codecs, env.world_size)
         self.sums: ColumnGather | None = None
         if self.hop is None and _may_add_up(of_ranks, env, self.codecs):
             summed = [blocks[0], *self.replica_blocks]
@@ -513,7 +516,7 @@ class _PooledExchange(Exchange[PooledStage]):
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
-        wire = self._read_wire(0)
+        wire = self.stage.read_codecs[0]
         arrived = self.wait(decode=wire is None)
         rest = (arrived, wire) if wire is not None else ()
         return self.gather.collect(buffer, self.num_samples, self._bag_counts, *rest)
@@ -521,13 +524,8 @@ class _PooledExchange(Exchange[PooledStage]):
     def spread(self, grad_BD: Tensor) -> Tensor:
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
         scale = self.stage.grad_scale if self.scales_early else 1.0
-        sent = self._bag_counts, scale, self.num_received, self._read_wire(1)
+        sent = self._bag_counts, scale, self.num_received, self.stage.read_codecs[1]
         return self.start_sending_back(*self.gather.spread(grad_BD, *sent))
-
-    def _read_wire(self, direction: int) -> WireFormat | None:
-        """Return the format, there or back, that the gather itself reads, or writes."""
-        wire = self.stage.codecs[direction]
-        return wire if self.env.world_size > 1 and self.gather.reads(wire) else None
 
     def send_back(self, grad: Tensor) -> list[Tensor]:
         """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
@@ -658,6 +656,7 @@ class NodeHop:
         parts = [_within(columns, block) for block in blocks]
         self.gather = ColumnGather(parts, self.width, device)
         self.codecs = codecs.fitted(self.gather.chunk or 1)
+        self.read_codecs = self.gather.of_codecs(self.codecs, self.size)
         self.sums: ColumnGather | None = None
         if _may_add_up(parts, env, self.codecs):
             self.sums = ColumnGather(parts[:1], self.width, device)

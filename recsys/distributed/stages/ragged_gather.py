@@ -136,7 +136,8 @@ class RaggedBatches:
             index, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True
         )
         output = rows.view(self.num_rows, gather.width)
-        gather.columns.divide(output, counts)
+        if gather.columns.mean_slots:
+            gather.columns.divide(output, counts)
         return output
 
     def spread(self, grad_TD: Tensor, counts: Tensor | None = None) -> Tensor:
