@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import dlrm
+from examples.dlrm.graphed import graph_dense
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
@@ -255,7 +256,7 @@ def bandwidth(bench: Bench, dim: int, batch_size: int, pooling: int, kind: str) 
 
 
 def dlrm_step(bench: Bench, plan: str, batch_size: int) -> dict[str, Any]:
-    """Compare a DLRM step under DistributedModelParallel with TorchRec's, on one rank."""
+    """Compare a DLRM step with one whose dense parts are CUDA graphs, and with TorchRec's."""
     batch_size = bench.batch_size(batch_size)
 
     def step_of(model: nn.Module, features: Any) -> Call:
@@ -277,6 +278,11 @@ def dlrm_step(bench: Bench, plan: str, batch_size: int) -> dict[str, Any]:
 
     own = dlrm.shard_ours(dlrm.own_dlrm(), plan, dlrm.MIX, bench.device)
     contenders = {"ours": step_of(own, KeyedJaggedTensor)}
+    if bench.device.type == "cuda":
+        train = dlrm.own_dlrm()
+        graphed = dlrm.shard_ours(train, plan, dlrm.MIX, bench.device)
+        graph_dense(train.model, torch.zeros(batch_size, dlrm.NUM_DENSE, device=bench.device))
+        contenders["ours, dense parts graphed"] = step_of(graphed, KeyedJaggedTensor)
     try:
         from torchrec import KeyedJaggedTensor as PeerJagged
     except ImportError:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+if sys.dont_write_bytecode:
+    # As containers often have it. Tests start hundreds of processes, and each would compile torch
+    # and all else that it imports: 3 s each. They share a folder that goes with the session.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp(prefix="recsys-bytecode-")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+
 import torch
 
 if not torch.cuda.is_available():

@@ -189,7 +189,11 @@ class PretendedCuda(TorchFunctionMode):
             if self.is_on_device(first):
                 self.note("read", name)
             return func(*args, **kwargs)
+        if name == "is_pinned" and first is not None:
+            return _holds(self._pinned, first)
         if name == "pin_memory" and first is not None:
+            if _holds(self._pinned, first):
+                return first
             pinned = first.clone()
             self._pinned[_key(pinned)] = StorageWeakRef(pinned.untyped_storage())
             return pinned

@@ -33,7 +33,7 @@ BESIDE = {
     "compat": [],
     # parts for the planner, imported where a script asks for one
     "compat/planner": ["compat", "kernels", "modules", "distributed"],
-    "datasets": ["sparse"],
+    "datasets": ["kernels", "sparse"],
     "metrics": [],
 }
 # Files at the top that every room may import.

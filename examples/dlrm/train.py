@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from data import Data, load_data
+from graphed import graph_dense
 from torch import nn
 
 from recsys.distributed.checkpoint import (
@@ -72,7 +73,16 @@ def parse_arguments() -> argparse.Namespace:
         "--resume", choices=["never", "auto"], default="never", help="save, and go on from there"
     )
     parser.add_argument("--save-every", type=int, default=50, help="steps, with --resume auto")
-    return parser.parse_args()
+    parser.add_argument(
+        "--tf32", action=argparse.BooleanOptionalAction, default=True, help="of a GPU's matmuls"
+    )
+    parser.add_argument(
+        "--graph-dense", action="store_true", help="launch dense parts as CUDA graphs (untried)"
+    )
+    arguments = parser.parse_args()
+    if arguments.graph_dense and not torch.cuda.is_available():
+        parser.error("--graph-dense needs a CUDA device; torch sees none. Leave it out on a CPU.")
+    return arguments
 
 
 def build_model(data: Data, arguments: argparse.Namespace, device: torch.device) -> DLRM:
@@ -104,7 +114,7 @@ def evaluate(model: nn.Module, batches, device: torch.device) -> dict[str, float
     model.eval()
     auc, entropy = AUC(), NormalizedEntropy(device)
     for batch in batches:
-        _, (_, logits, labels) = model(batch.to(device))
+        _, (_, logits, labels) = model(batch.to(device, non_blocking=True))
         auc.update(logits.sigmoid(), labels)
         entropy.update(logits.sigmoid(), labels)
     model.train()
@@ -160,8 +170,17 @@ def train(
         batch_size=arguments.batch_size,
     )
     sharded = DistributedModelParallel(
-        DLRMTrain(model), env=env, device=device, plan=None, planner=planner
+        DLRMTrain(model),
+        env=env,
+        device=device,
+        plan=None,
+        planner=planner,
+        init_data_parallel=not arguments.graph_dense,
     )
+    if arguments.graph_dense:
+        example = torch.zeros(arguments.batch_size, data.num_dense, device=device)
+        graph_dense(model, example)
+        sharded.init_data_parallel()
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),
         lambda params: torch.optim.Adam(params, lr=arguments.dense_lr),
@@ -270,6 +289,8 @@ def main() -> None:
         dist.init_process_group(backend)
     env = ShardingEnv.default()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and arguments.tf32:
+        torch.set_float32_matmul_precision("high")
     with Watchdog() as watchdog:
         trained = train(arguments, env, device, watchdog)
     if dist.is_initialized():

@@ -112,7 +112,7 @@ def recall(model: TwoTower, data: MovieLens, part: str, device: torch.device) ->
     seen = np.zeros((user_N.max() + 1, films.max() + 1), dtype=bool)
     seen[user_N[past], film_N[past]] = True
     for some in np.array_split(rows, -(-len(rows) // 1024)):
-        users = model.user(data.batch(some).sparse_features.to(device))
+        users = model.user(data.batch(some).sparse_features.to(device, non_blocking=True))
         known = torch.from_numpy(seen[user_N[some]][:, films]).to(device)
         wanted = torch.from_numpy(np.searchsorted(films, film_N[some])).to(device)
         by_likes = popular[torch.from_numpy(films)].to(device).float().expand(len(some), -1)
@@ -151,7 +151,7 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
         losses = []
         for batch in batches:
             optimizer.zero_grad()
-            loss = sharded(batch.sparse_features.to(device))
+            loss = sharded(batch.sparse_features.to(device, non_blocking=True))
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
@@ -179,8 +179,13 @@ def main() -> None:
     parser.add_argument("--dense-lr", type=float, default=0.001)
     parser.add_argument("--temperature", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tf32", action=argparse.BooleanOptionalAction, default=True, help="of a GPU's matmuls"
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and arguments.tf32:
+        torch.set_float32_matmul_precision("high")
     if "RANK" in os.environ:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

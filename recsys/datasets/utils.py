@@ -7,6 +7,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from recsys.kernels import ops
 from recsys.sparse import KeyedJaggedTensor, from_columns
 from recsys.streamable import Pipelineable
 
@@ -94,15 +95,16 @@ class Batch:
 
         Args:
             device: where the copy is.
-            non_blocking: return before the copy has ended (needs pinned memory).
+            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
+                pinned first.
 
         Returns:
             A new batch; parts already on `device` are shared with this one.
         """
         return Batch(
-            dense_features=self.dense_features.to(device=device, non_blocking=non_blocking),
+            dense_features=ops.copy_to(self.dense_features, device, non_blocking),
             sparse_features=self.sparse_features.to(device=device, non_blocking=non_blocking),
-            labels=self.labels.to(device=device, non_blocking=non_blocking),
+            labels=ops.copy_to(self.labels, device, non_blocking),
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

@@ -376,6 +376,30 @@ def upload(
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copy_to(tensor: Tensor, device: torch.device | str, non_blocking: bool = False) -> Tensor:
+    """Copy a tensor to a device; with `non_blocking` the host does not wait, pinned or not.
+
+    `Tensor.to(device, non_blocking=True)` waits where the memory of the host is not pinned.
+
+    Args:
+        tensor: of any shape.
+        device: where to.
+        non_blocking: whether the host goes on while a GPU copies.
+
+    Example:
+        >>> copy_to(torch.ones(2), "cpu", non_blocking=True)
+        tensor([1., 1.])
+    """
+    if (
+        non_blocking
+        and torch.device(device).type == "cuda"
+        and isinstance(tensor, Tensor)  # no proxy of `torch.fx`
+        and tensor.is_cpu
+    ):
+        return upload(tensor, torch.device(device))
+    return tensor.to(device, non_blocking=non_blocking)
+
+
 def _features_of(
     bag_N: Tensor, num_bags: int, num_features: int, batch_size_per_feature: Tensor | None
 ) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, final
 from weakref import WeakSet
 
@@ -161,7 +162,7 @@ class FbgemmCudaKernel(TorchKernel):
                 f"{settings.location}."
             )
         assert states is None
-        self.module = _module_of(layout, settings)
+        self.module = _module_of(layout, settings, without_weights=storage is not None)
         if storage is not None:
             self.module.weights_dev = storage
         place = {EmbeddingLocation.DEVICE: "dev", EmbeddingLocation.HOST: "host"}
@@ -184,7 +185,7 @@ class FbgemmCudaKernel(TorchKernel):
             flat_states["step"] = self.steps_T
             # The module counts forwards, in evaluation too. We count backwards, and hand it the
             # number of this forward's; on the CPU, so that reading it does not wait for the device.
-            self.module.iter = self.module.iter.cpu()
+            self.module.iter = torch.zeros_like(self.module.iter, device="cpu")
         super().__init__(layout, settings, flat.detach().flatten(), flat_states)
 
     def look_up_and_update(self, batch: Batch) -> Tensor | None:
@@ -270,7 +271,10 @@ class FbgemmCudaKernel(TorchKernel):
         self._checked_version = self.steps_T._version
 
 
-def _module_of(layout: StorageLayout, settings: LookupSettings) -> Any:
+def _module_of(
+    layout: StorageLayout, settings: LookupSettings, *, without_weights: bool = False
+) -> Any:
+    """Build FBGEMM's module; without weights, these are empty, and all else is as ever."""
     from fbgemm_gpu import split_embedding_configs as configs
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
@@ -285,7 +289,7 @@ def _module_of(layout: StorageLayout, settings: LookupSettings) -> Any:
     # the mode is row-wise Adagrad's; others have one, and FBGEMM asks for NONE
     has_modes = spec.weight_decay and spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
     algorithm = "EXACT_SGD" if spec.algorithm is EmbOptimType.SGD else spec.algorithm.name
-    compute = training.ComputeDevice["CUDA" if layout.device.type == "cuda" else "CPU"]
+    compute = training.ComputeDevice["CPU" if layout.device.type == "cpu" else "CUDA"]
     rank_in_storage = {t: i for i, t in enumerate(layout.storage_order)}
     sizes = [(layout.tables[t].num_rows, layout.tables[t].dim) for t in layout.storage_order]
     features = [rank_in_storage[t] for t in layout.feature_table_map]
@@ -293,7 +297,10 @@ def _module_of(layout: StorageLayout, settings: LookupSettings) -> Any:
         sizes, features = [(layout.num_rows, sizes[0][1])], [0]
     place = common.EmbeddingLocation[location.name]
     factor = settings.cache_load_factor
-    return training.SplitTableBatchedEmbeddingBagsCodegen(
+    module = training.SplitTableBatchedEmbeddingBagsCodegen
+    if without_weights:  # a GPU that the adopted ones nearly fill has no place for others
+        module = _without_weights(module)
+    return module(
         [(rows, dim, place, compute) for rows, dim in sizes],
         feature_table_map=features,
         weights_precision=configs.SparseType.from_dtype(settings.weights_dtype),
@@ -315,6 +322,21 @@ def _module_of(layout: StorageLayout, settings: LookupSettings) -> Any:
         bounds_check_mode=common.BoundsCheckMode.NONE,
         cache_load_factor=0.2 if factor is None else factor,
     )
+
+
+@cache
+def _without_weights(module: Any) -> Any:
+    """Return a kind of FBGEMM's module that allocates states, and no weights on the device.
+
+    It takes no weights that are there, and asks one method of its own for each buffer.
+    """
+
+    def apply_split(self: Any, split: Any, prefix: str, *rest: Any, **named: Any) -> None:
+        if prefix == "weights":
+            split = split._replace(dev_size=0)  # where tables begin stays
+        module._apply_split(self, split, prefix, *rest, **named)
+
+    return type(module.__name__, (module,), {"_apply_split": apply_split})
 
 
 @final

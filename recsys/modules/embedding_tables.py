@@ -565,7 +565,28 @@ class TableCollection(nn.Module):
         # Linked first, so that `share_memory_` shares the storage the lookups use, and the
         # optimizers of parameters about to be replaced are remembered.
         self._current_link()
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        return super()._apply(self._whole(fn), recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _whole(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what gives, for a table, its part of what `fn` makes of its lookup's storage.
+
+        Tables that were moved one by one would fill a device twice: once as they are, and once in
+        the storage into which the next lookup gathers them.
+        """
+        link = self._link
+        groups = link.groups if link is not None and link.is_current() else ()
+        places = {id(p): (group, i) for group in groups for i, p in enumerate(group.parameters)}
+        moved: dict[LookupGroup, list[Tensor]] = {}
+
+        def part(tensor: Tensor) -> Tensor:
+            if id(tensor) not in places:
+                return fn(tensor)
+            group, i = places[id(tensor)]
+            if group not in moved:
+                moved[group] = group.tbe.layout.table_views(fn(group.tbe.storage))
+            return moved[group][i]
+
+        return part
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._remember()
@@ -585,6 +606,12 @@ class TableCollection(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
+        copied = self._whole(torch.clone)
+        with torch.no_grad():
+            for table in self._tables():
+                if type(weight := table.weight) is nn.Parameter:
+                    parameter = nn.Parameter(copied(weight), weight.requires_grad)
+                    memo.setdefault(id(weight), parameter)
         new.__setstate__(copy.deepcopy(self._portable_state(), memo))
         return new
 

@@ -414,7 +414,8 @@ class JaggedTensor(Bags):
 
         Args:
             device: where to.
-            non_blocking: whether the copy may overlap (from pinned memory).
+            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
+                pinned first.
 
         Returns:
             A new jagged tensor; parts already there are shared.
@@ -423,7 +424,7 @@ class JaggedTensor(Bags):
             >>> JaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
 
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
         """Overwrite the contents in place with those of another of the same sizes.

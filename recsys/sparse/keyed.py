@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from recsys.kernels import ops
 from recsys.sparse import validate
 from recsys.sparse.text import format_keyed, show_keyed
 
@@ -266,7 +267,8 @@ class KeyedTensor:
 
         Args:
             device: where to.
-            non_blocking: whether the copy may overlap (from pinned memory).
+            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
+                pinned first.
 
         Returns:
             A new keyed tensor.
@@ -275,7 +277,7 @@ class KeyedTensor:
             >>> KeyedTensor(["a"], [2], torch.ones(1, 2)).to("cpu").device()
             device(type='cpu')
         """
-        values = self._values.to(device, non_blocking=non_blocking)
+        values = ops.copy_to(self._values, device, non_blocking)
         return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

@@ -602,7 +602,8 @@ class KeyedJaggedTensor(Bags):
 
         Args:
             device: where to.
-            non_blocking: whether the copy may overlap (from pinned memory).
+            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
+                pinned first.
             dtype: a new dtype for the weights.
 
         Returns:
@@ -612,7 +613,7 @@ class KeyedJaggedTensor(Bags):
             >>> KeyedJaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
         return moved

@@ -50,7 +50,8 @@ class KJTList(Pipelineable):
 
         Args:
             device: where to.
-            non_blocking: whether the host goes on while pinned memory is copied.
+            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
+                pinned first.
         """
         return KJTList([batch.to(device, non_blocking) for batch in self.features])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recsys.datasets.utils import Batch
+from tests.pretended_cuda import CUDA, PretendedCuda
 
 TABLE: dict[str, Any] = {
     "age": [31, 44, 5],
@@ -37,6 +38,21 @@ def test_from_a_table(kind: Any) -> None:
     assert batch.sparse_features.keys() == ["user", "films"]
     assert batch.sparse_features["films"].weights().tolist() == [10.0, 20.0, 5.0]
     assert batch.sparse_features["user"].weights().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_copy_without_blocking_waits_for_nothing_pinned_or_not() -> None:
+    batch = Batch.from_columns(TABLE, sparse=["user", "films"], dense=["age"], label="liked")
+    with PretendedCuda() as cuda:
+        batch.to(CUDA)
+        assert {kind for kind, _, _ in cuda.notes} == {"upload"}
+        cuda.forget()
+        for given in (batch, batch.pin_memory()):
+            moved = given.to(CUDA, non_blocking=True)
+            features = moved.sparse_features
+            parts = moved.dense_features, moved.labels, features.values(), features.lengths()
+            assert all(map(cuda.is_on_device, parts))
+        assert cuda.notes == []
+        assert moved.labels.tolist() == [1.0, 0.0, 1.0]
 
 
 def test_dense_columns_and_labels_may_be_left_out() -> None:

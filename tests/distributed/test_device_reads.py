@@ -382,3 +382,23 @@ def test_a_batch_that_starts_early_waits_for_nothing_until_it_is_sent(ranks: Ran
     for started, sent in ranks(2, _start_a_step_early):
         assert started == []
         assert sent == ["read"]
+
+
+@pytest.mark.parametrize("device", [torch.device("meta"), CUDA], ids=["meta", "cuda"])
+def test_tables_are_drawn_where_they_are(device: torch.device) -> None:
+    tables = [EmbeddingBagConfig(ROWS, 8, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    torch.manual_seed(0)
+    expected = EmbeddingBagCollection(tables=tables).state_dict()
+    with PretendedCuda() as cuda:
+        torch.manual_seed(0)
+        model: nn.Module = EmbeddingBagCollection(tables=tables, device=device)
+        model = DistributedModelParallel(model, device=CUDA)
+        found = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
+        assert all(map(cuda.is_on_device, found.values()))
+        # but for where each lookup's tables begin, nothing goes from the host to the device
+        assert {what for _, what, _ in cuda.notes} <= {"torch.tensor on the device"}
+        assert {where.partition(":")[0] for _, _, where in cuda.notes} <= {
+            "recsys/kernels/tbe_layout.py"
+        }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())

@@ -15,12 +15,14 @@ from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, TorchKernel
 from recsys.kernels.types import (
+    EmbeddingLocation,
     EmbOptimType,
     LookupSettings,
     OptimizerSpec,
     PoolingType,
     UpdateMode,
 )
+from tests.allocations import Allocations
 from tests.kernels.lookup_cases import Case, output_gradient
 from tests.kernels.test_tbe import SMALL, train
 
@@ -267,3 +269,72 @@ def test_the_cuda_lookup_equals_torchs(
     with torch.no_grad():
         for batch in (Batch(indices, offsets, weights), Batch(indices[:0], offsets * 0)):
             torch.testing.assert_close(kernel.lookup(batch), plain.lookup(batch))
+
+
+LARGE = replace(SEQUENCES, rows=(70_000, 50_000, 1, 90_000), feature_table_map=(3, 0, 1, 2))
+ROWS, ELEMENTS = sum(LARGE.rows), 4 * sum(LARGE.rows)
+
+
+def _on_device(spec: OptimizerSpec, weights: torch.Tensor | None, pooling: PoolingType) -> Any:
+    """Builds the kernel in its form for CUDA, on `meta`; also how many bytes that allocates."""
+    layout = StorageLayout(LARGE.specs, LARGE.feature_table_map, torch.device("meta"))
+    settings = LookupSettings(
+        device=torch.device("cuda"),
+        dims=LARGE.dims,
+        feature_table_map=LARGE.feature_table_map,
+        pooling=pooling,
+        optimizer=spec,
+        update_mode=UpdateMode.FUSED,
+        location=EmbeddingLocation.DEVICE,
+    )
+    with Allocations(*([] if weights is None else [weights])) as allocated:
+        kernel = FbgemmCudaKernel(layout, settings, weights)
+    return kernel, allocated.num_bytes
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.NONE])
+@pytest.mark.parametrize(
+    ("algorithm", "num_states"),
+    [
+        (EmbOptimType.SGD, 0),
+        (EmbOptimType.EXACT_ADAGRAD, ELEMENTS),
+        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, ROWS),
+        (EmbOptimType.ADAM, 2 * ELEMENTS),
+        (EmbOptimType.PARTIAL_ROWWISE_ADAM, ELEMENTS + ROWS),
+        (EmbOptimType.LAMB, 2 * ELEMENTS),
+    ],
+)
+def test_weights_that_are_adopted_are_not_allocated_a_second_time(
+    algorithm: EmbOptimType, num_states: int, pooling: PoolingType
+) -> None:
+    spec, few = OptimizerSpec(algorithm=algorithm), 2000  # bytes of index tensors
+    own, num_bytes = _on_device(spec, None, pooling)
+    assert 0 <= num_bytes - 4 * (ELEMENTS + num_states) < few
+    weights = torch.empty(ELEMENTS, device="meta")
+    kernel, num_bytes = _on_device(spec, weights, pooling)
+    assert 0 <= num_bytes - 4 * num_states < few
+    assert kernel.module.weights_dev is weights
+    assert kernel.storage.shape == (ELEMENTS,)
+    states = {name: state.shape for name, state in kernel.states.items()}
+    assert states == {name: state.shape for name, state in own.states.items()}
+    for name, value in vars(own.module).items():
+        if name.startswith("weights_"):  # where tables begin
+            assert getattr(kernel.module, name) == value
+    mine, theirs = dict(kernel.module.named_buffers()), dict(own.module.named_buffers())
+    assert {n: (t.shape, t.dtype) for n, t in mine.items()} == {
+        n: (t.shape, t.dtype) for n, t in theirs.items()
+    }
+
+
+def test_weights_are_adopted_on_the_device_only() -> None:
+    layout = StorageLayout(SMALL.specs, SMALL.feature_table_map, torch.device("cpu"))
+    settings = LookupSettings(
+        device=layout.device,
+        dims=SMALL.dims,
+        feature_table_map=SMALL.feature_table_map,
+        pooling=PoolingType.SUM,
+        optimizer=OptimizerSpec(algorithm=EmbOptimType.SGD),
+        update_mode=UpdateMode.FUSED,
+    )
+    with pytest.raises(ValueError, match="on the device only; received location"):
+        FbgemmCudaKernel(layout, settings, torch.empty(layout.num_elements))

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.modules import embedding_init
 from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recsys.modules.embedding_init import BLOCK_ROWS, init_rows
+from tests.pretended_cuda import CUDA, PretendedCuda
 
 ROWS = 2 * BLOCK_ROWS + 7
 CONFIG = EmbeddingBagConfig(ROWS, 3, "t", feature_names=["f"])
@@ -73,6 +78,52 @@ def test_values_are_those_of_splitmix() -> None:
                 word = _splitmix(start, row * words + col // 2 + 1)
                 bits = (word >> 32 * (col % 2)) % 2**32 >> 8
                 assert found[row, col] == bits / 2**24 - 0.25
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_how_much_is_drawn_at_once_changes_no_value(
+    monkeypatch: pytest.MonkeyPatch, dim: int, dtype: torch.dtype
+) -> None:
+    config = EmbeddingBagConfig(
+        ROWS, dim, "t", weight_init_min=-0.3, weight_init_max=0.7, feature_names=["f"]
+    )
+    whole = init_rows(5, 1, 0, 700, dim, config, torch.empty(700, dim, dtype=dtype))
+    for words in (1, 7, 1000, 2**15, 2**21):
+        monkeypatch.setattr(embedding_init, "_WORDS_ON_CPU", words)
+        for start, end in [(0, 700), (1, 2), (3, 698), (450, 450)]:
+            out = torch.empty(end - start, dim, dtype=dtype)
+            assert torch.equal(init_rows(5, 1, start, end, dim, config, out), whole[start:end])
+
+
+class _Draws(TorchDispatchMode):
+    """Counts the goes in which values are drawn, and the largest one's words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes = self.words = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if str(func).startswith("aten.arange"):
+            self.goes, self.words = self.goes + 1, max(self.words, out.numel())
+        return out
+
+
+def test_a_device_draws_much_at_once_where_the_rows_are() -> None:
+    rows, dim = 40_000, 9  # of five words each
+    config = EmbeddingBagConfig(rows, dim, "t", feature_names=["f"])
+    expected = init_rows(5, 1, 0, rows, dim, config)
+    with PretendedCuda() as cuda, _Draws() as draws:
+        out = torch.empty(rows, dim, device=CUDA)
+        found = init_rows(5, 1, 0, rows, dim, config, out)
+        assert cuda.notes == []
+        assert cuda.is_on_device(found)
+    assert torch.equal(found, expected)
+    assert (draws.goes, draws.words) == (1, rows * 5)
+    with _Draws() as draws:
+        init_rows(5, 1, 0, rows, dim, config)
+    assert draws.words <= 2**15
 
 
 def test_values_look_uniform_and_independent() -> None:

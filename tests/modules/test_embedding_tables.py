@@ -21,6 +21,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
+from tests.allocations import Allocations
 
 TABLES = [
     EmbeddingBagConfig(20, 4, "a", feature_names=["f"]),
@@ -124,6 +125,32 @@ def test_training_goes_on_as_if_nothing_had_happened(
     assert torch.equal(out, copy.deepcopy(changed)(batch()).values())
     excluded = list(optimizers.in_backward_optimizer_filter(changed.named_parameters()))
     assert len(excluded) == (0 if owner == "table" else 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda ebc: ebc.double(),
+        lambda ebc: ebc.half(),
+        lambda ebc: ebc.to_empty(device="cpu"),
+    ],
+    ids=["deepcopy", "double", "half", "empty"],
+)
+def test_tables_that_move_are_allocated_once(
+    change: Callable[[EmbeddingBagCollection], EmbeddingBagCollection],
+) -> None:
+    sizes = {"a": (5000, 8), "b": (7000, 4), "c": (1, 8)}
+    tables = [EmbeddingBagConfig(*size, name, feature_names=[name]) for name, size in sizes.items()]
+    ebc = EmbeddingBagCollection(tables=tables)
+    features = KeyedJaggedTensor(["a", "b", "c"], torch.zeros(3).int(), lengths=torch.ones(3).int())
+    ebc(features)
+    with Allocations(*(group.tbe.storage for group in ebc._groups())) as allocated:
+        changed = change(ebc)
+        with torch.no_grad():
+            changed(features)
+    num_bytes = sum(parameter.nbytes for parameter in changed.parameters())
+    assert num_bytes <= allocated.num_bytes < 1.1 * num_bytes
 
 
 def test_a_copy_is_independent() -> None:

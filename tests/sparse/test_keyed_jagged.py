@@ -5,7 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from recsys.sparse import KeyedJaggedTensor, kjt_is_equal
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor, kjt_is_equal
+from recsys.sparse.kjt_list import KJTList
+from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.sparse.strategies import batches, check_equals
 
 SHARED = settings(deadline=None, max_examples=50, derandomize=True)
@@ -123,6 +125,53 @@ def test_device_moves_keep_what_is_known(variable):
     assert meta.inverse_indices()[1].is_meta
     assert meta.length_per_key_or_none() == [3, 2]
     assert meta.stride_per_key_per_rank() == variable.stride_per_key_per_rank()
+
+
+def _tensors(kjt):
+    inverse = kjt.inverse_indices_or_none()
+    held = [kjt.values(), kjt.weights(), kjt.lengths_or_none(), kjt.offsets_or_none()]
+    return held + ([] if inverse is None else [inverse[1]])
+
+
+def test_a_copy_without_blocking_waits_for_no_tensor_pinned_or_not(variable):
+    weighted = KeyedJaggedTensor(
+        variable.keys(),
+        variable.values(),
+        torch.rand(5),
+        variable.lengths(),
+        stride_per_key_per_rank=variable.stride_per_key_per_rank(),
+        inverse_indices=variable.inverse_indices(),
+    )
+    weighted.offsets()
+    with PretendedCuda() as cuda:
+        weighted.to(CUDA)
+        assert [kind for kind, _, _ in cuda.notes] == ["upload"] * 5
+        pinned = weighted.pin_memory()
+        assert [part.is_pinned() for part in _tensors(pinned)] == [True] * 5
+        for given in (weighted, pinned):
+            cuda.forget()
+            moved = given.to("cuda", non_blocking=True)
+            assert cuda.notes == []
+            assert all(map(cuda.is_on_device, _tensors(moved)))
+            assert len(_tensors(moved)) == 5
+            for mine, theirs in zip(_tensors(moved), _tensors(weighted), strict=True):
+                assert mine.tolist() == theirs.tolist()
+        cuda.forget()
+        again = moved.to(CUDA, non_blocking=True)
+        jagged = JaggedTensor(torch.ones(2), torch.ones(2), torch.tensor([2]))
+        jagged.to(CUDA, non_blocking=True)
+        KeyedTensor(["a"], [1], torch.ones(2, 1)).to(CUDA, non_blocking=True)
+        KJTList([weighted]).to(CUDA, non_blocking=True)
+        assert cuda.notes == []
+        assert again.values().data_ptr() == moved.values().data_ptr()
+
+
+def test_weights_that_train_keep_their_gradient_on_a_device(kjt):
+    weights = torch.ones(5, requires_grad=True)
+    weighted = KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, kjt.lengths())
+    with PretendedCuda():
+        weighted.to(CUDA, non_blocking=True).weights().sum().backward()
+    assert weights.grad.tolist() == [1.0] * 5
 
 
 def test_to_changes_the_dtype_of_weights_only():

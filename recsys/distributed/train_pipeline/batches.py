@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from recsys.kernels import ops
 
 B = TypeVar("B")
 
@@ -42,13 +45,17 @@ def to_device(batch: B, device: torch.device, *, non_blocking: bool = False) -> 
     Args:
         batch: tensors, jagged tensors and the like, in containers and dataclasses, or one of them.
         device: where to.
-        non_blocking: whether the host goes on while pinned memory is copied.
+        non_blocking: whether the host goes on while a GPU copies. Tensors, jagged tensors and
+            `Batch` are pinned first where they are not; classes of the user's own see to it in
+            their `to`, or have their loader pin them.
     """
-    return map_batch(
-        batch,
-        lambda part: callable(getattr(part, "to", None)),
-        lambda part: part.to(device=device, non_blocking=non_blocking),
-    )
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return ops.copy_to(part, device, non_blocking)
+        return part.to(device=device, non_blocking=non_blocking)
+
+    return map_batch(batch, lambda part: callable(getattr(part, "to", None)), moved)
 
 
 def record_stream(batch: object, stream: torch.Stream) -> None:

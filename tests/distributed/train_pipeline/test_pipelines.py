@@ -33,6 +33,7 @@ from recsys.distributed.train_pipeline.pipelines import (
     TrainPipelineSparseDist,
 )
 from recsys.distributed.types import ShardingPlan
+from recsys.kernels import ops
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -43,6 +44,7 @@ from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizerWrapper
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, counted_collectives, whole_state
+from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
 ROWS, DIM, STEPS = 12, 8, 6
@@ -533,3 +535,54 @@ def test_one_process_without_ranks() -> None:
 
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, CPU, custom_model_fwd=forward)
     assert [len(out) for out in drain(pipeline, iter(batches))] == [3, 0]
+
+
+class _Stream:
+    """Stands for a stream of a GPU."""
+
+    device = CUDA
+
+    def __init__(self, device: object = None) -> None:
+        self.waits = 0
+
+    def wait_event(self, event: object) -> None:
+        """Notes that it waits, where the host need not."""
+        self.waits += 1
+
+
+def test_a_gpu_copies_batches_on_a_stream_of_its_own_and_the_host_waits_for_none() -> None:
+    batches = [{"x": torch.full((size, 2), 1.0 + size), "text": "a"} for size in (3, 1, 2)]
+    compute, current, copied_on = _Stream(), list[_Stream](), list[_Stream]()
+    upload = ops.upload
+
+    @contextlib.contextmanager
+    def on(stream: _Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def noted(*args: Any) -> Tensor:
+        copied_on.append(current[-1])
+        return upload(*args)
+
+    with PretendedCuda() as cuda, mock.patch.multiple(
+        torch.cuda, Stream=_Stream, stream=on, current_stream=lambda device=None: compute
+    ), mock.patch.object(ops, "upload", noted), mock.patch.object(
+        Tensor, "record_stream", lambda tensor, stream: None
+    ):  # fmt: skip
+        weight = nn.Parameter(torch.ones(2, device=CUDA))
+        model = nn.Module()
+        model.register_parameter("weight", weight)
+
+        def forward(batch: Any) -> tuple[Tensor, Tensor]:
+            assert cuda.is_on_device(batch["x"])
+            out = batch["x"] @ weight
+            return out.sum(), out
+
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        pipeline: Any = TrainPipelineBase(model, optimizer, CUDA, forward)
+        outputs = drain(pipeline, iter(batches))
+        assert cuda.notes == []
+    assert [out.tolist() for out in outputs] == [[8.0] * 3, [4.0], [6.0] * 2]
+    assert copied_on == [pipeline._copies] * 3
+    assert compute.waits == 3
