@@ -18,6 +18,7 @@ its interpreter.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,8 +33,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.kernels import ops, tbe_fbgemm_module
+from tests.fast_scans import fast_scans
 
-KERNELS = ("build_header", "make_safe", "move_segments", "pack", "places_of_bags", "row_ids")
+KERNELS = {
+    "ops_triton": (
+        "build_header",
+        "make_safe",
+        "move_segments",
+        "pack",
+        "places_of_bags",
+        "row_ids",
+    ),
+    "update_triton": ("sum_and_update", "sum_by_row", "sum_into", "update_entries"),
+}
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ANSWERS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
@@ -108,6 +120,8 @@ class PretendedCuda(TorchFunctionMode):
                 *(self._kernels() if self._triton else ()),
             ):
                 self._patches.enter_context(mock.patch.object(holder, name, value))
+            if self._triton:
+                self._patches.enter_context(fast_scans())
         self._depth += 1
         return self
 
@@ -120,10 +134,9 @@ class PretendedCuda(TorchFunctionMode):
 
     def _kernels(self) -> Iterator[tuple[object, str, object]]:
         """Triton's kernels, each as one operation on the device."""
-        from recsys.kernels import ops_triton
 
         def on_device(kernel: Callable[..., Any], *args: Any) -> Any:
-            assert all(self.is_on_device(tensor) for tensor in _tensors(args))
+            assert all(map(self.is_on_device, _tensors(args)))
             self._is_inside = True
             try:
                 found = kernel(*args)
@@ -132,8 +145,10 @@ class PretendedCuda(TorchFunctionMode):
             self.put(found)
             return found
 
-        for name in KERNELS:
-            yield ops_triton, name, partial(on_device, getattr(ops_triton, name))
+        for file, names in KERNELS.items():
+            module = importlib.import_module(f"recsys.kernels.{file}")
+            for name in names:
+                yield module, name, partial(on_device, getattr(module, name))
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with self:  # no mode is on while `backward` is called: what it calls is to be seen, too

@@ -192,8 +192,11 @@ def _sum_blocks(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up a block. Of its first row what other blocks began goes to `heads`, of its last one
-    what others go on with to `tails`."""
+    """Add up a block by rows, and leave those that have no entries in others.
+
+    What it has of the row that began before it goes to `heads`, of the one that it begins and does
+    not end to `tails`.
+    """
     block = tl.program_id(0).to(tl.int64)
     places = block * BLOCK + tl.arange(0, BLOCK)
     is_real = places < num_ids
@@ -330,9 +333,7 @@ def _sum_spans(
         if HAS_SUPERS:
             first_super, end_super = (begin + BLOCK - 1) // BLOCK, low // BLOCK
             if first_super < end_super:
-                sums = _add_parts(
-                    sums, heads_ptr, begin, first_super * BLOCK, DIM, WIDTH, BLOCK
-                )
+                sums = _add_parts(sums, heads_ptr, begin, first_super * BLOCK, DIM, WIDTH, BLOCK)
                 sums = _add_parts(sums, supers_ptr, first_super, end_super, DIM, WIDTH, BLOCK)
                 begin = end_super * BLOCK
         sums = _add_parts(sums, heads_ptr, begin, low + 1, DIM, WIDTH, BLOCK)
@@ -422,9 +423,9 @@ def _update_entries(
 def sum_by_row(
     rows_N: Tensor,
     order_N: Tensor,
+    gradients_MD: Tensor,
     source_N: Tensor,
     scale_N: Tensor | None,
-    gradients_MD: Tensor,
     with_squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return row gradients with an entry per id; its twin is `tbe_torch`'s.
@@ -432,9 +433,9 @@ def sum_by_row(
     Args:
         rows_N: `[N]` int32 or int64 the row of each id, ascending.
         order_N: `[N]` int64 which id that is.
+        gradients_MD: `[M, D]` floats.
         source_N: `[N]` int64 by id, the row of `gradients_MD` that is its gradient.
         scale_N: `[N]` fp32 by id, its factor; None for 1.
-        gradients_MD: `[M, D]` floats.
         with_squares: Whether to return the last of the results; else it is empty.
 
     Returns:
@@ -445,7 +446,7 @@ def sum_by_row(
     rows = torch.empty_like(rows_N, dtype=torch.int64)
     sums = gradients_MD.new_empty(num_ids, dim, dtype=torch.float32)
     squares = gradients_MD.new_empty(num_ids if with_squares else 0, dtype=torch.float32)
-    given = rows_N, order_N, source_N, scale_N, gradients_MD
+    given = rows_N, order_N, gradients_MD, source_N, scale_N
     _sum(given, "by entry", _no_update(gradients_MD), rows, sums, squares)
     return rows, sums, squares
 
@@ -454,12 +455,12 @@ def sum_into(
     out_RD: Tensor,
     rows_N: Tensor,
     order_N: Tensor,
+    gradients_MD: Tensor,
     source_N: Tensor,
     scale_N: Tensor | None,
-    gradients_MD: Tensor,
 ) -> None:
     """Write the gradients of rows to where these are in `[R, D]` fp32; see `sum_by_row`."""
-    given = rows_N, order_N, source_N, scale_N, gradients_MD
+    given = rows_N, order_N, gradients_MD, source_N, scale_N
     _sum(given, "by row", _no_update(gradients_MD), rows_N, out_RD, out_RD)
 
 
@@ -467,15 +468,15 @@ def sum_and_update(
     update: RowUpdate,
     rows_N: Tensor,
     order_N: Tensor,
+    gradients_MD: Tensor,
     source_N: Tensor,
     scale_N: Tensor | None,
-    gradients_MD: Tensor,
 ) -> None:
     """Update rows by their gradients, which are nowhere written; see `sum_by_row`.
 
     Its twin is `update_rows` of what `sum_by_row` returns.
     """
-    given = rows_N, order_N, source_N, scale_N, gradients_MD
+    given = rows_N, order_N, gradients_MD, source_N, scale_N
     _sum(given, "update", update, rows_N, gradients_MD, gradients_MD)
 
 
@@ -513,14 +514,14 @@ def update_entries(
 
 
 def _sum(
-    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     form: str,
     update: RowUpdate,
     out_rows: Tensor,
     out: Tensor,
     squares: Tensor,
 ) -> None:
-    rows, order, source, scale, gradients = given
+    rows, order, gradients, source, scale = given
     num_ids, dim = rows.numel(), gradients.shape[1]
     if not num_ids:
         return

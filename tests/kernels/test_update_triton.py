@@ -80,7 +80,7 @@ class Batch:
     def given(self, dtype: torch.dtype = torch.int64) -> tuple[Tensor, ...]:
         rows, order = torch.sort(torch.from_numpy(self.rows).to(dtype), stable=True)
         scale = None if self.scale is None else torch.from_numpy(self.scale)
-        rest = torch.from_numpy(self.source), scale, torch.from_numpy(self.gradients)
+        rest = torch.from_numpy(self.gradients), torch.from_numpy(self.source), scale
         return tuple(t if t is None else t.to(DEVICE) for t in (rows, order, *rest))  # type: ignore[return-value]
 
     @property
@@ -241,11 +241,12 @@ def test_gradients_with_gaps_and_of_other_dtypes_are_read() -> None:
     rows, order = torch.tensor([2, 2, 4]), torch.tensor([1, 0, 2])
     source = torch.tensor([0, 1, 1])
     ones = torch.ones((), device=DEVICE).half().expand(2, 3)
-    given = [t.to(DEVICE) for t in (rows, order, source)]
+    rows, order, source = (t.to(DEVICE) for t in (rows, order, source))
     expected = [[2.0] * 3, [0.0] * 3, [1.0] * 3]
-    assert sum_by_row(*given, None, ones)[1].tolist() == expected
+    assert sum_by_row(rows, order, ones, source, None)[1].tolist() == expected
     odd = torch.arange(12.0, device=DEVICE).view(2, 6)[:, ::2]
-    assert sum_by_row(*given, None, odd)[1].tolist() == [[6, 10, 14], [0, 0, 0], [6, 8, 10]]
+    expected = [[6.0, 10.0, 14.0], [0.0] * 3, [6.0, 8.0, 10.0]]
+    assert sum_by_row(rows, order, odd, source, None)[1].tolist() == expected
 
 
 def test_a_gradient_that_is_no_number_stays_with_its_row() -> None:
@@ -303,7 +304,12 @@ def test_bits_are_the_same_in_every_run(kind: str) -> None:
 
 def test_blocks_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for dim, sizes in {1: (1, 64, 1), 20: (32, 64, 2), 128: (128, 32, 4), 2000: (2048, 8, 8)}.items():
+    for dim, sizes in {
+        1: (1, 64, 1),
+        20: (32, 64, 2),
+        128: (128, 32, 4),
+        2000: (2048, 8, 8),
+    }.items():
         assert update_triton._sizes(dim) == sizes
     batch, tables = Batch.of("hot", 20, 1, True), Tables.of(ADAGRAD, "none", 20, True)
     on_device = OnDevice(tables)
