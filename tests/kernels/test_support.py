@@ -290,9 +290,9 @@ def test_what_triton_updates(
 def test_a_backend_that_does_not_exist_is_no_choice() -> None:
     with pytest.raises(ValueError, match="backend='mkl' cannot serve this lookup: it has no"):
         choose_backend(settings(), wanted="mkl")
-    with pytest.raises(ValueError, match="backend='triton' .*: it has no kernels for 'cpu'"):
+    with pytest.raises(ValueError, match=r"backend='triton' .*: it has no kernels for 'cpu'"):
         choose_backend(settings(), wanted="triton")
-    with pytest.raises(ValueError, match="backend='triton' .*: not triton: it updates only"):
+    with pytest.raises(ValueError, match=r"backend='triton' .*: not triton: it updates only"):
         choose_backend(settings(device="cuda"), "lookup", "triton")
 
 

@@ -353,7 +353,9 @@ def test_two_backward_passes_before_a_step_add_up_where_batches_are_kept(backend
             out = tbe.forward(indices, offsets)
             out.backward(output_gradient(SMALL, step, out.shape))
         statistics.append(tbe.deferred.row_statistics())
-        tbe.deferred.step([s / d.dim for s, d in zip(statistics[-1], tbe.layout.tables, strict=True)])
+        tbe.deferred.step(
+            [s / d.dim for s, d in zip(statistics[-1], tbe.layout.tables, strict=True)]
+        )
     for a, b in zip(*statistics, strict=True):
         torch.testing.assert_close(a, b)
     assert_same(kept, reduced)
