@@ -46,7 +46,7 @@ bench: $(call stamp,peers)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 gpu: $(call stamp,test) $(call stamp,peers)
-	$(BIN)/python -m pytest tests/kernels/test_ops_triton.py tests/kernels/test_output_triton.py
+	$(BIN)/python -m pytest tests/kernels/test_*_triton.py
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 

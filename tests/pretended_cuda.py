@@ -18,6 +18,7 @@ its interpreter.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,10 +33,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.kernels import ops, tbe_fbgemm_module
+from tests.fast_scans import fast_scans
 
-KERNELS = ("build_header", "make_safe", "move_segments", "pack", "places_of_bags", "row_ids")
-OUTPUT_KERNELS = ("collect", "spread")
-RAGGED_KERNELS = ("collect_ragged", "spread_ragged")
+KERNELS = {
+    "ops_triton": (
+        "build_header",
+        "make_safe",
+        "move_segments",
+        "pack",
+        "places_of_bags",
+        "row_ids",
+    ),
+    "output_triton": ("collect", "spread"),
+    "ragged_triton": ("collect_ragged", "spread_ragged"),
+    "update_triton": ("sum_and_update", "sum_by_row", "sum_into", "update_entries"),
+}
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _ANSWERS = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
@@ -112,6 +124,8 @@ class PretendedCuda(TorchFunctionMode):
                 *(self._kernels() if self._triton else ()),
             ):
                 self._patches.enter_context(mock.patch.object(holder, name, value))
+            if self._triton:
+                self._patches.enter_context(fast_scans())
         self._depth += 1
         return self
 
@@ -124,10 +138,9 @@ class PretendedCuda(TorchFunctionMode):
 
     def _kernels(self) -> Iterator[tuple[object, str, object]]:
         """Triton's kernels, each as one operation on the device."""
-        from recsys.kernels import ops_triton, output_triton, ragged_triton
 
         def on_device(name: str, kernel: Callable[..., Any], *args: Any) -> Any:
-            assert all(self.is_on_device(tensor) for tensor in _tensors(args))
+            assert all(map(self.is_on_device, _tensors(args)))
             self.launched.add(name)
             self._is_inside = True
             try:
@@ -137,11 +150,8 @@ class PretendedCuda(TorchFunctionMode):
             self.put(found)
             return found
 
-        for module, names in (
-            (ops_triton, KERNELS),
-            (output_triton, OUTPUT_KERNELS),
-            (ragged_triton, RAGGED_KERNELS),
-        ):
+        for file, names in KERNELS.items():
+            module = importlib.import_module(f"recsys.kernels.{file}")
             for name in names:
                 yield module, name, partial(on_device, name, getattr(module, name))
 

@@ -87,7 +87,7 @@ class DeferredGradients:
         self._reduce()
         if all(trained):
             self._held = (grad, batch)
-            if not self.keeps_batch:
+            if not self.keeps_batch or self._pending is not None:
                 self._reduce()
         else:
             fresh = self._kernel.row_gradients(grad, batch)
@@ -101,8 +101,12 @@ class DeferredGradients:
         """
         layout, optimizer = self._layout, self._kernel.optimizer
         assert optimizer is not None
-        fresh = None if self._held is None else self._kernel.row_statistics(*self._held)
-        if fresh is None:
+        made = None if self._held is None else self._kernel.row_statistics(*self._held)
+        if made is not None:
+            fresh, sums = made
+            if sums is not None:
+                self._held, self._pending = None, sums
+        else:
             self._reduce()
             groups = zip(layout.groups, self._pending or (), strict=False)
             fresh = [

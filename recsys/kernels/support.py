@@ -20,12 +20,14 @@ from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_torch import TorchKernel
+from recsys.kernels.tbe_triton import TritonKernel
 from recsys.kernels.types import LookupSettings, OptimizerSpec, UpdateMode
 
 BACKENDS: tuple[type[Backend], ...] = (
     FbgemmCudaKernel,
     FbgemmCpuKernel,
     FbgemmCudaLookup,
+    TritonKernel,
     TorchKernel,
     QuantizedInFbgemm,
     QuantizedInTorch,
@@ -66,28 +68,31 @@ def choose_backend(
         ...     optimizer=None, update_mode=UpdateMode.GRADIENT)).backend
         'torch'
     """
-    device_type, refused = settings.device.type, list[str]()
+    device_type, refused = settings.device.type, dict[str, str]()
     for kernel in BACKENDS:
         has_device = kernel.device_types is None or device_type in kernel.device_types
         if kernel.reads_quantized is not bool(settings.bits) or not has_device:
             continue
         reason = kernel.refusal(settings, role)
         if reason is not None:
-            refused.append(f"not {kernel.name}: {reason}")
+            refused.setdefault(kernel.name, f"not {kernel.name}: {reason}")
         elif wanted in (None, kernel.name):
             break
     else:
+        named = [why for name, why in refused.items() if wanted in (None, name)]
+        why = named[0] if named else f"it has no kernels for {device_type!r}"
         raise ValueError(
-            f"backend={wanted!r} cannot serve this lookup: "
-            f"{refused[0] if refused else f'it has no kernels for {device_type!r}'}. Leave "
-            "backend=None to choose one that can."
+            f"backend={wanted!r} cannot serve this lookup: {why}. Leave backend=None to choose one "
+            "that can."
         )
+    reasons = [why for name, why in refused.items() if name != kernel.name]
     if kernel.device_types is not None:
-        why = f"it supports these settings on {device_type}"
+        reasons.insert(0, f"it supports these settings on {device_type}")
     elif wanted is not None:
-        why = "asked for"
-    else:
-        why = refused[0] if refused else f"the others have no kernels for device '{device_type}'"
+        reasons = ["asked for"]
+    elif not reasons:
+        reasons = [f"the others have no kernels for device '{device_type}'"]
+    why = "; ".join(reasons)
     return BackendChoice(kernel.name, why, kernel)
 
 

@@ -56,7 +56,7 @@ class TableBatchedEmbedding:
         storage: The flat weights.
         weights: Per table a [R, D] view.
         states: Per table its optimizer state by name, live views.
-        backend: What updates the tables, "fbgemm" or "torch".
+        backend: What updates the tables, "fbgemm", "triton" or "torch".
         deferred: DEFERRED mode: the gradients that backward left.
 
     Raises:

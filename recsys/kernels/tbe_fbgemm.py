@@ -23,6 +23,7 @@ from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
     FeatureParts,
+    RowGradients,
     RowStatistics,
     TorchKernel,
     distinct_rows,
@@ -255,14 +256,16 @@ class FbgemmCpuKernel(TorchKernel):
             *([spec.eps] if "eps" in spec.rule.settings else ()),
         )
 
-    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics] | None:
+    def row_statistics(
+        self, grad: Tensor, batch: Batch
+    ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
         """Return the statistics of each dim group, with no row gradients but of ids that repeat."""
         spec = self.optimizer
         assert spec is not None
         is_fused = spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
         if not is_fused or spec.weight_decay or spec.stochastic_rounding:
             return None  # the fused update cannot be told the row moments
-        return self._by_group(_statistics_by_row, grad, batch)
+        return self._by_group(_statistics_by_row, grad, batch), None
 
     def update_by_moments(
         self,

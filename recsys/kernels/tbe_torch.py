@@ -9,9 +9,9 @@ Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D column
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
-from typing import ClassVar, NamedTuple, TypeAlias, final
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -55,8 +55,13 @@ GroupPart: TypeAlias = tuple[DimGroup, Tensor | None, Batch]
 """The part of a batch that reads a dim group: the group; [N_group] places in the batch's ids, None
 for all of them; and the ids, as rows of the group's matrix, with their bags and weights."""
 
-Reduce: TypeAlias = Callable[[Tensor, int, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+_Made = TypeVar("_Made", bound=tuple[Tensor, ...])
+Reduce: TypeAlias = Callable[[Tensor, int, Tensor, Tensor, Tensor | None], _Made]
 """What is made of gradients by row: see `_sum_by_row`."""
+
+
+WIDEST = 2048
+"""Columns of a row that Triton's kernels take."""
 
 
 @final
@@ -166,6 +171,12 @@ class TorchKernel(Backend):
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of the whole storage, fp32 in its layout."""
         out = torch.zeros_like(self.storage, dtype=torch.float32)
+        if _triton_sums(out, max(self.layout.feature_dims)):
+            from recsys.kernels.update_triton import sum_into
+
+            for group, given in self._sorted_parts(grad, batch):
+                sum_into(group.matrix(out), *given)
+            return out
         found = self.row_gradients(grad, batch)
         for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
             put_rows(group.matrix(out), rows, grads)
@@ -217,9 +228,7 @@ class TorchKernel(Backend):
             zip(self.layout.groups, row_gradients, strict=True)
         ):
             moment = None if row_moments is None else row_moments[i]
-            self._apply_to(
-                group, rows, grads, moment, first_of_rows(rows) if rows.is_cuda else None
-            )
+            self._apply_to(group, rows, grads, moment, repeats=rows.is_cuda)
 
     def apply_dense(self, gradients: Tensor, touched: Tensor | None = None) -> None:
         """One optimizer step from the gradient of the whole storage, in place.
@@ -258,8 +267,13 @@ class TorchKernel(Backend):
                 is_kept = is_kept_R.view(-1, *[1] * (tensor.dim() - 1))
                 tensor.copy_(torch.where(is_kept, before, tensor))
 
-    def row_statistics(self, grad: Tensor, batch: Batch) -> list[RowStatistics] | None:
-        """Return the statistics of each dim group; None: row gradients are needed for them."""
+    def row_statistics(
+        self, grad: Tensor, batch: Batch
+    ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
+        """Return the statistics of each dim group; None: row gradients are needed for them.
+
+        Beside them come the row gradients, if they were made on the way.
+        """
         return None
 
     def update_by_moments(
@@ -290,9 +304,12 @@ class TorchKernel(Backend):
         rows: Tensor,
         grads: Tensor,
         moment: Tensor | None = None,
-        first: Tensor | None = None,
+        *,
+        repeats: bool = False,
     ) -> None:
+        """Update rows of a dim group; of those that repeat, ascending, the first entry counts."""
         assert self.optimizer is not None
+        first = first_of_rows(rows) if repeats else None
         rate, step = self._rate_of_rows(group, rows), self._step_of_rows(group, rows)
         update_rows(self.optimizer, *self._views(group), rows, grads, rate, step, moment, first)
 
@@ -306,11 +323,16 @@ class TorchKernel(Backend):
             if kind != "table"
         }
 
-    def _rate_of_rows(self, group: DimGroup, rows: Tensor | None) -> float | Tensor:
+    def _rate_of_tables(self, group: DimGroup) -> float | Tensor:
+        """Return the rate of a dim group, or where its tables differ all of theirs, on the host."""
         if isinstance(self.rates, float):
             return self.rates
         own = [self.rates[t] for t in group.tables]
-        return own[0] if len(set(own)) == 1 else self._of_rows(torch.tensor(own), group, rows)
+        return own[0] if len(set(own)) == 1 else torch.tensor(own)
+
+    def _rate_of_rows(self, group: DimGroup, rows: Tensor | None) -> float | Tensor:
+        rate = self._rate_of_tables(group)
+        return self._of_rows(rate, group, rows) if isinstance(rate, Tensor) else rate
 
     def _step_of_rows(self, group: DimGroup, rows: Tensor) -> Tensor | None:
         steps = self.states.get("step")
@@ -341,7 +363,15 @@ class TorchKernel(Backend):
             result.append((group, positions, part._replace(indices=row_ids_of(group, part))))
         return result
 
-    def _by_group(self, reduce: Reduce, grad: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    def _sorted_parts(
+        self, grad: Tensor, batch: Batch
+    ) -> Iterator[tuple[DimGroup, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]]:
+        """Yield each dim group that ids are of, with what `_sum_by_row` adds up, sorted."""
+        for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
+            of_ids = self._gradient_of_ids(grad, group, part)
+            yield group, (*sort_rows(part.indices, group.num_rows), *of_ids)
+
+    def _by_group(self, reduce: Reduce[_Made], grad: Tensor, batch: Batch) -> list[_Made]:
         """Return what is made by row of each dim group's gradients."""
         found = {}
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
@@ -465,6 +495,10 @@ def _sum_by_row(
     """Sum `scale[i] * gradients[source[i]]` over the i of each distinct row id."""
     if row_ids.is_cuda:  # an entry per id: a row's sum stands where the row comes up first
         rows, order = sort_rows(row_ids, num_rows)
+        if _triton_sums(rows, gradients.shape[1]):
+            from recsys.kernels.update_triton import sum_by_row
+
+            return sum_by_row(rows, order, gradients, source, scale)[:2]
         place_N = torch.arange(rows.numel(), device=rows.device)
         # a row's first entry is a bag of all its ids, the others are empty ones behind it
         ends_N = torch.searchsorted(rows, rows, right=True)
@@ -475,6 +509,11 @@ def _sum_by_row(
         starts = functional.pad(counts.cumsum(0), (1, 0))
     ordered_scale = None if scale is None else scale.index_select(0, order)
     return rows.long(), sum_bags(gradients, source.index_select(0, order), starts, ordered_scale)
+
+
+def _triton_sums(tensor: Tensor, dim: int) -> bool:
+    """Return whether Triton's kernels add up gradients where a tensor is."""
+    return tensor.is_cuda and ops.HAS_TRITON and dim <= WIDEST
 
 
 def first_of_rows(rows: Tensor) -> Tensor:

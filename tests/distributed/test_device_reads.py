@@ -224,7 +224,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
 needs_triton = pytest.mark.skipif(
     not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
 )
-BY_TRITON = [*PLANS[:2], *(plan for plan in PLANS if plan.types == ALL)]
+BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[-4:]]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmCpuKernel, has_cpu_ops
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, TorchKernel
+from recsys.kernels.tbe_triton import TritonKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -200,50 +201,99 @@ def test_cuda_choices(
     changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: True)
+    monkeypatch.setattr(ops, "HAS_TRITON", False)
     choice = choose_backend(settings(device="cuda", **changes))  # type: ignore[arg-type]
     assert choice.backend == ("fbgemm" if reason is None else "torch")
     assert reason is None or reason in choice.reason
 
 
 @needs_fbgemm
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize(
     "algorithm", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.PARTIAL_ROWWISE_LAMB]
 )
 def test_on_cuda_fbgemm_looks_up_in_every_mode(
-    mode: UpdateMode, algorithm: EmbOptimType, monkeypatch: pytest.MonkeyPatch
+    mode: UpdateMode, algorithm: EmbOptimType, triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: True)
+    monkeypatch.setattr(ops, "HAS_TRITON", triton)
     served = settings(device="cuda", mode=mode, optimizer=OptimizerSpec(algorithm=algorithm))
     is_fused = mode is UpdateMode.FUSED and algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
     assert choose_backend(served, "lookup").kernel is (
         FbgemmCudaKernel if is_fused else FbgemmCudaLookup
     )
-    assert choose_backend(served, "update").kernel is (
-        FbgemmCudaKernel if is_fused else TorchKernel
+    is_deferred_adagrad = (
+        mode is UpdateMode.DEFERRED and algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
     )
+    updates = TritonKernel if triton and is_deferred_adagrad else TorchKernel
+    assert choose_backend(served, "update").kernel is (FbgemmCudaKernel if is_fused else updates)
     thin = settings(device="cuda", mode=mode, dims=(4, 6))
     assert choose_backend(thin, "lookup").kernel is TorchKernel
 
 
 @needs_fbgemm
-def test_on_cuda_updates_are_deterministic_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("triton", [False, True])
+def test_on_cuda_updates_are_deterministic_where_asked_for(
+    triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(ops, "HAS_TRITON", triton)
     fused = settings(
         device="cuda", optimizer=OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     )
     choice = choose_backend(fused)
-    assert choice.kernel is TorchKernel
-    assert "adds up in no fixed order" in choice.reason
+    assert choice.kernel is (TritonKernel if triton else TorchKernel)
+    assert "not fbgemm: its CUDA update adds up in no fixed order" in choice.reason
+    assert ("not triton: Triton is not installed" in choice.reason) is not triton
     assert choose_backend(fused, "lookup").kernel is FbgemmCudaLookup
     with pytest.raises(ValueError, match=r"cannot serve this lookup: .* no fixed order"):
         choose_backend(fused, wanted="fbgemm")
+    adam = replace(fused, optimizer=OptimizerSpec(algorithm=EmbOptimType.ADAM))
+    assert choose_backend(adam).kernel is TorchKernel
+
+
+SGD = OptimizerSpec(algorithm=EmbOptimType.SGD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"optimizer": SGD}, None),
+        ({"optimizer": replace(SGD, weight_decay=0.1), "mode": UpdateMode.DEFERRED}, None),
+        ({"weights": torch.bfloat16, "dims": (1, 2047)}, None),
+        ({"mode": UpdateMode.GRADIENT}, "SGD and row-wise Adagrad only"),
+        ({"optimizer": OptimizerSpec(algorithm=EmbOptimType.ADAM)}, "SGD and row-wise"),
+        (
+            {"weights": torch.float16, "optimizer": replace(SGD, stochastic_rounding=True)},
+            "round stochastically",
+        ),
+        ({"weights": torch.float64}, "fp32, fp16 and bf16 only"),
+        ({"dims": (4, 2049)}, "at most 2048 columns"),
+    ],
+)
+def test_what_triton_updates(
+    changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tbe_fbgemm_module, "has_cuda_ops", lambda: False)
+    monkeypatch.setattr(ops, "HAS_TRITON", True)
+    given = settings(device="cuda", **changes)  # type: ignore[arg-type]
+    choice = choose_backend(given)
+    assert choice.kernel is (TritonKernel if reason is None else TorchKernel)
+    assert reason is None or reason in choice.reason
+    assert choose_backend(given, "lookup").kernel is TorchKernel
+    in_cache = replace(given, location=EmbeddingLocation.MANAGED_CACHING)
+    assert choose_backend(in_cache).kernel is TorchKernel
 
 
 def test_a_backend_that_does_not_exist_is_no_choice() -> None:
-    with pytest.raises(ValueError, match="backend='triton' cannot serve"):
+    with pytest.raises(ValueError, match="backend='mkl' cannot serve this lookup: it has no"):
+        choose_backend(settings(), wanted="mkl")
+    with pytest.raises(ValueError, match=r"backend='triton' .*: it has no kernels for 'cpu'"):
         choose_backend(settings(), wanted="triton")
+    with pytest.raises(ValueError, match=r"backend='triton' .*: not triton: it updates only"):
+        choose_backend(settings(device="cuda"), "lookup", "triton")
 
 
 def test_other_devices_and_a_missing_fbgemm_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:

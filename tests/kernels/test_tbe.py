@@ -340,6 +340,27 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
         torch.testing.assert_close(mine["sum"], theirs["sum"])
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_two_backward_passes_before_a_step_add_up_where_batches_are_kept(backend: str) -> None:
+    """As of a model that calls a module twice: the first batch's gradients must not be lost."""
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    kept, reduced = (SMALL.build(spec, UpdateMode.DEFERRED, backend) for _ in range(2))
+    kept.deferred.keeps_batch = True
+    statistics = []
+    for tbe in (kept, reduced):
+        for step in range(2):
+            indices, offsets, _ = SMALL.batch(step)
+            out = tbe.forward(indices, offsets)
+            out.backward(output_gradient(SMALL, step, out.shape))
+        statistics.append(tbe.deferred.row_statistics())
+        tbe.deferred.step(
+            [s / d.dim for s, d in zip(statistics[-1], tbe.layout.tables, strict=True)]
+        )
+    for a, b in zip(*statistics, strict=True):
+        torch.testing.assert_close(a, b)
+    assert_same(kept, reduced)
+
+
 @pytest.mark.parametrize("algorithm", [EmbOptimType.SGD, EmbOptimType.ADAM])
 def test_learning_rate_takes_effect_at_the_next_update(algorithm: EmbOptimType) -> None:
     tbe = SMALL.build(spec_of(algorithm), UpdateMode.FUSED)

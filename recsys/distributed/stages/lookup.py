@@ -156,8 +156,8 @@ def needs_one_width(
 ) -> bool:
     """Return whether a lookup on a GPU must serve rectangles of one width, lest it wait for it.
 
-    PyTorch's kernels take a lookup of several widths apart, and the host must then know how many
-    ids read each.
+    All but FBGEMM's kernels take a lookup of several widths apart, and the host must then know how
+    many ids read each.
 
     Args:
         settings: of the lookup.
@@ -179,7 +179,7 @@ def needs_one_width(
             location=settings.location or EmbeddingLocation.DEVICE,
         )
     )
-    return choice.backend == "torch"
+    return choice.backend != "fbgemm"
 
 
 _PLACEHOLDER = OptimizerSpec(algorithm=EmbOptimType.SGD)
