@@ -23,8 +23,8 @@ __all__ = ["BLOCK_ROWS", "draw_seed", "init_rows"]
 BLOCK_ROWS = 4096
 """Rows that an `init_fn` is called with at a time, seeded by their number."""
 
-# Drawn in one go: on a CPU what stays in a core's cache. Elsewhere each go is some ten launches, and
-# takes 24 bytes a word: 48 MiB.
+# Drawn in one go: on a CPU what stays in a core's cache. Elsewhere each go is some ten launches,
+# and takes 24 bytes a word: 48 MiB.
 _WORDS_ON_CPU, _WORDS_ON_DEVICE = 2**15, 2**21
 # of SplitMix64, as signed numbers
 _STEP, *_FACTORS = (

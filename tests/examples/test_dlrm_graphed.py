@@ -106,9 +106,11 @@ def _train(is_graphed: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
         DLRMTrain(model), device=CPU, init_data_parallel=not is_graphed
     )
     if is_graphed:
-        with mock.patch.object(torch.cuda, "is_available", lambda: True), mock.patch.object(
-            torch.cuda, "make_graphed_callables", partial(_stand_in, graphs)
-        ):  # fmt: skip
+        stand_in = partial(_stand_in, graphs)
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            mock.patch.object(torch.cuda, "make_graphed_callables", stand_in),
+        ):
             graph_dense(model, torch.zeros(SIZE, DENSE))
         sharded.init_data_parallel()
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))

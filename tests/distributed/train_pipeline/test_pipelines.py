@@ -565,11 +565,14 @@ def test_a_gpu_copies_batches_on_a_stream_of_its_own_and_the_host_waits_for_none
         copied_on.append(current[-1])
         return upload(*args)
 
-    with PretendedCuda() as cuda, mock.patch.multiple(
-        torch.cuda, Stream=_Stream, stream=on, current_stream=lambda device=None: compute
-    ), mock.patch.object(ops, "upload", noted), mock.patch.object(
-        Tensor, "record_stream", lambda tensor, stream: None
-    ):  # fmt: skip
+    with (
+        PretendedCuda() as cuda,
+        mock.patch.multiple(
+            torch.cuda, Stream=_Stream, stream=on, current_stream=lambda device=None: compute
+        ),
+        mock.patch.object(ops, "upload", noted),
+        mock.patch.object(Tensor, "record_stream"),
+    ):
         weight = nn.Parameter(torch.ones(2, device=CUDA))
         model = nn.Module()
         model.register_parameter("weight", weight)
