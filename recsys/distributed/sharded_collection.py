@@ -154,6 +154,7 @@ class ShardedCollection(ShardedModule):
                     f"output {self._output_dtype}",
                     f"on the wire {stable(self._qcomm_codecs_registry)}",
                     f"deterministic {torch.are_deterministic_algorithms_enabled()}",
+                    f"leaves out bags {self._input_dist.leaves_out}",
                     stable(switches),
                 )
             )

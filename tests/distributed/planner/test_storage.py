@@ -175,9 +175,12 @@ def _local_bytes(tensor: Tensor) -> int:
     return tensor.nbytes if shards is None else sum(part.nbytes for _, part in shards())
 
 
-def wait_longer(pending: comm.Pending, wait: Any = comm.Pending.wait) -> Tensor:
+_wait = comm.Pending.wait
+
+
+def wait_longer(pending: comm.Pending, *how: bool, **named: bool) -> Tensor:
     """Waits until gloo's threads, too, have let go of what was sent."""
-    result: Tensor = wait(pending)
+    result = _wait(pending, *how, **named)
     time.sleep(0.002)
     return result
 

@@ -129,7 +129,12 @@ def _pooled(node_size: int, combine: PoolingType, seed: int, device: torch.devic
         lengths=torch.zeros(5 * len(own), dtype=torch.int64),
     )
     trip: Any = SimpleNamespace(
-        stage=STAGE, batch_sizes=sizes, bag_counts=counts.to(device), anchor=None, given=given
+        stage=STAGE,
+        batch_sizes=sizes,
+        num_bags=None,
+        bag_counts=counts.to(device),
+        anchor=None,
+        given=given,
     )
     found = stage.start(trip, iter(lookups), replicas, True)().values()
 
@@ -218,7 +223,12 @@ def _tiny_gradient(backward: CommType, gradient: float, device: torch.device) ->
         names, torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(5, dtype=torch.int64)
     )
     trip: Any = SimpleNamespace(
-        stage=STAGE, batch_sizes=sizes, bag_counts=None, anchor=None, given=given
+        stage=STAGE,
+        batch_sizes=sizes,
+        num_bags=None,
+        bag_counts=None,
+        anchor=None,
+        given=given,
     )
     replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, range(1), device)
     found = stage.start(trip, iter(lookups), replicas, True)().values()
