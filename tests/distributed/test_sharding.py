@@ -122,7 +122,7 @@ class OnAllRanks(Case):
 def _train_by_sums(case: Case) -> tuple[int, int]:
     """As over NCCL, where sums are made on the way."""
     with (
-        mock.patch.object(ShardingEnv, "adds_up_on_the_way", property(lambda self: True)),
+        mock.patch.object(ShardingEnv, "adds_up_on_the_way", return_value=True),
         mock.patch.object(comm, "reduce_scatter", wraps=comm.reduce_scatter) as sums,
         mock.patch.object(comm, "all_gather", wraps=comm.all_gather) as gathers,
     ):

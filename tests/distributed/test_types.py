@@ -400,6 +400,21 @@ class TestCacheParams:
             assert sharded.layout.tables[0].group.cache_load_factor == share
 
 
+def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
+    """Ranks 0 and 1 are in a group that rank 2 is not in; then some exchange ids."""
+    dist.new_group([0, 1])
+    given = dist.new_group(members) if len(members) < 3 else dist.group.WORLD
+    if dist.get_rank() not in members:
+        return None
+    assert given is not None
+    env = ShardingEnv.from_process_group(given)
+    own = torch.full((len(members),), float(env.rank))
+    sizes = [1] * len(members)
+    received = comm.all_to_all(env.for_ids, "try", own, sizes, sizes).wait()
+    assert received.tolist() == list(range(len(members)))
+    return env.for_ids is not env
+
+
 def _groups_of_exchanges(members: list[int]) -> None:
     """Two models over some of the ranks; the others take no part in anything."""
     parent = dist.new_group(members, timeout=timedelta(seconds=50), use_local_synchronization=True)
@@ -467,13 +482,24 @@ class TestEnv:
     ) -> None:
         ranks(3, _groups_of_exchanges, members)
 
+    @pytest.mark.parametrize("members", [[0, 1, 2], [1, 2]])
+    def test_groups_are_made_where_ranks_are_in_unequally_many(
+        self, ranks: RankPool, members: list[int]
+    ) -> None:
+        found = ranks(3, _groups_of_lopsided_ranks, members)
+        # a part of the ranks stays in the group it was given
+        assert found == [None if rank not in members else len(members) == 3 for rank in range(3)]
+
     def test_a_part_of_a_bound_job_makes_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        env, own = ShardingEnv(1, 0), object()
-        env.world_size, env.process_group = 2, own  # type: ignore[assignment]
         bound = SimpleNamespace(bound_device_id=torch.device("cuda", 0), size=lambda: 4)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
-        assert env.for_ids is env
-        assert env.for_embeddings is env
+        for members in ([0, 1], [3, 2]):  # and none where the new one would number them otherwise
+            monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, m=members: m)
+            env = ShardingEnv(1, 0)
+            env.world_size, env.process_group = 2, object()  # type: ignore[assignment]
+            assert env.for_ids is env
+            assert env.for_embeddings is env
+            bound.bound_device_id = None
 
     def test_refuses_what_cannot_be(self) -> None:
         with pytest.raises(ValueError, match=r"rank must be in \[0, world_size\); received rank=2"):

@@ -63,15 +63,18 @@ class ShardingEnv:
             return True
         return "cuda:nccl" in str(torch.distributed.get_backend_config(self.process_group))
 
-    @property
-    def adds_up_on_the_way(self) -> bool:
-        """Whether sums over ranks are better made while values travel, by reduce-scatter.
+    def adds_up_on_the_way(self, device: torch.device) -> bool:
+        """Return whether sums over ranks are better made while values travel, by reduce-scatter.
 
         Nothing is then received but the sum, and NCCL sends over a node's network cards what
         its GPUs have added up. The order in which it adds is its own. Gloo sends everything to all.
+
+        Args:
+            device: where the values are.
         """
-        is_ordered = torch.are_deterministic_algorithms_enabled()
-        return self.world_size > 1 and self.exchanges_in_streams and not is_ordered
+        if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
+            return False
+        return self.world_size > 1 and self.exchanges_in_streams
 
     def of_node(self, node_size: int) -> ShardingEnv:
         """Return the environment of the ranks on this rank's node.
@@ -116,10 +119,8 @@ class ShardingEnv:
         """Return the same ranks with a group of their own; itself if it can have none."""
         if self.process_group is None or self.world_size == 1:
             return self
-        whole = torch.distributed.group.WORLD
-        is_bound = whole is not None and whole.bound_device_id and whole.size() != self.world_size
-        if is_bound and backend is None:
-            return self  # new groups are split off the bound one: all of its ranks must take part
+        if not _may_have_groups(self.process_group, backend):
+            return self
         ranks = range(self.world_size)
         return ShardingEnv(self.world_size, self.rank, self.group_of(ranks, backend, purpose))
 
@@ -130,8 +131,8 @@ class ShardingEnv:
 
         Each of them must ask in the same order as the others; the group is made once, also for
         another environment of the same ranks. It has the timeout of this environment's group, and
-        ends with the default group: PyTorch names such groups by their ranks, and one made anew
-        would find in the store what the old one left there.
+        ends with the default group: PyTorch names groups of some ranks by these and by how many
+        groups there are, so that one made anew would find in the store what the old one left there.
 
         Args:
             ranks: numbers in this environment.
@@ -148,7 +149,10 @@ class ShardingEnv:
         key = tuple(members[rank] for rank in ranks), backend, timeout, purpose
         if key not in known:
             known[key] = torch.distributed.new_group(
-                key[0], timeout=timeout, backend=backend, use_local_synchronization=True
+                key[0],
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=len(key[0]) < whole.size(),
             )
         return known[key]
 
@@ -236,11 +240,33 @@ _groups: WeakKeyDictionary[
 
 def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     """Return after what time exchanges of a group fail; None: PyTorch's default."""
-    for device in group._device_types:
+    for device in sorted(group._device_types, key=lambda device: device.type == "cpu"):
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
             return options._timeout  # type: ignore[no-any-return]
     return None
+
+
+def _may_have_groups(group: torch.distributed.ProcessGroup, backend: str | None) -> bool:
+    """Return, on all ranks of a group alike, whether they can make others of the same ranks.
+
+    Args:
+        group: whose ranks all ask.
+        backend: of the other groups; None: the group's own.
+    """
+    whole, members = torch.distributed.group.WORLD, torch.distributed.get_process_group_ranks(group)
+    assert whole is not None
+    if members != sorted(members):
+        return False  # a new group would number its ranks otherwise
+    if len(members) == whole.size():
+        return True
+    if whole.bound_device_id and backend is None:
+        return False  # new groups are split off the bound one: all of its ranks must take part
+    # without the other ranks, PyTorch tells groups apart by how many a rank is in: see `group_of`
+    numbers = [0] * len(members)
+    own = len(torch.distributed.distributed_c10d._world.pg_names)
+    torch.distributed.all_gather_object(numbers, own, group=group)
+    return len(set(numbers)) == 1
 
 
 def node_size_of(world_size: int) -> int:

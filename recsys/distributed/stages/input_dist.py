@@ -406,7 +406,8 @@ class InputDist:
         own_bags = [strides[keys] for keys in trip.routes.stream_keys]
         kept = sum(int(b @ d) for b, d in zip(own_bags, self._stream_dims, strict=True))
         padded = longest * sum(int(d.sum()) for d in self._stream_dims)
-        return own_bags if kept <= _MAX_KEPT * padded else None
+        fits = longest < 1 << (63 - _COUNT_BITS)
+        return own_bags if fits and padded and kept <= _MAX_KEPT * padded else None
 
     def payload_of(self, trip: Trip) -> Tensor:
         """Build the payload: per destination its lengths, ids and weights."""

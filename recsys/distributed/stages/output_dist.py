@@ -411,7 +411,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         self.codecs = codecs.fitted(self.gather.chunk)
         self.read_codecs = self.gather.of_codecs(self.codecs, env.world_size)
         self.sums: ColumnGather | None = None
-        if self.hop is None and _may_add_up(of_ranks, env, self.codecs):
+        if self.hop is None and _may_add_up(of_ranks, env, device, self.codecs):
             summed = [blocks[0], *self.replica_blocks]
             self.sums = ColumnGather(summed, layout.width, device, self.means)
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
@@ -595,18 +595,22 @@ class _RaggedExchange(Exchange["OutputDist"]):
 
 
 def _may_add_up(
-    blocks: Sequence[Ranges], env: ShardingEnv, codecs: tuple[WireFormat | None, WireFormat | None]
+    blocks: Sequence[Ranges],
+    env: ShardingEnv,
+    device: torch.device,
+    codecs: tuple[WireFormat | None, WireFormat | None],
 ) -> bool:
     """Return whether ranks all send the same columns, and better as sums; narrow ones would lose.
 
     Args:
         blocks: the columns that each rank sends.
         env: the ranks.
+        device: where they are.
         codecs: what embeddings and gradients look like while they travel.
     """
     is_exact = codecs == (None, None)
     is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
-    return bool(env.adds_up_on_the_way and is_exact and is_uniform)
+    return bool(env.adds_up_on_the_way(device) and is_exact and is_uniform)
 
 
 def node_columns(layout: Layout, node: int) -> Ranges:
@@ -658,7 +662,7 @@ class NodeHop:
         self.codecs = codecs.fitted(self.gather.chunk or 1)
         self.read_codecs = self.gather.of_codecs(self.codecs, self.size)
         self.sums: ColumnGather | None = None
-        if _may_add_up(parts, env, self.codecs):
+        if _may_add_up(parts, env, device, self.codecs):
             self.sums = ColumnGather(parts[:1], self.width, device)
 
     def start(self, trip: Trip, lookups: Sequence[Tensor], trains: bool) -> Callable[[], Tensor]:
