@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from recsys.kernels import ops
+from tests.kernels.compiled import num_compiled
 
 if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
@@ -187,19 +185,6 @@ def test_rows_of_tables_end_to_end(seed: int, dtypes: tuple[torch.dtype, torch.d
 
 
 COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from recsys.kernels import ops_triton
-
-def compile(kernel, arguments, **known):
-    names = [name for name in kernel.arg_names if name not in known]
-    signature = dict(zip(names, arguments.split(), strict=True)) | dict.fromkeys(known, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    print(kernel.__name__, len(built.asm["cubin"]) > 0)
-
 size = {"BLOCK": 1024}
 compile(ops_triton._move_segments, "*i32 *i32 *i64 i32 i64", STEPS=9, **size)
 compile(ops_triton._move_segments, "*fp16 *fp16 *i64 i32 i32", STEPS=1, **size)
@@ -222,14 +207,4 @@ compile(ops_triton._pack, f"*i32 *i64 *i64 *i64 *i64 {sizes}", **known)
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILES],
-        env=kept | own,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" True") == 12
+    assert num_compiled(COMPILES, tmp_path) == 12

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from tests.kernels.compiled import num_compiled
 
 if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
@@ -188,20 +186,6 @@ def test_what_is_no_number_stays_visible() -> None:
 
 
 COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from recsys.kernels import output_triton
-
-def compile(kernel, arguments, **known):
-    names = [name for name in kernel.arg_names if name not in known]
-    signature = dict(zip(names, arguments.split(), strict=True)) | dict.fromkeys(known, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    print(kernel.__name__, len(built.asm["cubin"]) > 0)
-    return built
-
 for chunk, unit, dtype in ((64, 32, "fp32"), (1, 1, "bf16")):
     known = dict.fromkeys(["HAS_LISTS", "HAS_MEANS", "IS_NARROW"], dtype != "fp32")
     known |= {"LOSS_SCALE": 3.0, "CHUNK": chunk, "UNIT": unit}
@@ -214,14 +198,4 @@ for chunk, unit, dtype in ((64, 32, "fp32"), (1, 1, "bf16")):
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILES],
-        env=kept | own,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" True") == 6
+    assert num_compiled(COMPILES, tmp_path) == 6

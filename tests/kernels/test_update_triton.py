@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from tests.kernels.compiled import num_compiled
 
 if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
@@ -318,20 +316,6 @@ def test_blocks_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from recsys.kernels import update_triton
-
-def compile(kernel, arguments, warps, **known):
-    names = [name for name in kernel.arg_names if name not in known]
-    signature = dict(zip(names, arguments.split(), strict=True)) | dict.fromkeys(known, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known)
-    target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps}
-    built = triton.compile(source, target=target, options=options)
-    print(kernel.__name__, len(built.asm["cubin"]) > 0)
-
 for dim, row, weight, form, decay in (
     (130, "i64", "fp16", "update", "l2"),
     (20, "i32", "bf16", "update", "decouple"),
@@ -370,14 +354,4 @@ for dim, row, weight, form, decay in (
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILES],
-        env=kept | own,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" True") == 12
+    assert num_compiled(COMPILES, tmp_path) == 12
