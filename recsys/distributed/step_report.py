@@ -234,7 +234,8 @@ class StepReport:
         ]:
             self._replace(owner, name, self._timed(getattr(owner, name), stage))
         self._replace(TableBatchedEmbedding, "forward", self._lookup(TableBatchedEmbedding.forward))
-        self._replace(comm, "all_to_all", self._exchange(comm.all_to_all))
+        for name in ("all_to_all", "reduce_scatter", "all_gather"):
+            self._replace(comm, name, self._exchange(getattr(comm, name)))
         self._replace(comm.Pending, "wait", self._wait(comm.Pending.wait))
         for register, tell in [
             (register_optimizer_step_pre_hook, self._enter),
@@ -285,10 +286,10 @@ class StepReport:
         return call
 
     def _wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(pending: comm.Pending) -> Tensor:
+        def call(pending: comm.Pending, *args: Any, **kwargs: Any) -> Tensor:
             is_exchange = pending.work is not None
             began = time.perf_counter()
-            tensor: Tensor = function(pending)
+            tensor: Tensor = function(pending, *args, **kwargs)
             if is_exchange:
                 self._waited += time.perf_counter() - began
                 arrived = self._arrivals.pop(id(pending), None)
