@@ -412,6 +412,11 @@ def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
     sizes = [1] * len(members)
     received = comm.all_to_all(env.for_ids, "try", own, sizes, sizes).wait()
     assert received.tolist() == list(range(len(members)))
+    if env.for_ids is env:  # and it must not be used by two threads
+        with pytest.raises(ValueError, match="received a group of 2 ranks"):
+            env.aside()
+    else:
+        assert env.aside().process_group is not env.process_group
     return env.for_ids is not env
 
 

@@ -112,8 +112,19 @@ class ShardingEnv:
         """Return the same ranks with a gloo group of their own, for exchanges of another thread.
 
         Every rank must ask in the same order; the group is made once.
+
+        Raises:
+            ValueError: on all ranks, if they cannot have one.
         """
-        return self._beside("saves", "gloo")
+        own = self._beside("saves", "gloo")
+        if own is self and self.world_size > 1:
+            raise ValueError(
+                "To save beside training, ranks need a process group of their own. PyTorch makes "
+                "one for a part of a job's ranks only if each is in equally many groups, and "
+                f"numbers them in ascending order; received a group of {self.world_size} ranks for "
+                "which this does not hold. Make groups on all ranks alike, or use save_checkpoint."
+            )
+        return own
 
     def _beside(self, purpose: str, backend: str | None = None) -> ShardingEnv:
         """Return the same ranks with a group of their own; itself if it can have none."""
