@@ -400,6 +400,11 @@ class TestCacheParams:
             assert sharded.layout.tables[0].group.cache_load_factor == share
 
 
+as_in_streams = mock.patch.object(ShardingEnv, "exchanges_in_streams", True)
+"""As over NCCL: over gloo no groups are made beside the given one."""
+
+
+@as_in_streams
 def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
     """Ranks 0 and 1 are in a group that rank 2 is not in; then some exchange ids."""
     dist.new_group([0, 1])
@@ -420,6 +425,7 @@ def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
     return env.for_ids is not env
 
 
+@as_in_streams
 def _groups_of_exchanges(members: list[int]) -> None:
     """Two models over some of the ranks; the others take no part in anything."""
     parent = dist.new_group(members, timeout=timedelta(seconds=50), use_local_synchronization=True)
@@ -495,6 +501,7 @@ class TestEnv:
         # a part of the ranks stays in the group it was given
         assert found == [None if rank not in members else len(members) == 3 for rank in range(3)]
 
+    @as_in_streams
     def test_a_part_of_a_bound_job_makes_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bound = SimpleNamespace(bound_device_id=torch.device("cuda", 0), size=lambda: 4)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))

@@ -99,14 +99,15 @@ class ShardingEnv:
 
         So what is computed next never waits in a queue behind what is computed now: ids of the
         batch to come, embeddings, and the gradients of dense layers have a group each. They are
-        made at the first exchange, once for all models over these ranks.
+        made at the first exchange, once for all models over these ranks. Gloo has threads in place
+        of a queue, and more of them would only cost time: there it is this environment itself.
         """
-        return self._beside("ids")
+        return self._beside("ids") if self.exchanges_in_streams else self
 
     @cached_property
     def for_embeddings(self) -> ShardingEnv:
-        """The same ranks, with a process group for embeddings and what updates tables."""
-        return self._beside("embeddings")
+        """The same ranks, with a process group for embeddings, or itself; see `for_ids`."""
+        return self._beside("embeddings") if self.exchanges_in_streams else self
 
     def aside(self) -> ShardingEnv:
         """Return the same ranks with a gloo group of their own, for exchanges of another thread.
