@@ -174,7 +174,7 @@ class InputDist:
         )
         self._keys: list[str] | None = None
         self._routes: Routes
-        self._stream_dims = [stream_dims(streams) for streams in layout.streams]
+        self.stream_dims = [stream_dims(streams) for streams in layout.streams]
         # a padded bag is sent back where ranks of a node add up, or where kernels are missing
         can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
@@ -404,8 +404,8 @@ class InputDist:
             longest: the most of them.
         """
         own_bags = [strides[keys] for keys in trip.routes.stream_keys]
-        kept = sum(int(b @ d) for b, d in zip(own_bags, self._stream_dims, strict=True))
-        padded = longest * sum(int(d.sum()) for d in self._stream_dims)
+        kept = sum(int(b @ d) for b, d in zip(own_bags, self.stream_dims, strict=True))
+        padded = longest * sum(int(d.sum()) for d in self.stream_dims)
         fits = longest < 1 << (63 - _COUNT_BITS)
         return own_bags if fits and padded and kept <= _MAX_KEPT * padded else None
 

@@ -435,8 +435,7 @@ class OutputDist(OutputStage[KeyedTensor]):
     def ragged(self) -> tuple[RaggedGather, RaggedGather]:
         """Lay out what this rank looks up for all batches, and what it gets for its own.
 
-        A block of either is what comes of a stream; where all its features have as many bags as the
-        batch, the blocks of a rank are one.
+        A block of either is what comes of a stream.
         """
         layout = self.layout
         ends = np.cumsum(stream_dims(layout.streams[self.env.rank])).tolist()
@@ -565,8 +564,8 @@ class _RaggedExchange(Exchange["OutputDist"]):
         own = batch_sizes[env.rank : env.rank + 1]
         replicas = np.repeat(own, len(stage.replica_blocks))
         self._arriving = RaggedBatches(arriving, np.concatenate([*sent, replicas])[None], own)
-        widths = map(stream_dims, stage.layout.streams)
-        receives = [int(bags @ dims) for bags, dims in zip(sent, widths, strict=True)]
+        dims_of_ranks = trip.stage.stream_dims
+        receives = [int(bags @ dims) for bags, dims in zip(sent, dims_of_ranks, strict=True)]
         super().__init__(stage, env, self._looked_up.sizes_G, receives, trip.stage.path)
         self._batch_sizes, self._bag_counts = batch_sizes, trip.bag_counts
 
