@@ -419,7 +419,7 @@ class ShardedCollection(ShardedModule):
             ctx: means nothing.
         """
         for lookup, bags in zip(self._lookups, dist_input.lookups, strict=True):
-            lookup.kernel.prefetch(bags.indices, bags.offsets)
+            lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
 
     def _look_up(self, ctx: Trip, dist_input: Trip) -> Iterator[Tensor]:
         """Look up in the replicated tables now, in the others while the result is read."""
@@ -435,7 +435,7 @@ class ShardedCollection(ShardedModule):
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
         lookups = (
-            lookup.kernel.forward(*bags[:3], lookup.parameters, bags.ids_of_tables)
+            lookup.kernel.forward(*bags[:3], lookup.parameters, *bags[3:])
             for lookup, bags in zip(self._lookups, ctx.lookups, strict=True)
         )
         replicas = []

@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.ranks import comm
+from recsys.distributed.stages import input_dist
 from recsys.distributed.types import ShardingEnv, ShardingType
-from recsys.optim import RowWiseAdagrad
+from recsys.optim import SGD, Adam, RowWiseAdagrad
+from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import (
     CLOSE,
+    FEATURES,
     NEED_WHOLE_ROWS,
     OPTIMIZERS,
     Case,
+    EachType,
     Narrow,
     assert_same,
     concat_batches,
@@ -204,3 +208,61 @@ def test_replicas_and_sums_stand_beside_ragged_bags(ranks: RankPool) -> None:
         case = Case(seed, 3, optimizer=RowWiseAdagrad, variable_batch=True)
         for padded, ragged in ranks(3, _train_without_padding, case, seed == 5):
             assert ragged <= padded
+
+
+def _train_by_id(case: Case) -> int:
+    """With a row for each id of row-split tables; returns how many batches had none for bags."""
+    sends = input_dist.Trip.send
+    by_id = 0
+
+    def noted(trip: input_dist.Trip) -> input_dist.Trip:
+        nonlocal by_id
+        sends(trip)
+        by_id += trip.by_id
+        return trip
+
+    with (
+        mock.patch.object(input_dist, "_MAX_IDS", 1e9),
+        mock.patch.object(input_dist.Trip, "send", noted),
+    ):
+        _train_both(case)
+    return by_id
+
+
+@pytest.mark.parametrize("seed", range(500, 512))
+def test_rows_of_short_bags_return_one_by_one(ranks: RankPool, seed: int) -> None:
+    kinds = (ShardingType.ROW_WISE, ShardingType.DATA_PARALLEL, ShardingType.COLUMN_WISE)
+    rng = random.Random(seed)
+    optimizer = rng.choice([SGD, RowWiseAdagrad, Adam, None])
+    types = kinds[: 1 + seed % 3]
+    case = Case(seed, 2 + seed % 3, types, optimizer, variable_batch=seed % 4 == 3)
+    splits = any(s.sharding_type == "row_wise" for s in case.plan().plan["ebc"].values())
+    found = ranks(case.world_size, _train_by_id, case)
+    assert found == [(len(STEPS) + 1) * splits] * case.world_size
+
+
+def _values_sent(short: bool) -> int:
+    """Return how many values of embeddings a step sends with one id a bag, or with two."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    case = EachType(0, world, (ShardingType.ROW_WISE,))
+    sharded, sent = shard(case), 0
+    exchange = comm.all_to_all
+
+    def noted(env: ShardingEnv, what: str, send: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += send.numel() * ("embeddings back" in what)
+        return exchange(env, what, send, *args, **kwargs)
+
+    # the other features have no ids; one rank's bags may be longer than the others'
+    number = 1 if short or rank else 2
+    lengths = torch.tensor([number] * 4 + [0] * 12)
+    batch = KeyedJaggedTensor(list(FEATURES), torch.arange(4 * number) % 12, lengths=lengths)
+    with mock.patch.object(comm, "all_to_all", noted):
+        sharded(batch)[0].sum().backward()
+    return sent
+
+
+def test_bags_are_short_where_those_of_all_ranks_are(ranks: RankPool) -> None:
+    # 4 samples of 8 columns: a row for each id, or for each bag of each rank's part
+    assert sum(ranks(2, _values_sent, True)) == 2 * 4 * 8
+    assert sum(ranks(2, _values_sent, False)) == 2 * 2 * 4 * 8

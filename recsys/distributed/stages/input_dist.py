@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout, Stream
+from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.bags import (
@@ -55,11 +55,14 @@ from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
 # sender has no batch after this one, the sender will train on it, its features have batch sizes of
-# their own; above them, which module it is of
-_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS, _VARIABLE = 1, 2, 4, 8, 16, 32
+# their own, its bags are short; above them, which module it is of
+_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS, _VARIABLE, _SHORT = (
+    1 << bit for bit in range(7)
+)
 _MODULE = ~0xFF
 _COUNT_BITS = 40  # of a word that says how many ids come; above them how many bags, if `_VARIABLE`
 _MAX_KEPT = 0.9  # bags are left out where no more of what would be sent than this is of bags
+_MAX_IDS = 0.5  # bags are short that have no more ids than this share of their row parts
 
 
 _Copied: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
@@ -110,6 +113,8 @@ class Bags(NamedTuple):
     """`[N]`, or None."""
     ids_of_tables: list[int] | None = None
     """Ids that read each table, on a device, where the host knows them; else None."""
+    of_features: np.ndarray | None = None
+    """`[F]` bags of each feature, where they differ; the offsets are `[their sum + 1]` then."""
 
 
 @final
@@ -168,13 +173,28 @@ class InputDist:
         )
         by_part = order.transpose(1, 0, 2).reshape(self.num_parts, -1)
         self._unpack_order = by_part[:, reading].reshape(-1).astype(np.int32)
-        counts = np.arange(COUNTS, COUNTS + self.num_streams)
-        self._recv_lengths = np.concatenate(
-            [np.full(self.num_streams, BATCH), *([counts] * (self.num_parts - 1))]
-        )
         self._keys: list[str] | None = None
         self._routes: Routes
-        self.stream_dims = [stream_dims(streams) for streams in layout.streams]
+        # of the streams of all destinations, whose edges between them these are
+        self.sent_edges = np.cumsum([0, *map(len, layout.streams)])
+        streams = [stream for of_rank in layout.streams for stream in of_rank]
+        cols = np.array([stream.cols for stream in streams], dtype=np.int64).reshape(-1, 2)
+        self.sent_dims = cols[:, 1] - cols[:, 0]
+        split_slots = set(layout.split_slots)
+        self.is_split = np.array([stream.slot in split_slots for stream in streams], dtype=bool)
+        ranks = np.repeat(np.arange(env.world_size), np.diff(self.sent_edges))
+        self._count_words = np.arange(len(streams)) + (ranks + 1) * COUNTS
+        own = slice(*self.sent_edges[env.rank : env.rank + 2])
+        self.own_dims, self.own_is_split = self.sent_dims[own], self.is_split[own]
+        # lengths of a row part whose ids return one by one do not travel: they are ones, which
+        # stand behind the payload
+        ones = reading + order.size
+        by_id = np.where(
+            np.tile(self.own_is_split, env.world_size)[reading], ones, by_part[0, reading]
+        )
+        self._unpack_by_id = np.concatenate([by_id, self._unpack_order[len(by_id) :]]).astype(
+            np.int32
+        )
         # a padded bag is sent back where ranks of a node add up, or where kernels are missing
         can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
@@ -365,6 +385,8 @@ class InputDist:
             flag |= _IS_LAST
         if trip.own_bags is not None:
             flag |= _VARIABLE
+        if self._are_bags_short(trip):
+            flag |= _SHORT
         trip.flag, if_ids = flag, 0
         if trip.has_bad_ids is not None:
             # what is an error here must be one on all ranks
@@ -387,15 +409,13 @@ class InputDist:
             words += ops.upload(self._bag_words(trip.own_bags), self.device)
         return words
 
-    @staticmethod
-    def _bag_words(own_bags: Sequence[np.ndarray]) -> np.ndarray:
+    def _bag_words(self, own_bags: np.ndarray) -> np.ndarray:
         """Return what is added to a header for the bags of each stream of each destination."""
-        none = np.zeros(COUNTS, dtype=np.int64)
-        return np.concatenate([part for bags in own_bags for part in (none, bags << _COUNT_BITS)])
+        words = np.zeros(sum(self.header_sizes), dtype=np.int64)
+        words[self._count_words] = own_bags << _COUNT_BITS
+        return words
 
-    def _bags_of_streams(
-        self, trip: Trip, strides: np.ndarray, longest: int
-    ) -> list[np.ndarray] | None:
+    def _bags_of_streams(self, trip: Trip, strides: np.ndarray, longest: int) -> np.ndarray | None:
         """Return how many bags each stream of each destination has, if that is worth telling.
 
         Args:
@@ -403,17 +423,41 @@ class InputDist:
             strides: `[K]` bags of each feature.
             longest: the most of them.
         """
-        own_bags = [strides[keys] for keys in trip.routes.stream_keys]
-        kept = sum(int(b @ d) for b, d in zip(own_bags, self.stream_dims, strict=True))
-        padded = longest * sum(int(d.sum()) for d in self.stream_dims)
+        own_bags = strides[trip.routes.stream_keys]
+        kept, padded = int(own_bags @ self.sent_dims), longest * int(self.sent_dims.sum())
         fits = longest < 1 << (63 - _COUNT_BITS)
         return own_bags if fits and padded and kept <= _MAX_KEPT * padded else None
+
+    def _are_bags_short(self, trip: Trip) -> bool:
+        """Return whether a row for each id is less than one for each bag of each row part.
+
+        The host knows the ids of the whole batch, without waiting, and takes them for those of
+        row-split tables.
+        """
+        if not (self.leaves_out and self.env.world_size > 1 and self.is_split.any()):
+            return False
+        own_bags = trip.own_bags
+        if own_bags is None:
+            num_bags = trip.batch_size * int(self.is_split.sum())
+        else:
+            num_bags = int(own_bags[self.is_split].sum())
+        return trip.bags.values.numel() <= _MAX_IDS * num_bags
+
+    def per_rank(self, values_S: np.ndarray) -> list[int]:
+        """Add up, for each destination, what there is of its streams."""
+        ends = np.concatenate([[0], values_S.cumsum()])
+        found: list[int] = np.diff(ends[self.sent_edges]).tolist()
+        return found
 
     def payload_of(self, trip: Trip) -> Tensor:
         """Build the payload: per destination its lengths, ids and weights."""
         counts = trip.sent_segments(trip.counts_G)
         sizes = [np.full_like(counts, trip.batch_size), *[counts] * (self.num_parts - 1)]
         order_P, sizes_M = trip.routes.payload, np.concatenate(sizes)
+        if trip.sent_lengths is not None:  # only the first of a segment: it counts as two
+            kept_M = sizes_M.copy()
+            kept_M[trip.routes.sent] = trip.sent_lengths
+            order_P, sizes_M = 2 * order_P, np.stack([kept_M, sizes_M - kept_M], 1).ravel()
         if self.device.type == "cuda" and ops.HAS_TRITON and len(trip.values) == 1:
             from recsys.kernels.ops_triton import pack
 
@@ -431,41 +475,53 @@ class InputDist:
             at += part.numel()
         return ops.move_segments(source, order_P, sizes_M)
 
-    def unpack(self, payload: Tensor, host_RH: np.ndarray, num_samples: int, num_ids: int) -> Bags:
+    def unpack(self, payload: Tensor, trip: Trip, num_bags: int) -> Bags:
         """Take a received payload apart into the bags of all streams of this rank."""
+        counts_RS = trip.received_counts
         if self.env.world_size > 1:
-            sizes = host_RH[:, self._recv_lengths].reshape(-1)
-            payload = ops.move_segments(payload, self._unpack_order, sizes)
-        num_lengths = self.num_streams * num_samples
+            parts = [trip.received_lengths, *[counts_RS] * (self.num_parts - 1)]
+            order, sizes = self._unpack_order, np.stack(parts, 1).ravel()
+            if trip.by_id:
+                ones_RS = np.where(self.own_is_split, counts_RS, 0)
+                payload = torch.cat([payload, payload.new_ones(int(ones_RS.sum()))])
+                order, sizes = self._unpack_by_id, np.concatenate([sizes, ones_RS.ravel()])
+            payload = ops.move_segments(payload, order, sizes)
+        num_ids = int(counts_RS.sum())
         weights = None
         if self.is_weighted:
-            weights = payload[num_lengths + num_ids :].view(self._weight_word).float()
-        indices = payload[num_lengths : num_lengths + num_ids]
-        return Bags(indices, ops.complete_cumsum(payload[:num_lengths]), weights)
+            weights = payload[num_bags + num_ids :].view(self._weight_word).float()
+        indices = payload[num_bags : num_bags + num_ids]
+        return Bags(indices, ops.complete_cumsum(payload[:num_bags]), weights)
 
-    def split_bags(self, bags: Bags, stream_ids: np.ndarray, num_samples: int) -> list[Bags]:
+    def split_bags(
+        self, bags: Bags, stream_ids: np.ndarray, bags_S: np.ndarray, *, are_ragged: bool = False
+    ) -> list[Bags]:
         """Shorten the bags of all streams of this rank into those of its lookup groups.
 
         Args:
             bags: of all streams.
             stream_ids: ids of each stream, of all ranks.
-            num_samples: of all ranks.
+            bags_S: bags of each stream, of all ranks.
+            are_ragged: whether streams may have different numbers of them.
         """
         groups = self.layout.groups[self.env.rank]
         found = []
-        start = 0
+        start = first_bag = 0
         for group in groups:
             first, last = group.streams.start, group.streams.stop
             own = bags
             if len(groups) > 1:
                 end = start + int(stream_ids[first:last].sum())
-                offsets = bags.offsets[first * num_samples : last * num_samples + 1]
+                last_bag = first_bag + int(bags_S[first:last].sum())
+                offsets = bags.offsets[first_bag : last_bag + 1]
                 own = Bags(
                     bags.indices[start:end],
                     offsets - start,
                     None if bags.weights is None else bags.weights[start:end],
                 )
-                start = end
+                start, first_bag = end, last_bag
+            if are_ragged:
+                own = own._replace(of_features=bags_S[first:last])
             if bags.indices.is_cuda:
                 of_tables = np.bincount(
                     group.feature_table_map, stream_ids[first:last], len(group.tables)
@@ -566,11 +622,6 @@ def _bring_headers(
         at = end
 
 
-def stream_dims(streams: Sequence[Stream]) -> np.ndarray:
-    """Return the output columns of streams."""
-    return np.array([end - start for _, _, (start, end) in streams], dtype=np.int64)
-
-
 def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -615,9 +666,15 @@ class Trip(Multistreamable):
         own_counts: `[K]` ids of each key as given, if they were made distinct, else `[0]`;
             `given_counts` on the host.
         inverse: `[N]` place among the distinct ids of each id, if they were made distinct.
-        own_bags: per destination `[its streams]` bags, if features have batch sizes of their own.
-        num_bags: if those of any rank have: `[R, S]` bags that each rank has for each stream of
-            this one; and this rank's bags for each stream of each destination.
+        own_bags: `[streams of all destinations]` bags, if features have batch sizes of their own.
+        by_id: whether the rows of row-split tables return one by one, as all ranks' bags are short;
+            each id is looked up as a bag of its own then.
+        num_bags: if so, or if features of any rank have batch sizes of their own: `[R, S]` bags
+            that each rank has for each stream of this one; and `[streams of all destinations]` of
+            this one's.
+        received_lengths: `[R, S]` lengths that come of each stream.
+        sent_lengths: `[streams of all destinations]` lengths sent, if not those of all bags.
+        lengths_PB: ids of each bag in each segment that may travel, flat, if they go by id.
         bag_counts: `[len(split_slots), B]` ids per bag of the row-split slots, or None if there
             are none.
         headers: what is on its way, for it and those that started with it; None once it was read.
@@ -642,6 +699,7 @@ class Trip(Multistreamable):
     host_RH: np.ndarray
     batch_sizes: np.ndarray
     received_counts: np.ndarray
+    received_lengths: np.ndarray
 
     def __init__(self, stage: InputDist) -> None:
         self.stage = stage
@@ -658,8 +716,11 @@ class Trip(Multistreamable):
         self.own_counts = torch.empty(0, dtype=torch.int64, device=stage.device)
         self.inverse: Tensor | None = None
         self.bag_counts: Tensor | None = None
-        self.own_bags: list[np.ndarray] | None = None
-        self.num_bags: tuple[np.ndarray, list[np.ndarray]] | None = None
+        self.own_bags: np.ndarray | None = None
+        self.by_id = False
+        self.num_bags: tuple[np.ndarray, np.ndarray] | None = None
+        self.sent_lengths: np.ndarray | None = None
+        self.lengths_PB: Tensor | None = None
         self.headers: tuple[comm.Pending, Sequence[Trip], _Copied | None] | None = None
         self.lookups: Sequence[Bags] = ()
         self.replicas: list[Bags] = []
@@ -709,18 +770,13 @@ class Trip(Multistreamable):
         if self.last_batches is not None:
             self.last_batches.ranks = (flags & _IS_LAST) != 0
         self.batch_sizes = host_RH[:, BATCH]
-        is_variable = (flags & _VARIABLE) != 0
-        if is_variable.any():
-            host_RH = self._take_bags(is_variable)
-        self.received_counts = host_RH[:, COUNTS:]
-        send_sizes = []
-        for segments in self.routes.segments:
-            count = int(self.counts_G[segments].sum())
-            self._to_ranks.append(count)
-            send_sizes.append(len(segments) * self.batch_size + (stage.num_parts - 1) * count)
+        counts_S = self.counts_G[self.routes.segments]
+        sent_lengths = self._take_counts(flags, counts_S)
         if stage.has_streams and not self.routes.is_identity:
-            ids = self.received_counts.sum(1)
-            recv_sizes = self.batch_sizes * stage.num_streams + (stage.num_parts - 1) * ids
+            self._to_ranks = stage.per_rank(counts_S)
+            send_sizes = stage.per_rank(sent_lengths + (stage.num_parts - 1) * counts_S)
+            received = self.received_lengths + (stage.num_parts - 1) * self.received_counts
+            recv_sizes = received.sum(1)
             payload = stage.payload_of(self)
             self._received = comm.all_to_all(
                 stage.env.for_ids,
@@ -729,28 +785,41 @@ class Trip(Multistreamable):
                 send_sizes,
                 recv_sizes.tolist(),
             )
+        if self.by_id:
+            self.lengths_PB = joined(self.lengths)
         self.lengths = self.values = self.weights = []  # what was sent is not kept
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self
 
-    def _take_bags(self, is_variable: np.ndarray) -> np.ndarray:
-        """Note how many bags each rank sends to each stream; return what else the ranks said.
+    def _take_counts(self, flags: np.ndarray, counts_S: np.ndarray) -> np.ndarray:
+        """Note how many ids and bags come, and how; return how many lengths go to each stream.
 
         Args:
-            is_variable: `[R]` whether a rank has said so.
+            flags: `[R]` of the headers.
+            counts_S: `[streams of all destinations]` ids that go.
         """
-        words_RS = self.host_RH[:, COUNTS:]
-        own_bags = self.own_bags
-        if own_bags is None:
-            own_bags = [np.full(len(s), self.batch_size) for s in self.routes.segments]
-        received = np.where(
-            is_variable[:, None], words_RS >> _COUNT_BITS, self.batch_sizes[:, None]
-        )
-        self.num_bags = received, own_bags
-        self.host_RH = self.host_RH.copy()
-        self.host_RH[:, COUNTS:] &= (1 << _COUNT_BITS) - 1
-        return self.host_RH
+        stage, words_RS = self.stage, self.host_RH[:, COUNTS:]
+        received = np.broadcast_to(self.batch_sizes[:, None], words_RS.shape)
+        sent = np.full_like(counts_S, self.batch_size) if self.own_bags is None else self.own_bags
+        is_variable = (flags & _VARIABLE) != 0
+        if is_variable.any():
+            received = np.where(is_variable[:, None], words_RS >> _COUNT_BITS, received)
+            words_RS = words_RS & ((1 << _COUNT_BITS) - 1)
+        self.received_counts = words_RS
+        self.by_id = bool((flags & _SHORT).all())
+        if is_variable.any() or self.by_id:
+            self.num_bags, self.sent_lengths = (received, sent), sent
+        if self.by_id:
+            is_split, own_is_split = stage.is_split, stage.own_is_split
+            self.num_bags = (
+                np.where(own_is_split, words_RS, received),
+                np.where(is_split, counts_S, sent),
+            )
+            received, sent = np.where(own_is_split, 0, received), np.where(is_split, 0, sent)
+            self.sent_lengths = sent
+        self.received_lengths = received
+        return sent
 
     def _raise_faults(self, flags: np.ndarray) -> str:
         """Raise what any rank found wrong; return what this rank warns of."""
@@ -815,18 +884,20 @@ class Trip(Multistreamable):
         where.now = "input_dist", stage.path, monotonic()
         if self.routes.replicas:
             self._select_replicas()
-        num_samples = int(self.batch_sizes.sum())
         if self._received is not None:
-            num_ids = int(self.received_counts.sum())
-            bags = stage.unpack(self._received.wait(), self.host_RH, num_samples, num_ids)
+            bags_RS = self.received_lengths if self.num_bags is None else self.num_bags[0]
+            bags_S = bags_RS.sum(0)
+            bags = stage.unpack(self._received.wait(), self, int(bags_S.sum()))
             self._received = None
             if stage.is_weighted and (self.host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
                 bags = self._with_weight_gradients(bags)
-            self.lookups = stage.split_bags(bags, self.received_counts.sum(0), num_samples)
+            ids_S, are_ragged = self.received_counts.sum(0), self.num_bags is not None
+            self.lookups = stage.split_bags(bags, ids_S, bags_S, are_ragged=are_ragged)
         elif self.routes.is_identity:
             own = self.bags
             bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
-            self.lookups = stage.split_bags(bags, self.counts_G, num_samples)
+            bags_S = np.full_like(self.counts_G, self.batch_size)
+            self.lookups = stage.split_bags(bags, self.counts_G, bags_S)
         return self
 
     def _select_replicas(self) -> None:

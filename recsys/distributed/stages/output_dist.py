@@ -20,7 +20,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, final
 
@@ -32,9 +32,11 @@ from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
+from recsys.distributed.stages.bags import joined
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
-from recsys.distributed.stages.input_dist import Trip, stream_dims
-from recsys.distributed.stages.ragged_gather import RaggedBatches, RaggedGather
+from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.ragged_gather import NO_PART, RaggedBatch, RaggedGather
+from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
@@ -432,19 +434,18 @@ class OutputDist(OutputStage[KeyedTensor]):
         )
 
     @cached_property
-    def ragged(self) -> tuple[RaggedGather, RaggedGather]:
-        """Lay out what this rank looks up for all batches, and what it gets for its own.
+    def ragged(self) -> RaggedGather:
+        """Lays out what this rank gets where blocks, one of each stream, have their own rows."""
+        arriving: list[Ranges] = [[s.cols] for streams in self.layout.streams for s in streams]
+        blocks = [*arriving, *self.replica_blocks]
+        return RaggedGather(blocks, self.layout.width, self.device, self.means)
 
-        A block of either is what comes of a stream.
-        """
-        layout = self.layout
-        ends = np.cumsum(stream_dims(layout.streams[self.env.rank])).tolist()
-        own: list[Ranges] = [[edges] for edges in pairwise([0, *ends])]
-        arriving: list[Ranges] = [[s.cols] for streams in layout.streams for s in streams]
-        return (
-            RaggedGather(own, sum(self.group_widths), self.device),
-            RaggedGather([*arriving, *self.replica_blocks], layout.width, self.device, self.means),
-        )
+    @cached_property
+    def ragged_order(self) -> np.ndarray:
+        """The streams of this rank, rank by rank, among those that a lookup has, all together."""
+        num_ranks, num_streams = self.env.world_size, len(self.layout.streams[self.env.rank])
+        by_stream = np.arange(num_ranks * num_streams, dtype=np.int32)
+        return by_stream.reshape(num_streams, num_ranks).T.ravel()
 
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
@@ -545,9 +546,10 @@ class _PooledExchange(Exchange[PooledStage]):
 
 @final
 class _RaggedExchange(Exchange["OutputDist"]):
-    """One batch's way through the stage where features of some have batch sizes of their own.
+    """One batch's way through the stage where streams do not have a row for each sample.
 
-    Of a feature only the bags that there are travel, not the padding that its lookup had.
+    Of features with batch sizes of their own the bags travel that there are; of row-split tables
+    whose bags are short, the rows of the ids that there are. Lookups read no others.
 
     Args:
         stage: whose batch it is.
@@ -557,22 +559,24 @@ class _RaggedExchange(Exchange["OutputDist"]):
 
     def __init__(self, stage: OutputDist, env: ShardingEnv, trip: Trip) -> None:
         assert trip.num_bags is not None
-        received_RS, sent = trip.num_bags
-        looked_up, arriving = stage.ragged
-        batch_sizes = trip.batch_sizes
-        self._looked_up = RaggedBatches(looked_up, received_RS, batch_sizes)
-        own = batch_sizes[env.rank : env.rank + 1]
-        replicas = np.repeat(own, len(stage.replica_blocks))
-        self._arriving = RaggedBatches(arriving, np.concatenate([*sent, replicas])[None], own)
-        dims_of_ranks = trip.stage.stream_dims
-        receives = [int(bags @ dims) for bags, dims in zip(sent, dims_of_ranks, strict=True)]
-        super().__init__(stage, env, self._looked_up.sizes_G, receives, trip.stage.path)
-        self._batch_sizes, self._bag_counts = batch_sizes, trip.bag_counts
+        given, (received_RS, own_S) = trip.stage, trip.num_bags
+        self._looked_up_RS = received_RS * given.own_dims
+        rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), trip.batch_size)])
+        part_K = np.full_like(rows_K, NO_PART)
+        if trip.by_id:
+            part_K[: len(own_S)] = np.where(given.is_split, trip.routes.sent, NO_PART)
+        self._arriving = RaggedBatch(stage.ragged, rows_K, trip.batch_size, part_K, trip.lengths_PB)
+        sends = self._looked_up_RS.sum(1).tolist()
+        receives = given.per_rank(own_S * given.sent_dims)
+        super().__init__(stage, env, sends, receives, trip.stage.path)
+        self._bag_counts = trip.bag_counts
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
-        looked_up_TC = _join(lookups, self._batch_sizes, self.stage.device)
-        return self.start_sending(self._looked_up.spread(looked_up_TC), replicas)
+        stage = self.stage
+        rows = joined(lookups) if lookups else torch.empty(0, device=stage.device)
+        sizes = self._looked_up_RS.T.ravel()
+        return self.start_sending(ops.move_segments(rows, stage.ragged_order, sizes), replicas)
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
@@ -589,8 +593,12 @@ class _RaggedExchange(Exchange["OutputDist"]):
         arrived = self.wait_for_grads()
         if arrived is None:
             return self.replica_grads(grad)
-        parts = self._looked_up.collect(arrived).split(self.stage.group_widths, dim=1)
-        return [*(part.contiguous() for part in parts), *self.replica_grads(grad)]
+        stage = self.stage
+        order = np.argsort(stage.ragged_order).astype(np.int32)
+        rows = ops.move_segments(arrived, order, self._looked_up_RS.ravel())
+        groups = stage.layout.groups[self.env.rank]
+        sizes = [int(self._looked_up_RS[:, group.streams].sum()) for group in groups]
+        return [*rows.split(sizes), *self.replica_grads(grad)]
 
 
 def _may_add_up(

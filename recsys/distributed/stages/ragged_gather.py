@@ -1,12 +1,13 @@
-"""Lays out what arrived of batches whose features have batch sizes of their own, without padding.
+"""Lays out what arrived of a batch whose blocks do not all have a row for each of its samples.
 
-A block of the buffer has the bags that a feature has in a batch, and nothing in place of those that
-it has not. Laid out, they are the first rows of a rectangle, whose other rows are 0. An owner of
-tables has the blocks of all ranks' batches, one batch below the other; a rank has those of its own
-batch from all owners, and adds up the parts of row-split tables.
+A block is what comes of one stream. It has a *row per bag*, for the bags that its feature has in
+the batch, and nothing in place of those that it has not. Or it has a *row per id*: the ids of all
+bags, one after the other, whose rows are added up here. Laid out, there is a row for each sample,
+which is 0 where nothing came. Columns that several blocks hold, parts of row-split tables, are
+added up in the order of the blocks.
 
-Shape names: `G` batches, `K` blocks of each, `T` rows of all, `D` columns, `E` chunks in the
-blocks.
+Shape names: `K` blocks, `B` samples, `D` columns, `E` chunks in the blocks, `P` parts of which
+lengths are known.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from recsys.kernels import ops
 
 if TYPE_CHECKING:
     from recsys.kernels.output_triton import Columns
+
+NO_PART = -1
+"""In place of a part, where a block has a row per bag."""
 
 
 @final
@@ -63,35 +67,45 @@ class RaggedGather:
 
 
 @final
-class RaggedBatches:
-    """Batches as blocks in a buffer, and as a rectangle.
+class RaggedBatch:
+    """A batch as blocks in a buffer, and as a rectangle.
 
     Args:
-        gather: whose blocks they have.
-        bags_GK: `[G, K]` bags of each block.
-        rows_G: `[G]` rows of each batch's rectangle, at least as many.
+        gather: whose blocks it has.
+        rows_K: `[K]` rows of each block.
+        num_samples: B.
+        part_K: `[K]` the part that a block with a row per id is of, else `NO_PART`; None: all have
+            a row per bag.
+        lengths_PB: `[P * B]` int32 or int64: ids of each part in each bag.
 
     Attributes:
-        sizes_G: values of each batch in the buffer.
-        num_rows: T.
+        num_values: of the buffer.
     """
 
-    def __init__(self, gather: RaggedGather, bags_GK: np.ndarray, rows_G: np.ndarray) -> None:
-        self._gather, self._bags_GK, self._rows_G = gather, bags_GK, rows_G
-        self.sizes_G: list[int] = (bags_GK @ gather.widths_K).tolist()
-        self.num_rows = int(rows_G.sum())
-        chunks_GK = bags_GK * (gather.widths_K // gather.chunk)
-        self._before_GK = (np.cumsum(chunks_GK) - chunks_GK.ravel()).reshape(chunks_GK.shape)
-        self._first_G = np.cumsum(rows_G) - rows_G
+    def __init__(
+        self,
+        gather: RaggedGather,
+        rows_K: np.ndarray,
+        num_samples: int,
+        part_K: np.ndarray | None = None,
+        lengths_PB: Tensor | None = None,
+    ) -> None:
+        self._gather, self._rows_K, self._num_samples = gather, rows_K, num_samples
+        self._part_K = np.full_like(rows_K, NO_PART) if part_K is None else part_K
+        self._lengths_PB = lengths_PB
+        self.num_values = int(rows_K @ gather.widths_K)
+        chunks_K = rows_K * (gather.widths_K // gather.chunk)
+        self._before_K = np.cumsum(chunks_K) - chunks_K
 
     @cached_property
-    def _on_device(self) -> tuple[Columns, Tensor, Tensor, int]:
-        """What kernels are told of the columns, of their blocks, and of the batches."""
-        gather, parts = self._gather, (self._before_GK, self._bags_GK, self._first_G)
-        batches = np.concatenate([part.ravel() for part in parts])
+    def _on_device(self) -> tuple[Columns, Tensor, Tensor, Tensor | None]:
+        """What kernels are told of the columns, of their blocks, and of the batch."""
+        gather, parts = self._gather, (self._before_K, self._rows_K, self._part_K)
         columns = gather.columns.columns
-        uploaded = ops.upload(batches, columns.entries_4E.device)
-        return columns, gather.block_on_device_E, uploaded, len(self._first_G)
+        uploaded = ops.upload(np.concatenate(parts), columns.entries_4E.device)
+        lengths = self._lengths_PB
+        offsets = None if lengths is None else ops.complete_cumsum(lengths)
+        return columns, gather.block_on_device_E, uploaded, offsets
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,17 +114,30 @@ class RaggedBatches:
         For each chunk of the rectangle, the chunks of the buffer that add up to it, end to end;
         where each list begins; and for each chunk of the buffer, the chunk of the rectangle.
         """
-        gather, num_chunks = self._gather, self._gather.columns.num_chunks
-        batch_T = np.repeat(np.arange(len(self._rows_G)), self._rows_G)
-        row_T1 = (np.arange(self.num_rows) - self._first_G[batch_T])[:, None]
+        gather, num_samples = self._gather, self._num_samples
+        num_chunks = gather.columns.num_chunks
+        sample_B1 = np.arange(num_samples)[:, None]
         _, width_E, place_E, chunk_E = gather.columns.host_entries_4E
-        exists_TE = row_T1 < self._bags_GK[:, gather.block_E][batch_T]
-        at_TE = self._before_GK[:, gather.block_E][batch_T] + row_T1 * width_E + place_E
-        collect = at_TE[exists_TE]
-        target = (np.arange(self.num_rows)[:, None] * num_chunks + chunk_E)[exists_TE]
-        numbers = np.bincount(target, minlength=self.num_rows * num_chunks)
+        block_E = gather.block_E
+        # rows of a bag in each block, and those before them
+        rows_BK = (sample_B1 < self._rows_K).astype(np.int64)
+        first_BK = np.broadcast_to(sample_B1, rows_BK.shape)
+        if self._lengths_PB is not None:
+            by_id = self._part_K != NO_PART
+            lengths_PB = self._lengths_PB.view(-1, num_samples).numpy()
+            rows_BK[:, by_id] = lengths_PB[self._part_K[by_id]].T
+            first_BK = np.where(by_id, rows_BK.cumsum(0) - rows_BK, first_BK)
+        number = rows_BK[:, block_E].ravel()
+        first_BE = self._before_K[block_E] + first_BK[:, block_E] * width_E + place_E
+        ends = np.cumsum(number)
+        collect = np.repeat(first_BE.ravel(), number)
+        if number.max(initial=0) > 1:  # the rows of a bag are a row's chunks apart
+            within = np.arange(len(collect)) - np.repeat(ends - number, number)
+            collect += within * np.repeat(np.tile(width_E, num_samples), number)
+        target = np.repeat((sample_B1 * num_chunks + chunk_E).ravel(), number)
         spread = np.empty_like(collect)
         spread[collect] = target
+        numbers = np.bincount(target, minlength=num_samples * num_chunks)
         offsets = np.concatenate([[0], np.cumsum(numbers)])
         return torch.from_numpy(collect), torch.from_numpy(offsets), torch.from_numpy(spread)
 
@@ -119,42 +146,42 @@ class RaggedBatches:
 
         Args:
             buffer: flat.
-            counts: `[row-split slots, T]` ids per bag, if any slot is averaged.
+            counts: `[row-split slots, B]` ids per bag, if any slot is averaged.
 
         Returns:
-            `[T, D]`.
+            `[B, D]`.
         """
-        gather = self._gather
-        if not self.num_rows or not gather.width:
-            return buffer.new_zeros(self.num_rows, gather.width)
+        gather, num_samples = self._gather, self._num_samples
+        if not num_samples:
+            return buffer.new_zeros(0, gather.width)
         if buffer.is_cuda:
             from recsys.kernels.ragged_triton import collect_ragged
 
-            return collect_ragged(buffer, self.num_rows, *self._on_device, counts)
+            return collect_ragged(buffer, num_samples, *self._on_device, counts)
         index, offsets, _ = self._index
         rows = functional.embedding_bag(
             index, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True
         )
-        output = rows.view(self.num_rows, gather.width)
+        output = rows.view(num_samples, gather.width)
         if gather.columns.mean_slots:
             gather.columns.divide(output, counts)
         return output
 
-    def spread(self, grad_TD: Tensor, counts: Tensor | None = None) -> Tensor:
+    def spread(self, grad_BD: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the gradient of the buffer, by the transpose of `collect`.
 
         Args:
-            grad_TD: the rectangle's.
+            grad_BD: the rectangle's.
             counts: as for `collect`.
         """
         gather = self._gather
-        if not sum(self.sizes_G):
-            return grad_TD.new_empty(0)
-        if grad_TD.is_cuda:
+        if not self.num_values:
+            return grad_BD.new_empty(0)
+        if grad_BD.is_cuda:
             from recsys.kernels.ragged_triton import spread_ragged
 
-            return spread_ragged(grad_TD, sum(self.sizes_G), *self._on_device, counts)
+            return spread_ragged(grad_BD, self.num_values, *self._on_device, counts)
         if gather.columns.mean_slots:
-            grad_TD = grad_TD.clone()
-            gather.columns.divide(grad_TD, counts)
-        return grad_TD.reshape(-1, gather.chunk).index_select(0, self._index[2]).view(-1)
+            grad_BD = grad_BD.clone()
+            gather.columns.divide(grad_BD, counts)
+        return grad_BD.reshape(-1, gather.chunk).index_select(0, self._index[2]).view(-1)

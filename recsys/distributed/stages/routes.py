@@ -79,9 +79,9 @@ class Routes:
     slot_keys: np.ndarray  # per slot the position in the batch of its feature
     header: Tensor  # [H] gathers the header from [flag, batch size, counts_G]
     payload: np.ndarray  # [2S or 3S of all destinations] int32: the segments in the order sent
-    segments: tuple[np.ndarray, ...]  # per destination, its segments
-    stream_keys: tuple[np.ndarray, ...]  # and for each the position in the batch of its feature
-    sent: np.ndarray  # [streams of all destinations] int32: those of ids alone
+    segments: np.ndarray  # [streams of all destinations] the segments, destination by destination
+    stream_keys: np.ndarray  # and for each the position in the batch of its feature
+    sent: np.ndarray  # int32: the segments, numbered as those that may travel are
     check_rows: Tensor  # [K] rows of the smallest table that reads each feature of the batch
     min_rows: int  # the least of them
     unread: Tensor | None  # [K] bool: features that no table reads, None if there are none
@@ -227,9 +227,9 @@ def build_routes(
         slot_keys=slot_keys,
         header=device_index(header).long(),
         payload=payload.astype(np.int32),
-        segments=tuple(segments),
-        stream_keys=tuple(slot_keys[[s.slot for s in streams]] for streams in layout.streams),
-        sent=np.concatenate([s - skipped for s in segments]).astype(np.int32),
+        segments=np.concatenate(segments),
+        stream_keys=slot_keys[[s.slot for streams in layout.streams for s in streams]],
+        sent=(np.concatenate(segments) - skipped).astype(np.int32),
         check_rows=torch.from_numpy(rows).to(device),
         min_rows=int(rows.min()),
         unread=torch.from_numpy(rows == no_limit).to(device) if (rows == no_limit).any() else None,

@@ -114,8 +114,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         self.slot_counts = counts_K[self.slot_keys]
         self.slot_starts = (np.cumsum(counts_K) - counts_K)[self.slot_keys]
         of_replicas = [counts_K[positions] for positions in routes.replica_positions]
-        sent = [trip.counts_G[segments] for segments in routes.segments]
-        sent_counts = np.concatenate([np.zeros(0, dtype=np.int64), *sent, *of_replicas])
+        sent_counts = np.concatenate([trip.counts_G[routes.segments], *of_replicas])
         edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream
         self.received_chunks = trip.received_counts * stage.own_chunks

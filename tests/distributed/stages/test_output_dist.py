@@ -321,7 +321,7 @@ def _sequence(seed: int) -> None:
         routes=SimpleNamespace(
             num_keys=num_features,
             slot_keys=np.arange(num_features),
-            segments=[np.array(features, dtype=np.int64) for features in streams_of],
+            segments=np.array([f for features in streams_of for f in features], dtype=np.int64),
             replica_positions=[
                 np.array([layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
                 for g in layout.replica_groups
