@@ -169,7 +169,9 @@ def _train_without_padding(case: Case, is_mixed: bool) -> tuple[int, int]:
 
         sharded.module.ebc.input_stage.leaves_out = leaves_out
         outputs = []
-        with mock.patch.object(comm, "all_to_all", noted):
+        # rows that return one by one are added up in another order
+        by_bag = mock.patch.object(input_dist, "_MAX_IDS", -1)
+        with by_bag, mock.patch.object(comm, "all_to_all", noted):
             for step in STEPS:
                 of = plain if is_mixed and rank == step % 2 else case
                 pooled, logits = sharded(of.batches(step)[rank])
@@ -222,7 +224,7 @@ def _train_by_id(case: Case) -> int:
         return trip
 
     with (
-        mock.patch.object(input_dist, "_MAX_IDS", 1e9),
+        mock.patch.multiple(input_dist, _MAX_IDS=1e9, _MIN_VALUES=0),
         mock.patch.object(input_dist.Trip, "send", noted),
     ):
         _train_both(case)
@@ -241,8 +243,8 @@ def test_rows_of_short_bags_return_one_by_one(ranks: RankPool, seed: int) -> Non
     assert found == [(len(STEPS) + 1) * splits] * case.world_size
 
 
-def _values_sent(short: bool) -> int:
-    """Return how many values of embeddings a step sends with one id a bag, or with two."""
+def _values_sent(case_name: str) -> int:
+    """Return how many values of embeddings a step sends with one id a bag, or more of them."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     case = EachType(0, world, (ShardingType.ROW_WISE,))
     sharded, sent = shard(case), 0
@@ -253,16 +255,31 @@ def _values_sent(short: bool) -> int:
         sent += send.numel() * ("embeddings back" in what)
         return exchange(env, what, send, *args, **kwargs)
 
-    # the other features have no ids; one rank's bags may be longer than the others'
-    number = 1 if short or rank else 2
-    lengths = torch.tensor([number] * 4 + [0] * 12)
-    batch = KeyedJaggedTensor(list(FEATURES), torch.arange(4 * number) % 12, lengths=lengths)
-    with mock.patch.object(comm, "all_to_all", noted):
+    # the other features have no ids
+    number, samples = 1, 4
+    if rank == 0:
+        number += case_name == "one rank has longer bags"
+        samples *= case_name != "one rank has no samples"
+    lengths = torch.tensor([number] * samples + [0] * 3 * samples)
+    batch = KeyedJaggedTensor(list(FEATURES), torch.arange(number * samples) % 12, lengths=lengths)
+    least = 0 if case_name != "few values" else 4 * 8 * world + 1
+    few = mock.patch.object(input_dist, "_MIN_VALUES", least)
+    with few, mock.patch.object(comm, "all_to_all", noted):
         sharded(batch)[0].sum().backward()
     return sent
 
 
-def test_bags_are_short_where_those_of_all_ranks_are(ranks: RankPool) -> None:
-    # 4 samples of 8 columns: a row for each id, or for each bag of each rank's part
-    assert sum(ranks(2, _values_sent, True)) == 2 * 4 * 8
-    assert sum(ranks(2, _values_sent, False)) == 2 * 2 * 4 * 8
+@pytest.mark.parametrize(
+    ("case_name", "samples"),
+    [
+        ("bags of all ranks are short", 2 * 4),
+        ("one rank has no samples", 4),
+        ("one rank has longer bags", 2 * 2 * 4),
+        ("few values", 2 * 2 * 4),
+    ],
+)
+def test_bags_are_short_where_those_of_all_ranks_are(
+    ranks: RankPool, case_name: str, samples: int
+) -> None:
+    # 8 columns: for each id, or for each bag of each of two row parts
+    assert sum(ranks(2, _values_sent, case_name)) == samples * 8

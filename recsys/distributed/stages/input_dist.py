@@ -62,7 +62,8 @@ _FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS, _VARIABLE, _SHORT = (
 _MODULE = ~0xFF
 _COUNT_BITS = 40  # of a word that says how many ids come; above them how many bags, if `_VARIABLE`
 _MAX_KEPT = 0.9  # bags are left out where no more of what would be sent than this is of bags
-_MAX_IDS = 0.5  # bags are short that have no more ids than this share of their row parts
+_MAX_IDS = 0.5  # bags are short that have no more ids than this share of their row parts,
+_MIN_VALUES = 1 << 16  # and worth the effort if so many values would be sent back for them
 
 
 _Copied: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
@@ -182,6 +183,7 @@ class InputDist:
         self.sent_dims = cols[:, 1] - cols[:, 0]
         split_slots = set(layout.split_slots)
         self.is_split = np.array([stream.slot in split_slots for stream in streams], dtype=bool)
+        self._split_dims = self.sent_dims[self.is_split]
         ranks = np.repeat(np.arange(env.world_size), np.diff(self.sent_edges))
         self._count_words = np.arange(len(streams)) + (ranks + 1) * COUNTS
         own = slice(*self.sent_edges[env.rank : env.rank + 2])
@@ -198,6 +200,7 @@ class InputDist:
         # a padded bag is sent back where ranks of a node add up, or where kernels are missing
         can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
+        self.goes_by_id = self.leaves_out and env.world_size > 1 and bool(split_slots)
 
     def __repr__(self) -> str:
         received = f"{self.num_streams} streams from each of {self.env.world_size} ranks"
@@ -385,7 +388,7 @@ class InputDist:
             flag |= _IS_LAST
         if trip.own_bags is not None:
             flag |= _VARIABLE
-        if self._are_bags_short(trip):
+        if self.goes_by_id and self._are_bags_short(trip):
             flag |= _SHORT
         trip.flag, if_ids = flag, 0
         if trip.has_bad_ids is not None:
@@ -434,14 +437,14 @@ class InputDist:
         The host knows the ids of the whole batch, without waiting, and takes them for those of
         row-split tables.
         """
-        if not (self.leaves_out and self.env.world_size > 1 and self.is_split.any()):
-            return False
-        own_bags = trip.own_bags
-        if own_bags is None:
-            num_bags = trip.batch_size * int(self.is_split.sum())
+        num_ids, dims = trip.bags.values.numel(), self._split_dims
+        if trip.own_bags is None:
+            num_bags, num_values = trip.batch_size * len(dims), trip.batch_size * int(dims.sum())
         else:
-            num_bags = int(own_bags[self.is_split].sum())
-        return trip.bags.values.numel() <= _MAX_IDS * num_bags
+            bags = trip.own_bags[self.is_split]
+            num_bags, num_values = int(bags.sum()), int(bags @ dims)
+        is_worth_it = num_values >= _MIN_VALUES and num_ids <= _MAX_IDS * num_bags
+        return is_worth_it or not num_ids
 
     def per_rank(self, values_S: np.ndarray) -> list[int]:
         """Add up, for each destination, what there is of its streams."""
@@ -725,7 +728,6 @@ class Trip(Multistreamable):
         self.lookups: Sequence[Bags] = ()
         self.replicas: list[Bags] = []
         self.anchor: Tensor | None = None
-        self._to_ranks: list[int] = []  # ids sent to each rank
         self._received: comm.Pending | None = None
         self._replica_places: list[Tensor] = []
 
@@ -770,10 +772,13 @@ class Trip(Multistreamable):
         if self.last_batches is not None:
             self.last_batches.ranks = (flags & _IS_LAST) != 0
         self.batch_sizes = host_RH[:, BATCH]
-        counts_S = self.counts_G[self.routes.segments]
-        sent_lengths = self._take_counts(flags, counts_S)
+        self.received_counts = host_RH[:, COUNTS:]
         if stage.has_streams and not self.routes.is_identity:
-            self._to_ranks = stage.per_rank(counts_S)
+            counts_S = self.counts_G[self.routes.segments]
+            sent_lengths = np.full_like(counts_S, self.batch_size)
+            self.received_lengths = np.repeat(self.batch_sizes[:, None], stage.num_streams, 1)
+            if (flags & (_VARIABLE | _SHORT)).any():
+                sent_lengths = self._take_bags(flags, counts_S, sent_lengths)
             send_sizes = stage.per_rank(sent_lengths + (stage.num_parts - 1) * counts_S)
             received = self.received_lengths + (stage.num_parts - 1) * self.received_counts
             recv_sizes = received.sum(1)
@@ -792,33 +797,36 @@ class Trip(Multistreamable):
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self
 
-    def _take_counts(self, flags: np.ndarray, counts_S: np.ndarray) -> np.ndarray:
-        """Note how many ids and bags come, and how; return how many lengths go to each stream.
+    def _take_bags(
+        self, flags: np.ndarray, counts_S: np.ndarray, lengths_S: np.ndarray
+    ) -> np.ndarray:
+        """Note which bags travel, and which are looked up, where it is not one for each sample.
 
         Args:
             flags: `[R]` of the headers.
             counts_S: `[streams of all destinations]` ids that go.
+            lengths_S: `[streams of all destinations]` lengths that go otherwise.
+
+        Returns:
+            `[streams of all destinations]` lengths that go.
         """
-        stage, words_RS = self.stage, self.host_RH[:, COUNTS:]
-        received = np.broadcast_to(self.batch_sizes[:, None], words_RS.shape)
-        sent = np.full_like(counts_S, self.batch_size) if self.own_bags is None else self.own_bags
-        is_variable = (flags & _VARIABLE) != 0
-        if is_variable.any():
-            received = np.where(is_variable[:, None], words_RS >> _COUNT_BITS, received)
-            words_RS = words_RS & ((1 << _COUNT_BITS) - 1)
-        self.received_counts = words_RS
+        stage, is_variable = self.stage, (flags & _VARIABLE) != 0
         self.by_id = bool((flags & _SHORT).all())
-        if is_variable.any() or self.by_id:
-            self.num_bags, self.sent_lengths = (received, sent), sent
+        if not (self.by_id or is_variable.any()):
+            return lengths_S
+        sent = lengths_S if self.own_bags is None else self.own_bags
+        words_RS, received = self.received_counts, self.received_lengths
+        received = np.where(is_variable[:, None], words_RS >> _COUNT_BITS, received)
+        self.received_counts = counts_RS = words_RS & ((1 << _COUNT_BITS) - 1)
+        self.num_bags = received, sent
         if self.by_id:
             is_split, own_is_split = stage.is_split, stage.own_is_split
             self.num_bags = (
-                np.where(own_is_split, words_RS, received),
+                np.where(own_is_split, counts_RS, received),
                 np.where(is_split, counts_S, sent),
             )
             received, sent = np.where(own_is_split, 0, received), np.where(is_split, 0, sent)
-            self.sent_lengths = sent
-        self.received_lengths = received
+        self.received_lengths, self.sent_lengths = received, sent
         return sent
 
     def _raise_faults(self, flags: np.ndarray) -> str:
@@ -945,7 +953,8 @@ class Trip(Multistreamable):
             given_N = given_N.detach().requires_grad_()
         places = self.sent_places() if self.weights_need_grad else None
         num_ids, env, by_rank = self.bags.values.numel(), self.stage.env, self.stage.by_rank
-        sent, received = self._to_ranks, self.received_counts.sum(1).tolist()
+        sent = self.stage.per_rank(self.counts_G[self.routes.segments])
+        received = self.received_counts.sum(1).tolist()
         stream_counts = self.received_counts.T.reshape(-1)
 
         def send_back(grad_M: Tensor) -> Tensor | None:
