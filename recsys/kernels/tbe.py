@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -195,24 +196,47 @@ class TableBatchedEmbedding:
         per_sample_weights: Tensor | None = None,
         parameters: Sequence[Tensor] | None = None,
         ids_of_tables: Sequence[int] | None = None,
+        bags: np.ndarray | None = None,
     ) -> Tensor:
         """Look up a batch.
 
+        All features have the same number of bags, B, or, with `bags`, each its own.
+
         Args:
             indices: [N] int32 or int64, in range (see `IdGuard`), on the tables' device.
-            offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`.
+            offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`. With
+                `bags`: [sum of bags + 1], those of the first feature first.
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
             parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
                 gradients. In the other modes they only say, by `requires_grad`, which tables train.
             ids_of_tables: [T] ids that read each table, where the host knows them: then
                 `row_statistics` need not wait for the device.
+            bags: [F] int64 on the host: how many bags each feature has. None: all have as many.
 
         Returns:
-            [B, sum of D over the features], or [N, D] without pooling.
+            [B, sum of D over the features], or [N, D] without pooling. With `bags`: flat, for each
+            feature in order its [bags, D], and so is the gradient that backward takes.
 
         Raises:
-            ValueError: Weights for a lookup without pooling.
+            ValueError: Weights or `bags` for a lookup without pooling; `bags` that do not fit.
+
+        Example:
+            >>> tbe = TableBatchedEmbedding(
+            ...     [TableSpec(name="t", num_rows=3, dim=2)],
+            ...     feature_table_map=[0, 0],
+            ...     pooling=PoolingType.SUM,
+            ...     update_mode=UpdateMode.GRADIENT,
+            ...     device=torch.device("cpu"),
+            ... )
+            >>> _ = tbe.weights[0].copy_(torch.arange(6.0).view(3, 2))
+            >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 2, 3])
+            >>> tbe.forward(ids, offsets, bags=np.array([1, 2])).view(3, 2)
+            tensor([[4., 6.],
+                    [0., 0.],
+                    [2., 3.]])
         """
+        if bags is not None:
+            self._check_bags(bags, offsets)
         if per_sample_weights is not None:
             if self.pooling is PoolingType.NONE:
                 raise ValueError(
@@ -220,7 +244,7 @@ class TableBatchedEmbedding:
                     f"{list(per_sample_weights.shape)}. Multiply the output instead."
                 )
             per_sample_weights = per_sample_weights.float()
-        batch = Batch(indices, offsets, per_sample_weights)
+        batch = Batch(indices, offsets, per_sample_weights, bags)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
         if self._updater.has_own_graph and (
@@ -250,9 +274,12 @@ class TableBatchedEmbedding:
         """The optimizer state of all tables by name, flat as `storage` is; live."""
         return dict(self._updater.states)
 
-    def prefetch(self, indices: Tensor, offsets: Tensor) -> None:
-        """Bring the rows of a batch to come to the device (MANAGED_CACHING); nothing elsewhere."""
-        self._updater.prefetch(Batch(indices, offsets))
+    def prefetch(self, indices: Tensor, offsets: Tensor, bags: np.ndarray | None = None) -> None:
+        """Bring the rows of a batch to come to the device (MANAGED_CACHING); nothing elsewhere.
+
+        Arguments are those of `forward`.
+        """
+        self._updater.prefetch(Batch(indices, offsets, bags=bags))
 
     def flush(self) -> None:
         """Write cached rows back to `weights` (MANAGED_CACHING); nothing to do elsewhere."""
@@ -288,11 +315,26 @@ class TableBatchedEmbedding:
 
     def _meta_output(self, batch: Batch) -> Tensor:
         if self.pooling is PoolingType.NONE:
-            shape = (batch.indices.numel(), self.layout.feature_dims[0])
+            shape: tuple[int, ...] = (batch.indices.numel(), self.layout.feature_dims[0])
+        elif batch.bags is not None:
+            shape = (int(batch.bags @ self.layout.dims_F),)
         else:
             num_bags = (batch.offsets.numel() - 1) // self.layout.num_features
             shape = (num_bags, self.layout.total_dim)
         return torch.empty(shape, dtype=self.settings.output_dtype, device="meta")
+
+    def _check_bags(self, bags: np.ndarray, offsets: Tensor) -> None:
+        if self.pooling is PoolingType.NONE:
+            raise ValueError(
+                f"PoolingType.NONE takes no bags of each feature; received {bags.tolist()}. Leave "
+                "them out: offsets say how many ids a feature has."
+            )
+        num_features, num_bags = self.layout.num_features, offsets.numel() - 1
+        if bags.shape != (num_features,) or bags.sum() != num_bags:
+            raise ValueError(
+                f"bags must be one number per feature, which add up to the bags of offsets; "
+                f"received {bags.tolist()} for {num_features} features and {num_bags} bags."
+            )
 
     # -- called by backward -------------------------------------------------------------------
 
@@ -346,19 +388,21 @@ class _Lookup(torch.autograd.Function):
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
+        bags: np.ndarray | None,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.metadata[TABLE_UPDATES] = tbe._updates
-        ctx.tbe, ctx.ids_of_tables = tbe, ids_of_tables
+        ctx.tbe, ctx.ids_of_tables, ctx.bags = tbe, ids_of_tables, bags
         ctx.save_for_backward(indices, offsets, weights)
-        return tbe._looker.lookup(Batch(indices, offsets, weights))
+        return tbe._looker.lookup(Batch(indices, offsets, weights, bags))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tbe: TableBatchedEmbedding = ctx.tbe
-        batch = Batch(*ctx.saved_tensors)
-        _, _, _, _, needs_weights, *trained = ctx.needs_input_grad
+        indices, offsets, weights = ctx.saved_tensors
+        batch = Batch(indices, offsets, weights, ctx.bags)
+        _, _, _, _, needs_weights, _, *trained = ctx.needs_input_grad
         weights_grad = None
         if needs_weights:  # before the update: it reads the rows the forward read
             weights_grad = tbe._updater.weight_gradients(grad, batch)
@@ -368,4 +412,4 @@ class _Lookup(torch.autograd.Function):
                 gradients = tbe._parameter_gradients(grad, batch, trained)
             else:
                 tbe._update(grad, batch, trained, ctx.ids_of_tables)
-        return (None, None, None, None, weights_grad, *gradients)
+        return (None, None, None, None, weights_grad, None, *gradients)

@@ -16,10 +16,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.tbe_fbgemm import Geometry, has_ops
+from recsys.kernels.ops import upload
+from recsys.kernels.tbe_fbgemm import Geometry, as_rectangle, flat_blocks, has_ops
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
@@ -46,6 +48,8 @@ _DECAYS: Mapping[EmbOptimType, tuple[WeightDecayMode, ...]] = {
     EmbOptimType.LARS_SGD: (WeightDecayMode.L2,),
 }
 """The optimizers that it fuses on CUDA as ours do them, each with the decays that it heeds."""
+_OF_VARIABLE_SIZE = (EmbOptimType.SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
+"""Those whose kernels take features of different numbers of bags."""
 
 _LOOKUP_OPS = {
     "dense_embedding_codegen_lookup_function": (
@@ -105,12 +109,17 @@ class FbgemmCudaLookup(TorchKernel):
 
     def _prepare(self) -> None:
         self._geometry = Geometry.of(self.layout, range(self.layout.num_features))
+        self._one_table = Geometry.of_one_table(self.layout)
 
     def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE or not batch.indices.numel():
             return super().lookup(batch)
-        geometry = self._geometry
+        geometry, indices = self._geometry, batch.indices
+        if batch.bags is not None:
+            if self._one_table is None:
+                return flat_blocks(self.lookup(as_rectangle(batch)), batch.bags, self.layout)
+            geometry, indices = self._one_table, row_ids_of(self.layout.used_groups[0], batch)
         pooled: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
             self.storage,
             geometry.weights_offsets,
@@ -119,14 +128,14 @@ class FbgemmCudaLookup(TorchKernel):
             geometry.max_dim,
             geometry.row_cumsum,
             geometry.hash_bits,
-            batch.indices,
-            batch.offsets.to(batch.indices.dtype),
+            indices,
+            batch.offsets.to(indices.dtype),
             POOLING_CODES[self.pooling],
             batch.weights,
             None,
             OUTPUT_CODES[self.output_dtype],
         )
-        return pooled
+        return pooled if batch.bags is None else pooled.view(-1)
 
 
 @final
@@ -139,6 +148,9 @@ class FbgemmCudaKernel(TorchKernel):
     Without pooling its tables are one, end to end, and each id is a bag: FBGEMM gives a bag one
     warp, and the ids of a feature, of all samples that a rank was sent, may be hundreds of
     thousands.
+
+    Ragged batches it takes as batches of variable size, of some optimizers; those of the others
+    are made rectangular by empty bags.
 
     Attributes:
         module: FBGEMM's.
@@ -196,12 +208,8 @@ class FbgemmCudaKernel(TorchKernel):
         """
         if not isinstance(self.rates, float):
             return None
-        if self.pooling is PoolingType.NONE:
-            batch = self._as_one_table(batch)
-        elif batch.indices.dtype is torch.int32 and self.layout.num_rows >= 2**31:
-            # its backward numbers the rows of all tables in the dtype of the ids
-            batch = batch._replace(indices=batch.indices.long(), offsets=batch.offsets.long())
-        weights = batch.weights
+        as_taken = self._as_taken(batch)
+        weights = as_taken.weights
         if self._counts_steps:
             if self.steps_T._version != self._checked_version:
                 self._check_steps_agree()
@@ -210,12 +218,39 @@ class FbgemmCudaKernel(TorchKernel):
             self.module.iter.fill_(before)
         if self.pooling is PoolingType.MEAN and weights is not None and weights.requires_grad:
             weights = self._with_mean_gradient(weights, batch.offsets)
-        out: Tensor = self.module(batch.indices, batch.offsets, weights)
+        out: Tensor = self.module(*as_taken[:2], weights, **_sizes_of(as_taken))
+        if batch.bags is not None:
+            if as_taken.bags is None:
+                out = flat_blocks(out, batch.bags, self.layout)
+            else:  # the bags that were missing are the last
+                out = out[: int(batch.bags @ self.layout.dims_F)]
         if self._counts_steps and out.requires_grad:
             step = _Step(self)
             self._pending.add(step)
             out.register_hook(step)
         return out
+
+    def _as_taken(self, batch: Batch) -> Batch:
+        """Return a batch as the module takes it."""
+        if self.pooling is PoolingType.NONE:
+            return self._as_one_table(batch)
+        if batch.indices.dtype is torch.int32 and self.layout.num_rows >= 2**31:
+            # its backward numbers the rows of all tables in the dtype of the ids
+            batch = batch._replace(indices=batch.indices.long(), offsets=batch.offsets.long())
+        if batch.bags is None:
+            return batch
+        assert self.optimizer is not None
+        if self.optimizer.algorithm not in _OF_VARIABLE_SIZE:
+            return as_rectangle(batch)
+        missing = self.layout.num_features - (batch.offsets.numel() - 1)
+        if missing <= 0:
+            return batch
+        # Of fewer bags than features its CUDA kernels return memory that nothing was written to;
+        # and without any bag they divide by zero.
+        bags = batch.bags.copy()
+        bags[-1] += missing
+        offsets = functional.pad(batch.offsets, (0, missing), value=batch.indices.numel())
+        return batch._replace(offsets=offsets, bags=bags)
 
     def _as_one_table(self, batch: Batch) -> Batch:
         """Return a batch of sequences as bags of one id each, of one table."""
@@ -243,9 +278,8 @@ class FbgemmCudaKernel(TorchKernel):
     def prefetch(self, batch: Batch) -> None:
         """Bring the rows of a batch to come into the cache."""
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
-            if self.pooling is PoolingType.NONE:
-                batch = self._as_one_table(batch)
-            self.module.prefetch(batch.indices, batch.offsets)
+            as_taken = self._as_taken(batch)
+            self.module.prefetch(*as_taken[:2], **_sizes_of(as_taken))
 
     def drop_cache(self) -> None:
         """Forget cached rows; the next lookup reads the weights again."""
@@ -269,6 +303,13 @@ class FbgemmCudaKernel(TorchKernel):
                 "backend='torch'."
             )
         self._checked_version = self.steps_T._version
+
+
+def _sizes_of(batch: Batch) -> dict[str, list[list[int]]]:
+    """Return what the module is told of the bags of a ragged batch, as of one rank."""
+    if batch.bags is None:
+        return {}
+    return {"batch_size_per_feature_per_rank": [[count] for count in batch.bags.tolist()]}
 
 
 def _module_of(
@@ -297,7 +338,7 @@ def _module_of(
         sizes, features = [(layout.num_rows, sizes[0][1])], [0]
     place = common.EmbeddingLocation[location.name]
     factor = settings.cache_load_factor
-    module = training.SplitTableBatchedEmbeddingBagsCodegen
+    module = _without_waits(training.SplitTableBatchedEmbeddingBagsCodegen)
     if without_weights:  # a GPU that the adopted ones nearly fill has no place for others
         module = _without_weights(module)
     return module(
@@ -322,6 +363,27 @@ def _module_of(
         bounds_check_mode=common.BoundsCheckMode.NONE,
         cache_load_factor=0.2 if factor is None else factor,
     )
+
+
+@cache
+def _without_waits(module: Any) -> Any:
+    """Return a kind of FBGEMM's module that uploads the bags of a ragged batch without waiting.
+
+    FBGEMM copies them from memory that is not pinned.
+    """
+
+    def generate(self: Any, offsets: Tensor, bags: Any, *rest: Any, **named: Any) -> Any:
+        if bags is None:
+            return module._generate_vbe_metadata(self, offsets, None, *rest, **named)
+        device, self.current_device = self.current_device, torch.device("cpu")
+        try:
+            made = module._generate_vbe_metadata(self, offsets, bags, *rest, **named)
+        finally:
+            self.current_device = device
+        tensors = {k: upload(v, device) for k, v in made._asdict().items() if torch.is_tensor(v)}
+        return made._replace(**tensors)
+
+    return type(module.__name__, (module,), {"_generate_vbe_metadata": generate})
 
 
 @cache

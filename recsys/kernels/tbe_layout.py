@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,6 +129,16 @@ class StorageLayout:
             first_row=first_row,
             device=self.device,
         )
+
+    @cached_property
+    def used_groups(self) -> tuple[DimGroup, ...]:
+        """Those of `groups` that some feature reads."""
+        return tuple(group for group in self.groups if group.features)
+
+    @cached_property
+    def dims_F(self) -> np.ndarray:
+        """[F] int64, on the host: columns of each feature."""
+        return np.array(self.feature_dims, dtype=np.int64)
 
     def table_views(self, flat: Tensor) -> list[Tensor]:
         """Per table, in the caller's order, its [rows, dim] view of a flat per-element tensor."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import Backend
-from recsys.kernels.ops import permute_1d, upload
+from recsys.kernels.ops import move_segments, permute_1d, upload
 from recsys.kernels.row_update import advance_step, apply_dense_update, update_rows
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import LookupSettings, PoolingType
@@ -31,9 +32,14 @@ class Batch(NamedTuple):
     indices: Tensor
     """[N] int32 or int64, in range."""
     offsets: Tensor
-    """[F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`."""
+    """[bags of all features + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`."""
     weights: Tensor | None = None
     """[N] fp32 per-sample weights."""
+    bags: np.ndarray | None = None
+    """[F] int64, on the host: how many bags each feature has; None: all have B.
+
+    With it a batch is ragged: what is pooled, and its gradient, are flat, one feature's [bags, D]
+    after the other's."""
 
 
 RowGradients: TypeAlias = tuple[Tensor, Tensor]
@@ -69,21 +75,38 @@ class FeatureParts:
     """A batch, to be taken apart by feature."""
 
     def __init__(self, batch: Batch, num_features: int) -> None:
-        num_bags = (batch.offsets.numel() - 1) // num_features
         self.batch = batch
-        self.lengths_FB = batch.offsets.diff().view(num_features, num_bags)
-        self.ids_F = self.lengths_FB.sum(1)
+        self._lengths = batch.offsets.diff()
+        if batch.bags is None:
+            num_bags = self._lengths.numel() // num_features
+            self._lengths = self._lengths.view(num_features, num_bags)
+            self.ids_F = self._lengths.sum(1)
+        else:
+            self.ids_F = starts_of_features(batch.offsets, batch.bags).diff()
         self._place_N = torch.arange(batch.indices.numel(), device=batch.indices.device)
 
-    def of(self, features: Tensor, num_ids: int | None = None) -> tuple[Tensor, Batch]:
-        """Return where the ids of some features stand, and the batch of these features alone."""
+    def of(
+        self, features: Tensor, num_ids: int | None = None, on_host: Sequence[int] = ()
+    ) -> tuple[Tensor, Batch]:
+        """Return where the ids of some features stand, and the batch of these features alone.
+
+        Args:
+            features: Their numbers.
+            num_ids: How many ids they have, where the host knows it.
+            on_host: Their numbers once more, needed of a ragged batch.
+        """
         _, positions, _ = permute_1d(features, self.ids_F, self._place_N, None, num_ids)
-        lengths = self.lengths_FB.index_select(0, features)
-        weights = self.batch.weights
+        weights, bags = self.batch.weights, self.batch.bags
+        if bags is None:
+            lengths = self._lengths.index_select(0, features)
+        else:
+            order = np.array(on_host, dtype=np.int32)
+            lengths, bags = move_segments(self._lengths, order, bags), bags[order]
         return positions, Batch(
             self.batch.indices.index_select(0, positions),
             functional.pad(lengths.flatten().cumsum(0), (1, 0)),
             None if weights is None else weights.index_select(0, positions),
+            bags,
         )
 
 
@@ -129,24 +152,36 @@ class TorchKernel(Backend):
     # -- what a backend may do better -----------------------------------------------------------
 
     def lookup(self, batch: Batch) -> Tensor:
-        """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
-        layout = self.layout
+        """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling.
+
+        Of a ragged batch flat: [sum of the features' bags * dim].
+        """
+        layout, is_ragged = self.layout, batch.bags is not None
         num_bags = (batch.offsets.numel() - 1) // layout.num_features
         if self.pooling is PoolingType.NONE:
             (group,) = layout.groups
             row_ids = row_ids_of(group, batch)
             return group.matrix(self.storage).index_select(0, row_ids).to(self.output_dtype)
-        if num_bags == 0:
+        if num_bags == 0 and not is_ragged:
             return batch.indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
         pieces: list[Tensor | None] = [None] * layout.num_features
         for group, _, part in self._group_parts(batch):
-            pooled = self._pool(group.matrix(self.storage), part)
-            pooled_FBD = pooled.to(self.output_dtype).view(-1, num_bags, group.dim)
-            if len(group.features) == layout.num_features:
-                return pooled_FBD.transpose(0, 1).reshape(num_bags, layout.total_dim)
-            for feature, piece in zip(group.features, pooled_FBD.unbind(0), strict=True):
-                pieces[feature] = piece
-        return torch.cat([piece for piece in pieces if piece is not None], dim=1)
+            pooled = self._pool(group.matrix(self.storage), part).to(self.output_dtype)
+            is_alone = len(group.features) == layout.num_features
+            blocks: Sequence[Tensor]
+            if part.bags is not None:
+                pooled = pooled.view(-1)
+                if is_alone:
+                    return pooled
+                blocks = pooled.split((part.bags * group.dim).tolist())
+            else:
+                pooled_FBD = pooled.view(-1, num_bags, group.dim)
+                if is_alone:
+                    return pooled_FBD.transpose(0, 1).reshape(num_bags, layout.total_dim)
+                blocks = pooled_FBD.unbind(0)
+            for feature, block in zip(group.features, blocks, strict=True):
+                pieces[feature] = block
+        return torch.cat([piece for piece in pieces if piece is not None], 0 if is_ragged else 1)
 
     def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Gradient with respect to per-sample weights: [N] fp32."""
@@ -154,7 +189,7 @@ class TorchKernel(Backend):
         if not batch.indices.numel():
             return out
         for group, positions, part in self._group_parts(batch._replace(weights=None)):
-            gradients, source, scale = self._gradient_of_ids(grad, group, part)
+            gradients, source, scale = self._gradient_of_ids(grad, batch, group, part)
             rows = group.matrix(self.storage).index_select(0, part.indices).float()
             values = (rows * gradients.index_select(0, source)).sum(1)
             if scale is not None:
@@ -349,7 +384,7 @@ class TorchKernel(Backend):
 
     def _group_parts(self, batch: Batch) -> list[GroupPart]:
         """Each dim group that some feature reads, with its part of a batch."""
-        used = [group for group in self.layout.groups if group.features]
+        used = self.layout.used_groups
         if len(used) == 1:
             return [(used[0], None, batch._replace(indices=row_ids_of(used[0], batch)))]
         parts = FeatureParts(batch, self.layout.num_features)
@@ -359,7 +394,7 @@ class TorchKernel(Backend):
         num_ids = ids_per_group.tolist()
         result: list[GroupPart] = []
         for group in used:
-            positions, part = parts.of(group.feature_numbers, num_ids[group.number])
+            positions, part = parts.of(group.feature_numbers, num_ids[group.number], group.features)
             result.append((group, positions, part._replace(indices=row_ids_of(group, part))))
         return result
 
@@ -368,14 +403,14 @@ class TorchKernel(Backend):
     ) -> Iterator[tuple[DimGroup, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]]:
         """Yield each dim group that ids are of, with what `_sum_by_row` adds up, sorted."""
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
-            of_ids = self._gradient_of_ids(grad, group, part)
+            of_ids = self._gradient_of_ids(grad, batch, group, part)
             yield group, (*sort_rows(part.indices, group.num_rows), *of_ids)
 
     def _by_group(self, reduce: Reduce[_Made], grad: Tensor, batch: Batch) -> list[_Made]:
         """Return what is made by row of each dim group's gradients."""
         found = {}
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
-            given = self._gradient_of_ids(grad, group, part)
+            given = self._gradient_of_ids(grad, batch, group, part)
             found[group.number] = reduce(part.indices, group.num_rows, *given)
         none = torch.empty(0, dtype=torch.int64, device=grad.device)
         return [
@@ -387,15 +422,15 @@ class TorchKernel(Backend):
     def _pool(self, matrix: Tensor, batch: Batch) -> Tensor:
         """Pool rows of a matrix bag by bag, in fp32: [bags, D]."""
         if self.pooling is PoolingType.SUM:
-            return sum_bags(matrix, *batch)
+            return sum_bags(matrix, *batch[:3])
         if self.pooling is PoolingType.MEAN:
-            return sum_bags(matrix, *batch) / batch.offsets.diff().clamp_(min=1).unsqueeze(1)
+            return sum_bags(matrix, *batch[:3]) / batch.offsets.diff().clamp_(min=1).unsqueeze(1)
         raise NotImplementedError(f"TorchKernel does not pool by {self.pooling}.")
 
     def _gradient_of_ids(
-        self, grad: Tensor, group: DimGroup, part: Batch
+        self, grad: Tensor, batch: Batch, group: DimGroup, part: Batch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return where the gradient of each id stands.
+        """Return where the gradient of each id of a dim group's part of a batch stands.
 
         Returns:
             [M, D] fp32 gradients of bags; [N] the row of them that is each id's; and [N] its factor
@@ -405,17 +440,21 @@ class TorchKernel(Backend):
         device = part.indices.device
         if self.pooling is PoolingType.NONE:
             return grad.float(), torch.arange(num_ids, device=device), part.weights
-        num_bags, num_features = grad.shape[0], len(group.features)
+        num_features, axis, sizes_F = len(group.features), 1, self.layout.dims_F
+        if batch.bags is not None:
+            axis, sizes_F = 0, batch.bags * sizes_F
         if num_features < self.layout.num_features:
-            pieces = torch.split(grad, list(self.layout.feature_dims), dim=1)
-            grad = torch.cat([pieces[f] for f in group.features], dim=1)
+            pieces = torch.split(grad, sizes_F.tolist(), axis)
+            grad = torch.cat([pieces[f] for f in group.features], axis)
         # bag (f, b) of the input is row b * F + f of the gradients
+        if batch.bags is not None:  # they stand in the order of the input
+            num_features = 1
         if device.type == "cuda" and num_ids and ops.HAS_TRITON:
             from recsys.kernels.ops_triton import places_of_bags
 
             source = places_of_bags(part.offsets, num_ids, num_features)
         else:
-            bags = torch.arange(num_bags * num_features, device=device).view(num_bags, -1)
+            bags = torch.arange(part.offsets.numel() - 1, device=device).view(-1, num_features)
             bags = bags.t().reshape(-1)
             source = bags.repeat_interleave(part.offsets.diff(), output_size=num_ids)
         scale = part.weights
@@ -438,9 +477,11 @@ def row_ids_of(group: DimGroup, batch: Batch) -> Tensor:
     indices, offsets = batch.indices, batch.offsets
     if group.row_base_F.numel() == 1:  # the base of a single feature may still be non-zero
         return indices.long() + group.row_base_F
-    num_bags = (offsets.numel() - 1) // group.row_base_F.numel()
     if not indices.numel():
         return indices.long()
+    if batch.bags is not None:  # all ids of a feature as one bag
+        offsets = starts_of_features(offsets, batch.bags)
+    num_bags = (offsets.numel() - 1) // group.row_base_F.numel()
     if indices.is_cuda and ops.HAS_TRITON:
         from recsys.kernels.ops_triton import row_ids
 
@@ -449,6 +490,13 @@ def row_ids_of(group: DimGroup, batch: Batch) -> Tensor:
         offsets[::num_bags].diff(), output_size=indices.numel()
     )
     return base.add_(indices)
+
+
+def starts_of_features(offsets: Tensor, bags_F: np.ndarray) -> Tensor:
+    """Where the ids of each feature of a ragged batch begin, and the end: [F + 1]."""
+    starts = np.zeros(len(bags_F) + 1, dtype=np.int64)
+    np.cumsum(bags_F, out=starts[1:])
+    return offsets.index_select(0, upload(starts, offsets.device))
 
 
 def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,6 +37,11 @@ class Case:
     index_dtype: torch.dtype
     batch_size: int
     seed: int
+    bags: tuple[int, ...] | None = None  # of each feature of a ragged batch
+
+    @property
+    def bags_F(self) -> np.ndarray | None:
+        return None if self.bags is None else np.array(self.bags)
 
     @property
     def specs(self) -> list[TableSpec]:
@@ -55,13 +62,13 @@ class Case:
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         num_features = len(self.feature_table_map)
         rows_F = torch.tensor([self.rows[t] for t in self.feature_table_map])
-        lengths = torch.randint(
-            0, 4, (num_features, self.batch_size), generator=generator, dtype=torch.int64
-        )
-        lengths[rows_F == 0] = 0
-        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+        bags_F = torch.tensor(self.bags or (self.batch_size,) * num_features)
+        rows_B = rows_F.repeat_interleave(bags_F)
+        lengths = torch.randint(0, 4, (len(rows_B),), generator=generator, dtype=torch.int64)
+        lengths[rows_B == 0] = 0
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         count = int(offsets[-1])
-        limit = rows_F.repeat_interleave(lengths.sum(1))
+        limit = rows_B.repeat_interleave(lengths)
         indices = (torch.rand(count, generator=generator) * limit).long()
         weights = torch.rand(count, generator=generator) if self.weighted else None
         return indices.to(self.index_dtype), offsets.to(self.index_dtype), weights
@@ -122,8 +129,11 @@ def output_gradient(case: Case, step: int, shape: torch.Size) -> Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3) -> Case:
-    pooling = draw(st.sampled_from(list(POOLING_CODES)))
+def cases(
+    draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3, ragged: bool = False
+) -> Case:
+    poolings = [p for p in POOLING_CODES if not (ragged and p is PoolingType.NONE)]
+    pooling = draw(st.sampled_from(poolings))
     num_tables = draw(st.integers(1, max_tables))
     if pooling is PoolingType.NONE:
         dims = (draw(st.integers(1, 9)),) * num_tables
@@ -134,6 +144,7 @@ def cases(draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3) -> Cas
     features = draw(st.lists(tables, min_size=1, max_size=4))
     if neighbours:
         features.sort()
+    bags = tuple(draw(st.integers(0, 4)) for _ in features) if ragged else None
     return Case(
         rows=rows,
         dims=dims,
@@ -143,4 +154,64 @@ def cases(draw: st.DrawFn, neighbours: bool = False, max_tables: int = 3) -> Cas
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         batch_size=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 1000)),
+        bags=bags,
     )
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Values and gradients of a ragged batch in float64, by loops over bags and ids."""
+
+    out: np.ndarray
+    of_tables: list[np.ndarray]
+    of_weights: np.ndarray
+    touched: list[set[int]]
+
+
+def ragged_oracle(
+    case: Case,
+    tables: Sequence[Tensor],
+    batch: tuple[Tensor, Tensor, Tensor | None],
+    grad: Tensor | None = None,
+) -> Oracle:
+    assert case.bags is not None
+    indices, offsets, weights = batch
+    ids, bounds = indices.tolist(), offsets.tolist()
+    factors = [1.0] * len(ids) if weights is None else weights.tolist()
+    numbers = [table.double().numpy() for table in tables]
+    of_tables = [np.zeros_like(number) for number in numbers]
+    of_weights, touched = np.zeros(len(ids)), [set[int]() for _ in tables]
+    size = sum(c * case.dims[t] for c, t in zip(case.bags, case.feature_table_map, strict=True))
+    out, flat = np.zeros(size), np.zeros(size) if grad is None else grad.double().numpy()
+    bag = place = 0
+    for count, table in zip(case.bags, case.feature_table_map, strict=True):
+        for _ in range(count):
+            begin, end = bounds[bag], bounds[bag + 1]
+            share = 1 / max(1, end - begin) if case.pooling is PoolingType.MEAN else 1.0
+            own = slice(place, place + case.dims[table])
+            for i in range(begin, end):
+                row = numbers[table][ids[i]]
+                out[own] += share * factors[i] * row
+                of_tables[table][ids[i]] += share * factors[i] * flat[own]
+                of_weights[i] = share * (row @ flat[own])
+                touched[table].add(ids[i])
+            bag, place = bag + 1, own.stop
+    return Oracle(out, of_tables, of_weights, touched)
+
+
+def padded_offsets(case: Case, offsets: Tensor) -> Tensor:
+    """Offsets of a ragged batch with empty bags behind those of each feature."""
+    assert case.bags is not None
+    bounds, begin, padded = offsets.tolist(), 0, []
+    for count in case.bags:
+        padded += bounds[begin : begin + count]
+        padded += [bounds[begin + count]] * (max(case.bags) - count)
+        begin += count
+    return torch.tensor([*padded, bounds[-1]], dtype=offsets.dtype)
+
+
+def flat_of_padded(case: Case, padded: Tensor) -> Tensor:
+    """What a rectangular lookup of `padded_offsets` returned, as the ragged one does; autograd."""
+    assert case.bags is not None
+    columns = padded.split([case.dims[t] for t in case.feature_table_map], dim=1)
+    return torch.cat([c[:n].flatten() for c, n in zip(columns, case.bags, strict=True)])

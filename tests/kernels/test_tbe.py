@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from torch import Tensor
 from recsys.kernels.row_update import update_rows
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -23,7 +27,10 @@ from tests.kernels.lookup_cases import (
     CPU_BACKENDS,
     Case,
     cases,
+    flat_of_padded,
     output_gradient,
+    padded_offsets,
+    ragged_oracle,
     reference_lookup,
 )
 
@@ -55,7 +62,7 @@ def train(
         indices, offsets, weights = case.batch(step)
         if weights is not None:
             weights.requires_grad_()
-        out = tbe.forward(indices, offsets, weights, parameters)
+        out = tbe.forward(indices, offsets, weights, parameters, bags=case.bags_F)
         if out.requires_grad:
             out.backward(output_gradient(case, step, out.shape).to(out.dtype))
         seen.append(out.detach())
@@ -604,3 +611,229 @@ def test_l2_and_decoupled_decay_differ() -> None:
         train(tbe, SMALL)
         tables.append(tbe.weights[0])
     assert not torch.allclose(*tables)
+
+
+RAGGED = replace(SMALL, bags=(3, 0, 5, 2), weighted=True)
+ragged_cases = cases(neighbours=True, ragged=True)
+
+
+def train_padded(
+    tbe: TableBatchedEmbedding, case: Case, parameters: list[Tensor] | None = None
+) -> list[Tensor]:
+    """What `train` returns of a ragged case, by a rectangle of as many empty bags as it takes."""
+    seen = []
+    for step in range(3):
+        indices, offsets, weights = case.batch(step)
+        if weights is not None:
+            weights.requires_grad_()
+        out = tbe.forward(indices, padded_offsets(case, offsets), weights, parameters)
+        out = flat_of_padded(case, out)
+        if out.requires_grad:
+            out.backward(output_gradient(case, step, out.shape).to(out.dtype))
+        seen.append(out.detach())
+        if weights is not None:
+            assert weights.grad is not None
+            seen.append(weights.grad)
+        if tbe.update_mode is UpdateMode.DEFERRED:
+            tbe.deferred.step()
+    return seen
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("sparse_grad", [False, True])
+@few
+@given(case=ragged_cases)
+def test_features_with_bags_of_their_own_equal_a_loop_over_them(
+    backend: str, sparse_grad: bool, case: Case
+) -> None:
+    tbe = case.build(None, UpdateMode.GRADIENT, backend, sparse_grad=sparse_grad)
+    parameters = [w.detach().requires_grad_() for w in tbe.weights]
+    indices, offsets, weights = case.batch(0)
+    if weights is not None:
+        weights.requires_grad_()
+    out = tbe.forward(indices, offsets, weights, parameters, bags=case.bags_F)
+    grad = output_gradient(case, 0, out.shape)
+    out.backward(grad)
+    oracle = ragged_oracle(case, case.init(), case.batch(0), grad)
+    np.testing.assert_allclose(out.detach(), oracle.out, rtol=1e-5, atol=1e-6)
+    for parameter, expected in zip(parameters, oracle.of_tables, strict=True):
+        assert parameter.grad is not None
+        found = parameter.grad.to_dense() if sparse_grad else parameter.grad
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    if weights is not None:
+        np.testing.assert_allclose(weights.grad, oracle.of_weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
+@few
+@given(case=ragged_cases)
+def test_features_with_bags_of_their_own_train_as_in_float64(
+    backend: str, mode: UpdateMode, case: Case
+) -> None:
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3)
+    tbe = case.build(spec, mode, backend)
+    expected = [w.double() for w in case.init()]
+    sums = [torch.zeros(len(w), dtype=torch.float64) for w in expected]
+    out = train(tbe, case, steps=2)[:: 2 if case.weighted else 1]
+    for step in range(2):
+        grad = output_gradient(case, step, out[step].shape)
+        oracle = ragged_oracle(case, expected, case.batch(step), grad)
+        np.testing.assert_allclose(out[step], oracle.out, rtol=1e-4, atol=1e-5)
+        for table, rows in enumerate(oracle.touched):
+            for row in rows:
+                gradient = torch.from_numpy(oracle.of_tables[table][row])
+                sums[table][row] += gradient.square().mean()
+                expected[table][row] -= 0.1 * gradient / (sums[table][row].sqrt() + 1e-3)
+    for found, of_table in zip(tbe.weights, expected, strict=True):
+        torch.testing.assert_close(found.double(), of_table, rtol=1e-4, atol=1e-5)
+
+
+@few
+@given(
+    case=ragged_cases,
+    algorithm=st.sampled_from(EmbOptimType),
+    mode=st.sampled_from(UpdateMode),
+    backend=st.sampled_from([None, "torch"]),
+    keeps_batch=st.booleans(),
+    levels=st.integers(1, 2),
+    frozen=st.integers(0, 3),
+)
+def test_features_with_bags_of_their_own_train_as_with_empty_bags_behind_them(
+    case: Case,
+    algorithm: EmbOptimType,
+    mode: UpdateMode,
+    backend: str | None,
+    keeps_batch: bool,
+    levels: int,
+    frozen: int,
+) -> None:
+    spec = None if mode is UpdateMode.GRADIENT else spec_of(algorithm)
+    pair = [case.build(spec, mode, backend) for _ in range(2)]
+    found = []
+    for tbe, steps in zip(pair, (train, train_padded), strict=True):
+        if spec is not None:
+            tbe.learning_rates = [0.1 * (1 + t % levels) for t in range(len(case.rows))]
+        tbe.deferred.keeps_batch = keeps_batch
+        parameters = [w.detach().requires_grad_(t != frozen) for t, w in enumerate(tbe.weights)]
+        found.append(steps(tbe, case, parameters=parameters))
+        if mode is UpdateMode.GRADIENT:
+            found[-1] += [p.grad for p in parameters if p.grad is not None]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_same(*pair, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@few
+@given(case=ragged_cases)
+def test_row_moments_of_features_with_bags_of_their_own(backend: str, case: Case) -> None:
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    pair = [case.build(spec, UpdateMode.DEFERRED, backend) for _ in range(2)]
+    for tbe, is_ragged in zip(pair, (True, False), strict=True):
+        tbe.deferred.keeps_batch = True
+        for step in range(2):
+            indices, offsets, weights = case.batch(step)
+            if is_ragged:
+                out = tbe.forward(indices, offsets, weights, bags=case.bags_F)
+            else:
+                out = tbe.forward(indices, padded_offsets(case, offsets), weights)
+                out = flat_of_padded(case, out)
+            out.backward(output_gradient(case, step, out.shape))
+            statistics = tbe.deferred.row_statistics()
+            tbe.deferred.step(
+                [2 * s / d.dim for s, d in zip(statistics, tbe.layout.tables, strict=True)]
+            )
+    assert_same(*pair, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("output_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+def test_bags_of_their_own_of_half_tables_and_outputs(
+    weights_dtype: torch.dtype, output_dtype: torch.dtype, dims: tuple[int, ...]
+) -> None:
+    case = replace(RAGGED, dims=dims)
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    pair = [
+        case.build(spec, UpdateMode.FUSED, weights_dtype=weights_dtype, output_dtype=output_dtype)
+        for _ in range(2)
+    ]
+    for a, b in zip(train(pair[0], case), train_padded(pair[1], case), strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b)
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+@pytest.mark.parametrize("bags", [(0, 0, 0, 0), (0, 2, 0, 0), (2, 0, 1, 3)])
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_bags_of_their_own_without_ids(
+    mode: UpdateMode, bags: tuple[int, ...], dims: tuple[int, ...], backend: str
+) -> None:
+    optimizer = None if mode is UpdateMode.GRADIENT else spec_of(EmbOptimType.EXACT_ADAGRAD)
+    tbe = replace(SMALL, dims=dims).build(optimizer, mode, backend)
+    before = tbe.storage.clone()
+    parameters = [w.detach().requires_grad_() for w in tbe.weights]
+    weights = torch.empty(0, requires_grad=True)
+    offsets = torch.zeros(sum(bags) + 1, dtype=torch.int64)
+    out = tbe.forward(
+        torch.empty(0, dtype=torch.int64), offsets, weights, parameters, bags=np.array(bags)
+    )
+    size = sum(count * dims[table] for count, table in zip(bags, (0, 1, 1, 2), strict=True))
+    assert torch.equal(out, torch.zeros(size))
+    out.sum().backward()
+    tbe.deferred.step()
+    assert weights.grad is not None
+    assert torch.equal(tbe.storage, before)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+def test_fbgemm_serves_bags_of_their_own(
+    dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(RAGGED, dims=dims)
+    tbe = case.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED, "fbgemm")
+    for name in ("lookup", "update", "row_gradients", "weight_gradients"):
+        monkeypatch.delattr(TorchKernel, name)
+    train(tbe, case)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_gradient_that_is_one_value_for_all_bags(backend: str) -> None:
+    """As of `sum()`, whose gradient takes the memory of one number."""
+    case = replace(RAGGED, dims=(4, 4, 4), weighted=False)
+    pair = [case.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED, backend) for _ in range(2)]
+    indices, offsets, _ = case.batch(0)
+    pair[0].forward(indices, offsets, bags=case.bags_F).sum().backward()
+    pair[1].forward(indices, padded_offsets(case, offsets)).sum().backward()
+    assert_same(*pair)
+
+
+def test_bags_are_one_number_per_feature_that_add_up() -> None:
+    tbe = RAGGED.build(None, UpdateMode.GRADIENT)
+    indices, offsets, _ = RAGGED.batch(0)
+    for bags in ([3, 0, 5], [3, 0, 5, 3], [[3, 0, 5, 2]]):
+        with pytest.raises(ValueError, match="must be one number per feature, which add up to"):
+            tbe.forward(indices, offsets, bags=np.array(bags))
+    tbe.prefetch(indices, offsets, RAGGED.bags_F)  # nothing to do on a CPU
+
+
+def test_sequences_take_no_bags() -> None:
+    tbe = replace(SMALL, dims=(4,) * 3, pooling=PoolingType.NONE).build(None, UpdateMode.GRADIENT)
+    with pytest.raises(ValueError, match=r"takes no bags of each feature; received \[1, 0, 0, 0\]"):
+        tbe.forward(torch.tensor([0]), torch.tensor([0, 1]), bags=np.array([1, 0, 0, 0]))
+
+
+def test_meta_device_gives_the_size_of_bags_of_their_own() -> None:
+    tbe = TableBatchedEmbedding(
+        SMALL.specs,
+        feature_table_map=SMALL.feature_table_map,
+        pooling=PoolingType.SUM,
+        update_mode=UpdateMode.GRADIENT,
+        device=torch.device("meta"),
+    )
+    ids, offsets = (torch.empty(n, dtype=torch.int64, device="meta") for n in (5, 11))
+    assert tbe.forward(ids, offsets, bags=RAGGED.bags_F).shape == (3 * 4 + 5 * 8 + 2 * 4,)
