@@ -29,8 +29,8 @@ from recsys.distributed.ranks.wire import (
     get_qcomm_codecs_registry,
 )
 from recsys.distributed.shard import shard
-from recsys.distributed.sharding_plan import row_wise, table_wise
-from recsys.distributed.stages.input_dist import start_together
+from recsys.distributed.sharding_plan import data_parallel, row_wise, table_wise
+from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -276,7 +276,7 @@ def test_a_step_of_one_rank_waits_for_nothing(ranks: RankPool, plan: Plan, trito
     "plan",
     [
         Plan((S.TABLE_WISE,), "sequence", dims=(8,), alone=True),
-        Plan((S.TABLE_WISE,), dims=(8, 4), alone=True),  # two lookups
+        Plan((S.TABLE_WISE,), dims=(4, 4, 4, 8, 8, 8), alone=True),  # two lookups
         Plan((S.TABLE_WISE, S.DATA_PARALLEL), dims=(8,), alone=True),
     ],
     ids=lambda plan: plan.name,
@@ -437,10 +437,13 @@ def test_bad_ids_of_one_rank_do_what_the_mode_says(
         assert torch.equal(rows, tables(_good((1, 0)).to(CUDA)).values())
         assert warned == []
         raised = None
+        cuda.forget()
         try:
             tables.check_ids()
         except IndexError as error:
             raised = error
+        if said is None:
+            assert {what for _, what, _ in cuda.notes} == {"an event"}
         assert (type(raised) if raised else None) is (said if said is IndexError else None)
         assert [w.category for w in warned] == ([said] if said is UserWarning else [])
         for told in [raised, *(w.message for w in warned)]:
@@ -521,17 +524,36 @@ def test_modules_of_one_rank_start_together_and_hear_of_the_last_batch(
     model = _Towers(names)
     batches = [_good((i, 2 - i)) for i in range(3)]
     expected = [model(batch) for batch in batches]
-    with PretendedCuda() as cuda:
+    header_of = InputDist.header_of
+    with PretendedCuda() as cuda, mock.patch.object(
+        InputDist, "header_of", autospec=True, side_effect=header_of
+    ) as headers:  # fmt: skip
         sharded = DistributedModelParallel(model, device=CUDA)
         moved = [batch.to(CUDA) for batch in batches]
         found, counts = [], []
         for batch in EvenBatches(moved, sharded, "drop"):
+            assert len(found) < len(batches)
             cuda.forget()
             found.append(sharded(batch).detach())
             counts.append(len(cuda.notes))
         for values, wanted in zip(found, expected, strict=True):
             assert torch.equal(values, wanted)
     assert counts[1:] == [reads] * 2  # in the first, index tensors are made
+    assert headers.call_count == reads * 3
+
+
+def test_replicas_beside_a_lookup_of_the_whole_batch_need_counts() -> None:
+    tables = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(3, 4, name, feature_names=[feature])
+            for name, feature in (("t", "f"), ("u", "g"), ("v", "g"))
+        ]
+    )
+    expected = tables(_good()).values()
+    plan = {"t": table_wise(rank=0), "u": table_wise(rank=0), "v": data_parallel()}
+    with PretendedCuda():
+        sharded = shard(tables, plan, ShardingEnv.from_local(), CUDA)
+        assert torch.equal(sharded(_good().to(CUDA)).values(), expected)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
