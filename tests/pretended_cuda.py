@@ -70,20 +70,21 @@ _PINNED: dict[int, StorageWeakRef] = {}
 
 
 class _Event:
-    """What was recorded is done; that the host waits for it is noted."""
+    """What was recorded is done, or not yet; that the host waits for it is noted."""
 
     def __init__(self, device: PretendedCuda) -> None:
-        self._device = device
+        self._device, self._is_awaited = device, False
 
     def record(self, stream: object = None) -> None:
         """Nothing to do."""
 
     def query(self) -> bool:
-        """Always done."""
-        return True
+        """Done unless the device is behind."""
+        return self._is_awaited or not self._device.is_behind
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+        self._is_awaited = True
         self._device.note("read", "an event")
 
 
@@ -96,11 +97,13 @@ class PretendedCuda(TorchFunctionMode):
     Attributes:
         notes: ``(kind, what, where)`` since the last :meth:`forget`.
         launched: names of Triton's kernels that ran.
+        is_behind: whether events are not done until the host waits for them.
     """
 
     def __init__(self, triton: bool = False) -> None:
         super().__init__()
         self._triton, self._is_inside = triton, False
+        self.is_behind = False
         self.notes: list[tuple[str, str, str]] = []
         self.launched: set[str] = set()
         self._device, self._pinned = _ON_DEVICE, _PINNED

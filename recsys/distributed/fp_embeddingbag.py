@@ -64,7 +64,8 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
 
         Raises:
             ValueError: on every rank, as the processors do on any.
-            IndexError: on every rank, if an id on any rank is outside its table.
+            IndexError: on every rank, if an id on any rank is outside its table; on a GPU without
+                other ranks maybe later, as of `ShardedCollection`.
             KeyError: on every rank, if a batch lacks a feature.
             TypeError: on every rank, if ids are not integers.
         """

@@ -324,9 +324,9 @@ class ShardedCollection(ShardedModule):
             features: as for `forward`.
 
         Returns:
-            Its `wait()` waits on the host for what all ranks told, raises what `forward` raises,
-            and starts sending the ids. The `wait()` of what that returns gives what this rank
-            looks up, the `dist_input` of `compute`.
+            Its `wait()` waits on the host for what all ranks told (on a GPU without other ranks
+            it need not), raises what `forward` raises, and starts sending the ids. The `wait()` of
+            what that returns gives what this rank looks up, the `dist_input` of `compute`.
 
         Raises:
             ValueError: if the context is another module's, or a batch has it already.
@@ -459,6 +459,10 @@ class ShardedCollection(ShardedModule):
                 integers.
             ValueError: on every rank, if lengths, offsets, weights or inverse indices of a rank
                 do not fit.
+
+        On a GPU without other ranks, values that are bad (ids out of range, lengths, inverse
+        indices) may be raised only by a later call, or by `check_ids`: the host does not wait for
+        their check. Nothing foreign is read or written meanwhile.
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
@@ -470,6 +474,18 @@ class ShardedCollection(ShardedModule):
         start_together([trip])
         trip.send()
         return self.output_dist(trip, self._look_up(trip, trip.ids()))
+
+    def check_ids(self) -> None:
+        """Raise now what is wrong with the values of an earlier batch, as when unsharded.
+
+        There is something to raise only on a GPU without other ranks, and the host waits for the
+        GPU; elsewhere `forward` has raised it.
+
+        Raises:
+            IndexError: if an id was outside its table.
+            ValueError: if lengths, offsets or inverse indices did not fit.
+        """
+        self._input_dist.late.read_all()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -604,6 +620,7 @@ class ShardedCollection(ShardedModule):
     def _become(self, other: Self) -> None:
         """Take over what another one was built of; what users hold of this one stays theirs."""
         other._input_dist.last_batches = self._input_dist.last_batches
+        other._input_dist.late = self._input_dist.late
         tables = TableDict()
         for name, table in other._tables().items():
             tables[name] = table

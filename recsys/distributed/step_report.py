@@ -227,6 +227,7 @@ class StepReport:
         for owner, name, stage in [
             (InputDist, "prepare", "input dist"),
             (InputDist, "header_of", "input dist"),
+            (InputDist, "skip_header", "input dist"),
             (Trip, "send", "input dist"),
             (Trip, "ids", "input dist"),
             (BackwardFinisher, "_finish", "lookup"),

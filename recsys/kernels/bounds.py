@@ -129,7 +129,7 @@ class LateChecks:
         """Start sending to the host how much is bad.
 
         Args:
-            bad: [any] bool on the device.
+            bad: [any] on the device, bool or int32, not 0 where something is bad.
             complain: Called, when it has arrived and is not 0, to raise or warn.
         """
         count = torch.empty((), dtype=torch.int64, pin_memory=True)

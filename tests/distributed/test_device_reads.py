@@ -1,7 +1,11 @@
-"""A step on a GPU makes the host wait once, for the header; seen on a device that is pretended."""
+"""On a GPU the host waits once a step, for the header; with one rank it need not.
+
+Seen on a device that is pretended.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
@@ -12,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.embedding import EmbeddingCollectionSharder
-from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.ranks.wire import (
@@ -22,8 +29,9 @@ from recsys.distributed.ranks.wire import (
     get_qcomm_codecs_registry,
 )
 from recsys.distributed.shard import shard
-from recsys.distributed.sharding_plan import row_wise
-from recsys.distributed.stages.input_dist import start_together
+from recsys.distributed.sharding_plan import data_parallel, row_wise, table_wise
+from recsys.distributed.stages.input_dist import InputDist, start_together
+from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingEnv,
@@ -31,7 +39,7 @@ from recsys.distributed.types import (
     ShardingType,
 )
 from recsys.kernels import ops
-from recsys.kernels.types import EmbOptimType, UpdateMode
+from recsys.kernels.types import BoundsCheckMode, EmbOptimType, UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -55,6 +63,7 @@ class Plan:
     mean: bool = False
     deferred: bool = False
     wire: CommType = CommType.FP32
+    alone: bool = False  # whether there is one rank, whose tables read the features as they are
 
     @property
     def name(self) -> str:
@@ -62,6 +71,12 @@ class Plan:
         rest = [self.kind, self.optimizer.name, "twice" * self.twice, "mean" * self.mean]
         rest += ["deferred" * self.deferred, str(self.wire) * (self.wire is not CommType.FP32)]
         return "-".join(filter(None, [types, *rest]))
+
+    def owners(self, kind: ShardingType, table: int) -> list[int]:
+        """The ranks of a table."""
+        if self.alone:
+            return [0]
+        return [table % 2] if kind is S.TABLE_WISE else [0, 1]
 
 
 ALL = (S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE, S.DATA_PARALLEL, S.GRID_SHARD)
@@ -90,7 +105,8 @@ class Model(nn.Module):
         super().__init__()
         self.sequence = plan.kind in ("sequence", "distinct")
         features = {f"t{i}": [f"f{i % 4 if plan.twice else i}"] for i in range(6)}
-        features["t5"].append("f0")
+        if not plan.alone:
+            features["t5"].append("f0")
         torch.manual_seed(0)
         dims = plan.dims * 6
         if self.sequence:
@@ -126,7 +142,7 @@ class Model(nn.Module):
 
 def _batch(plan: Plan, step: int, device: torch.device, samples: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    keys = ["unread", *(f"f{i}" for i in range(6))]
+    keys = ["unread"] * (not plan.alone) + [f"f{i}" for i in range(6)]
     is_variable = plan.kind == "variable"
     strides = [max(1, samples - 3 * (i % 2)) if is_variable else samples for i in range(len(keys))]
     lengths = torch.randint(0, 4, (sum(strides),), generator=generator)
@@ -171,12 +187,13 @@ def _train(
     shardings = EmbeddingModuleShardingPlan(
         {
             config.name: parameter_sharding(
-                plan.types[i % len(plan.types)],
+                kind,
                 config.num_embeddings,
                 config.embedding_dim,
-                [i % 2] if plan.types[i % len(plan.types)] is S.TABLE_WISE else [0, 1],
+                plan.owners(kind, i),
             )
             for i, config in enumerate(tables.configs())
+            for kind in [plan.types[i % len(plan.types)]]
         }
     )
     sharded = DistributedModelParallel(
@@ -209,7 +226,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
 
         found = _train(plan, CUDA, samples, after_step)
         notes = list(cuda.notes)
-    lays_out = triton and plan.kind not in ("sequence", "distinct")
+    lays_out = triton and plan.kind not in ("sequence", "distinct") and not plan.alone
     if lays_out:
         ragged = "_ragged" * (plan.kind == "variable")
         assert {f"collect{ragged}", f"spread{ragged}"} <= cuda.launched
@@ -238,6 +255,35 @@ def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: b
     for notes in ranks(2, _read_once, plan, triton):
         assert [kind for kind, _, _ in notes] == ["read"], notes
         assert "input_dist.py" in notes[0][2]
+
+
+ALONE = [
+    Plan((S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE), kind, dims=(8,), alone=True)
+    for kind in ("pooled", "weighted", "variable")
+] + [
+    Plan((S.TABLE_WISE,), dims=(8,), deferred=True, alone=True),
+    Plan((S.TABLE_WISE,), dims=(8,), mean=True, optimizer=EmbOptimType.ADAM, alone=True),
+]
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("plan", ALONE, ids=lambda plan: plan.name)
+def test_a_step_of_one_rank_waits_for_nothing(ranks: RankPool, plan: Plan, triton: bool) -> None:
+    assert ranks(1, _read_once, plan, triton) == [[]]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan((S.TABLE_WISE,), "sequence", dims=(8,), alone=True),
+        Plan((S.TABLE_WISE,), dims=(4, 4, 4, 8, 8, 8), alone=True),  # two lookups
+        Plan((S.TABLE_WISE, S.DATA_PARALLEL), dims=(8,), alone=True),
+    ],
+    ids=lambda plan: plan.name,
+)
+def test_one_rank_waits_once_where_the_host_needs_counts(ranks: RankPool, plan: Plan) -> None:
+    (notes,) = ranks(1, _read_once, plan, False)
+    assert [kind for kind, _, _ in notes] == ["read"], notes
 
 
 def _leave_one_rank_out(plan: Plan) -> list[tuple[str, str, str]]:
@@ -329,6 +375,187 @@ def test_a_bad_batch_on_a_device_is_raised_on_all(
     assert FAULTS[fault][1] in first
 
 
+def _alone(mode: BoundsCheckMode = BoundsCheckMode.FATAL) -> ShardedEmbeddingBagCollection:
+    plan = {"t": table_wise(rank=0), "u": row_wise()}
+    tables = _bags()
+    tables._bounds_check_mode = mode
+    return shard(tables, plan, ShardingEnv.from_local(), CUDA)  # type: ignore[return-value]
+
+
+def _good(ids: Sequence[int] = (1, 2)) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f", "g"], torch.tensor(ids), lengths=torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("by", ["a later batch", "check_ids", "its own batch"])
+def test_a_bad_batch_of_one_rank_is_raised_later(fault: str, by: str, triton: bool) -> None:
+    bad, text = FAULTS[fault]
+    with PretendedCuda(triton) as cuda:
+        tables = _alone()
+        good, batch = _good().to(CUDA), bad().to(CUDA)
+        tables(good)
+        cuda.forget()
+        if by != "its own batch":
+            cuda.is_behind = True
+            found = tables(batch).values()
+            # index tensors of its shape are made
+            assert {kind for kind, _, _ in cuda.notes} <= {"upload"}
+            assert found.shape[1] == 8
+            assert bool(torch.isfinite(found).all())  # nothing foreign was read
+            tables(good)  # what was found has not arrived
+        cuda.is_behind = by == "check_ids"
+        tell = {
+            "a later batch": lambda: tables(good),
+            "check_ids": tables.check_ids,
+            "its own batch": lambda: tables(batch),
+        }[by]
+        with pytest.raises((ValueError, IndexError), match=text) as raised:
+            tell()
+        assert str(raised.value).startswith("On rank 0: ")
+        tables.check_ids()  # it was told
+        assert tables(good).values().shape == (1, 8)
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize(
+    ("mode", "filters", "said"),
+    [
+        ("WARNING", "always", UserWarning),
+        ("WARNING", "error", IndexError),
+        ("IGNORE", "error", None),
+    ],
+)
+def test_bad_ids_of_one_rank_do_what_the_mode_says(
+    mode: str, filters: str, said: type[Exception] | None, triton: bool
+) -> None:
+    with PretendedCuda(triton) as cuda, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter(filters)  # type: ignore[arg-type]
+        tables = _alone(BoundsCheckMode[mode])
+        cuda.is_behind = True
+        rows = tables(_good((1, 30)).to(CUDA)).values()
+        assert torch.equal(rows, tables(_good((1, 0)).to(CUDA)).values())
+        assert warned == []
+        raised = None
+        cuda.forget()
+        try:
+            tables.check_ids()
+        except IndexError as error:
+            raised = error
+        if said is None:
+            assert {what for _, what, _ in cuda.notes} == {"an event"}
+        assert (type(raised) if raised else None) is (said if said is IndexError else None)
+        assert [w.category for w in warned] == ([said] if said is UserWarning else [])
+        for told in [raised, *(w.message for w in warned)]:
+            if told is not None:
+                assert "Id 30 of feature 'g' is out of range for table 'u'" in str(told)
+        bad_lengths = FAULTS["lengths"][0]().to(CUDA)
+        tables(bad_lengths)
+        with pytest.raises(ValueError, match="lengths must not be negative"):
+            tables.check_ids()
+
+
+def test_ids_that_were_written_to_before_they_are_told_of() -> None:
+    with PretendedCuda() as cuda:
+        tables = _alone()
+        cuda.is_behind = True
+        batch = _good((1, 30)).to(CUDA)
+        tables(batch)
+        batch.values().fill_(0)
+        with pytest.raises(IndexError, match="its memory has been written to since"):
+            tables.check_ids()
+
+
+def test_what_the_host_can_see_is_raised_at_once_on_one_rank() -> None:
+    with PretendedCuda() as cuda:
+        tables = _alone()
+        cuda.is_behind = True
+        tables(_good().to(CUDA))
+        cuda.forget()
+        without = KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+        with pytest.raises(KeyError, match="lacks the features"):
+            tables(without.to(CUDA))
+        with pytest.raises(TypeError, match="KeyedJaggedTensor"):
+            tables(torch.ones(2))
+        assert {kind for kind, _, _ in cuda.notes} <= {"upload"}  # of the batch above
+        assert tables(_good().to(CUDA)).values().shape == (1, 8)
+
+
+def test_what_is_found_late_follows_tables_that_move() -> None:
+    with PretendedCuda() as cuda:
+        tables = _alone()
+        cuda.is_behind = True
+        tables(_good((1, 30)).to(CUDA))
+        tables.reshard({"t": parameter_sharding(S.COLUMN_WISE, 3, 4, [0])})
+        with pytest.raises(IndexError, match="Id 30 of feature 'g'"):
+            tables.check_ids()
+
+
+class _Towers(nn.Module):
+    """One collection that reads the batch as it is, and one that reads half of it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict(
+            {
+                name: EmbeddingBagCollection(
+                    tables=[
+                        EmbeddingBagConfig(3, 4, f"{name}{feature}", feature_names=[feature])
+                        for feature in ("fg" if name == "all" else "g")
+                    ]
+                )
+                for name in names
+            }
+        )
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        return torch.cat([tables(batch).values() for tables in self.tables.values()], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "reads"),
+    [(["all"], 0), (["second", "all"], 1), (["all", "second"], 1)],
+    ids=["all", "second first", "all first"],
+)
+def test_modules_of_one_rank_start_together_and_hear_of_the_last_batch(
+    names: list[str], reads: int
+) -> None:
+    torch.manual_seed(0)
+    model = _Towers(names)
+    batches = [_good((i, 2 - i)) for i in range(3)]
+    expected = [model(batch) for batch in batches]
+    header_of = InputDist.header_of
+    with PretendedCuda() as cuda, mock.patch.object(
+        InputDist, "header_of", autospec=True, side_effect=header_of
+    ) as headers:  # fmt: skip
+        sharded = DistributedModelParallel(model, device=CUDA)
+        moved = [batch.to(CUDA) for batch in batches]
+        found, counts = [], []
+        for batch in EvenBatches(moved, sharded, "drop"):
+            assert len(found) < len(batches)
+            cuda.forget()
+            found.append(sharded(batch).detach())
+            counts.append(len(cuda.notes))
+        for values, wanted in zip(found, expected, strict=True):
+            assert torch.equal(values, wanted)
+    assert counts[1:] == [reads] * 2  # in the first, index tensors are made
+    assert headers.call_count == reads * 3
+
+
+def test_replicas_beside_a_lookup_of_the_whole_batch_need_counts() -> None:
+    tables = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(3, 4, name, feature_names=[feature])
+            for name, feature in (("t", "f"), ("u", "g"), ("v", "g"))
+        ]
+    )
+    expected = tables(_good()).values()
+    plan = {"t": table_wise(rank=0), "u": table_wise(rank=0), "v": data_parallel()}
+    with PretendedCuda():
+        sharded = shard(tables, plan, ShardingEnv.from_local(), CUDA)
+        assert torch.equal(sharded(_good().to(CUDA)).values(), expected)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str) -> None:
     bad, text = FAULTS[fault]
@@ -378,10 +605,13 @@ def _start_a_step_early() -> list[list[str]]:
         return [started, [kind for kind, _, _ in cuda.notes]]
 
 
-def test_a_batch_that_starts_early_waits_for_nothing_until_it_is_sent(ranks: RankPool) -> None:
-    for started, sent in ranks(2, _start_a_step_early):
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_batch_that_starts_early_waits_for_nothing_until_it_is_sent(
+    ranks: RankPool, number: int
+) -> None:
+    for started, sent in ranks(number, _start_a_step_early):
         assert started == []
-        assert sent == ["read"]
+        assert sent == ["read"] * (number - 1)
 
 
 @pytest.mark.parametrize("device", [torch.device("meta"), CUDA], ids=["meta", "cuda"])

@@ -7,8 +7,18 @@ import torch
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.types import EmbeddingComputeKernel, ShardingEnv, ShardingType
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.types import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, train, whole_state
 
@@ -69,6 +79,57 @@ def test_bad_id_is_raised(nccl: torch.device) -> None:
     lengths = torch.ones(len(FEATURES), dtype=torch.int64, device=nccl)
     with pytest.raises(IndexError, match="On rank 0: Id 1000000 of feature"):
         model(KeyedJaggedTensor(FEATURES, values, weights, lengths))
+
+
+def _alone(device: torch.device) -> tuple[DistributedModelParallel, KeyedJaggedTensor]:
+    """Tables of one rank that share a lookup, and a batch that it reads as it is."""
+    tables = [EmbeddingBagConfig(100, 8, f"t{f}", feature_names=[f]) for f in FEATURES]
+    ebc = EmbeddingBagCollection(tables=tables)
+    apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
+    plan = EmbeddingModuleShardingPlan(
+        {t.name: parameter_sharding(ShardingType.TABLE_WISE, 100, 8, [0]) for t in tables}
+    )
+    model = DistributedModelParallel(
+        ebc, env=ShardingEnv.default(), device=device, plan=ShardingPlan({"": plan})
+    )
+    lengths = torch.full((len(FEATURES) * 16,), 2)
+    return model, KeyedJaggedTensor(FEATURES, torch.arange(128) % 100, lengths=lengths).to(device)
+
+
+def test_the_host_waits_for_nothing(nccl: torch.device) -> None:
+    model, batch = _alone(nccl)
+    for _ in range(4):  # kernels, index tensors and memory are made on first use
+        model(batch).values().sum().backward()
+        torch.cuda.synchronize()
+    behind = torch.cuda.Event()
+    torch.cuda._sleep(4_000_000_000)  # cycles: seconds
+    behind.record()
+    model(batch).values().sum().backward()
+    assert not behind.query()
+    torch.cuda.synchronize()
+    model.module.check_ids()
+
+
+@pytest.mark.parametrize("fault", ["ids", "lengths"])
+def test_what_is_wrong_with_a_batch_is_raised_later(nccl: torch.device, fault: str) -> None:
+    model, batch = _alone(nccl)
+    lengths, values = batch.lengths().clone(), batch.values().clone()
+    if fault == "ids":
+        values[3] = 10**6
+    else:
+        lengths[3] = -1
+    bad = KeyedJaggedTensor(FEATURES, values, lengths=lengths)
+    before = model(batch).values()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # what is found arrives after the call
+    assert model(bad).values().shape == before.shape
+    error, text = {
+        "ids": (IndexError, "On rank 0: Id 1000000 of feature"),
+        "lengths": (ValueError, "On rank 0: .*lengths must not be negative"),
+    }[fault]
+    with pytest.raises(error, match=text):
+        model.module.check_ids()
+    assert torch.equal(model(batch).values(), before)
 
 
 def test_one_read_from_the_device_per_batch(nccl: torch.device) -> None:

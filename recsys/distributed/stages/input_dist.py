@@ -4,7 +4,9 @@ Two exchanges, whatever the mix of strategies. The *header* tells every destinat
 come, for how many samples, and whether the sender found something wrong with its input; the host
 reads it, which is the one device-to-host read of the stage. The *payload* is one buffer of 32-bit
 words: the lengths, the ids and, for weighted features, the bits of the weights. Both ends build
-and take apart the payload with one segment permutation.
+and take apart the payload with one segment permutation. On a GPU without other ranks, where one
+lookup reads the batch as it is, nothing is exchanged, and the host reads nothing: what is wrong
+with a batch is raised with a later one.
 
 What travels are segments: whole features, or the parts of features whose ids fall in one block of
 rows of a row-split table (see `layout`).
@@ -46,7 +48,7 @@ from recsys.distributed.stages.routes import (
     lookup_order,
 )
 from recsys.kernels import ops
-from recsys.kernels.bounds import bad_id_message, find_bad_ids
+from recsys.kernels.bounds import LateChecks, bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_inputs import safe_features
 from recsys.sparse import KeyedJaggedTensor
@@ -133,6 +135,9 @@ class InputDist:
         trains: whether any of the tables does.
         owner: who looks up, for messages.
         path: of the module in its model, for messages, and to tell modules apart.
+
+    Attributes:
+        late: what is checked on the device in batches without a header.
     """
 
     def __init__(
@@ -157,6 +162,10 @@ class InputDist:
         self.is_weighted, self.distinct = is_weighted, distinct
         self.is_ordered = device.type == "cuda" and env.exchanges_in_streams
         self.pooled = pooled = layout.is_pooled
+        self.late = LateChecks()
+        is_alone = device.type == "cuda" and env.world_size == 1
+        has_one_lookup = len(layout.groups[env.rank]) == 1 and not layout.replica_groups
+        self.may_skip_header = is_alone and has_one_lookup and pooled
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.header_width = self.num_streams + COUNTS  # words that each rank sends this one
@@ -218,7 +227,7 @@ class InputDist:
         """
         where.now = "input_dist", self.path, monotonic()
         trip = trip or Trip(self)
-        trip.given = cast(KeyedJaggedTensor, features)
+        trip.given = trip.safe = cast(KeyedJaggedTensor, features)
         news = trip.last_batches = self.last_batches
         try:
             if news is not None and news.error is not None:
@@ -250,8 +259,8 @@ class InputDist:
         if self.device.type != "cpu":  # there check_features has raised
             if self._goes_to_triton(features, bags):
                 return self._made_safe(trip, bags)
-            features, trip.has_bad_bags = safe_features(features)
-            bags = features.parts()
+            trip.safe, trip.has_bad_bags = safe_features(features)
+            features, bags = trip.safe, trip.safe.parts()
         if bags.stride_per_key_per_rank is not None:
             strides = features.stride_per_key()
             bags = with_one_batch_size(bags, strides)
@@ -373,15 +382,32 @@ class InputDist:
         trip.add_segments(lengths, values, weights, places_N)
         return lengths
 
-    def header_of(self, trip: Trip) -> Tensor:
-        """Build `[flag, batch size, ids per stream]` per destination; a failure is all flags."""
+    def needs_no_header(self, trip: Trip) -> bool:
+        """Return whether the host knows all that a header would tell it, but for bad input."""
+        return self.may_skip_header and (trip.error is not None or trip.routes.is_identity)
+
+    def skip_header(self, trip: Trip) -> None:
+        """Note what the header would tell; a later batch reads what the device finds wrong."""
+        trip.flag = self._flag_of(trip)
+        if trip.error is not None:  # nothing else will be read
+            trip.host_RH = np.array([[trip.flag]])
+            return
+        trip.host_RH = np.array([[trip.flag, trip.batch_size]])
+        bad, checks_ids = trip.found, self.mode is not BoundsCheckMode.IGNORE
+        if bad is None or not checks_ids:
+            faults = trip.has_bad_bags, trip.has_bad_ids if checks_ids else None
+            known = [fault for fault in faults if fault is not None]
+            bad = torch.stack(known) if known else None
+        if bad is not None:
+            self.late.add(bad, trip.complain)
+
+    def _flag_of(self, trip: Trip) -> int:
+        """Return what a header says of a batch before its ids and bags are looked at."""
         flag = self._mark
         if self.trains and torch.is_grad_enabled():
             flag |= _TRAINS
         if trip.error is not None:
-            trip.flag = flag | _FAILED
-            total = sum(self.header_sizes)
-            return torch.full((total,), trip.flag, dtype=torch.int64, device=self.device)
+            return flag | _FAILED
         if trip.weights_need_grad:
             flag |= _WEIGHTS_NEED_GRAD
         if trip.last_batches is not None and trip.last_batches.is_last:
@@ -390,13 +416,23 @@ class InputDist:
             flag |= _VARIABLE
         if self.goes_by_id and self._are_bags_short(trip):
             flag |= _SHORT
-        trip.flag, if_ids = flag, 0
-        if trip.has_bad_ids is not None:
-            # what is an error here must be one on all ranks
-            fails = self.mode is BoundsCheckMode.FATAL or (
-                self.mode is BoundsCheckMode.WARNING and _warnings_raise()
-            )
-            if_ids = _FAILED if fails else _WARNED
+        return flag
+
+    def flag_of_bad_ids(self) -> int:
+        """Return what a header says of bad ids."""
+        # what is an error here must be one on all ranks
+        fails = self.mode is BoundsCheckMode.FATAL or (
+            self.mode is BoundsCheckMode.WARNING and _warnings_raise()
+        )
+        return _FAILED if fails else _WARNED
+
+    def header_of(self, trip: Trip) -> Tensor:
+        """Build `[flag, batch size, ids per stream]` per destination; a failure is all flags."""
+        trip.flag = flag = self._flag_of(trip)
+        if trip.error is not None:
+            total = sum(self.header_sizes)
+            return torch.full((total,), flag, dtype=torch.int64, device=self.device)
+        if_ids = 0 if trip.has_bad_ids is None else self.flag_of_bad_ids()
         size, header = trip.batch_size, trip.routes.header
         if trip.found is not None:
             from recsys.kernels.ops_triton import build_header
@@ -555,6 +591,15 @@ def start_together(trips: Sequence[Trip]) -> None:
         for alike in of_groups.values():
             start_together(alike)
         return
+    with_header = []
+    for trip in trips:
+        if trip.stage.may_skip_header and trip.stage.needs_no_header(trip):
+            trip.stage.skip_header(trip)
+        else:
+            with_header.append(trip)
+    if not with_header:
+        return
+    trips, stage = with_header, with_header[0].stage
     sent = stage.header_of(trips[0])
     env, sizes, width = stage.env, stage.header_sizes, stage.header_width
     if len(trips) > 1:
@@ -648,6 +693,7 @@ class Trip(Multistreamable):
     Attributes:
         stage: the module's, whose batch it is.
         given: the batch as the user gave it.
+        safe: the same; on a device with inverse indices that can be read.
         error: why it cannot travel, or None.
         flag: what its header says of it before its ids are looked at.
         last_batches: of the epoch that the batch belongs to, or None.
@@ -665,7 +711,7 @@ class Trip(Multistreamable):
         places: where `values` are in `bags`, if something returns to the ids.
         weights_need_grad: whether a gradient must return to the weights.
         counts: `[G]` ids of each segment, whole features first, then row blocks; `counts_G`
-            on the host.
+            on the host, if there is a header.
         own_counts: `[K]` ids of each key as given, if they were made distinct, else `[0]`;
             `given_counts` on the host.
         inverse: `[N]` place among the distinct ids of each id, if they were made distinct.
@@ -681,7 +727,7 @@ class Trip(Multistreamable):
         bag_counts: `[len(split_slots), B]` ids per bag of the row-split slots, or None if there
             are none.
         headers: what is on its way, for it and those that started with it; None once it was read.
-        host_RH: what the ranks said.
+        host_RH: what the ranks said; without the counts if there is no header.
         batch_sizes: `[R]` samples of each rank.
         received_counts: `[R, S]` ids that each rank sends to each stream.
         lookups: the bags of each lookup group.
@@ -691,6 +737,7 @@ class Trip(Multistreamable):
     """
 
     given: KeyedJaggedTensor
+    safe: KeyedJaggedTensor
     flag: int
     routes: Routes
     checked: Parts
@@ -737,7 +784,8 @@ class Trip(Multistreamable):
         Args:
             stream: where the batch is looked up, if its input stage ran on another one.
         """
-        self.given.record_stream(stream)  # type: ignore[arg-type]  # of any device
+        for batch in (self.given, self.safe):
+            batch.record_stream(stream)  # type: ignore[arg-type]  # of any device
         for tensor in _tensors_in(list(vars(self).values())):
             tensor.record_stream(stream)
 
@@ -760,12 +808,15 @@ class Trip(Multistreamable):
         """Wait for the headers and start sending ids.
 
         Raises:
-            Exception: the error of the lowest rank that found one in its input, on every rank.
+            Exception: the error of the lowest rank that found one in its input, on every rank; or
+                what was wrong with an earlier batch that had no header.
         """
         where.now = "input_dist", self.stage.path, monotonic()
         if self.headers is not None:
             _bring_headers(*self.headers)
         stage, host_RH = self.stage, self.host_RH
+        if stage.may_skip_header:
+            stage.late.read_arrived()
         flags = host_RH[:, FLAG]
         is_usual = self.error is None and bool((flags == self.flag).all())
         warning = "" if is_usual else self._raise_faults(flags)
@@ -796,6 +847,14 @@ class Trip(Multistreamable):
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self
+
+    def complain(self) -> None:
+        """Raise, or warn of, what the device found wrong with a batch that had no header."""
+        are_bags_bad = self.has_bad_bags is not None and bool(self.has_bad_bags)
+        flag = _FAILED if are_bags_bad else self.stage.flag_of_bad_ids()
+        warning = self._raise_faults(np.array([flag]))
+        if warning:
+            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=4)
 
     def _take_bags(
         self, flags: np.ndarray, counts_S: np.ndarray, lengths_S: np.ndarray
@@ -876,9 +935,15 @@ class Trip(Multistreamable):
         """Return the text for the first of the ids that are outside their tables."""
         stage, keys, bags = self.stage, self.given.keys(), self.checked
         bad_N = find_bad_ids(bags.values, bags.offsets, self.routes.check_rows)
+        bad_N = stage._without_unread(bad_N, bags, self.routes)
+        if not bool(bad_N.any()):
+            return (
+                "Ids must be in range for their table; an earlier batch had others, and its memory "
+                "has been written to since. Leave it alone until the next call to hear which."
+            )
         tables = [smallest_table(stage.layout, stage.feature_names, key) for key in keys]
         return bad_id_message(
-            stage._without_unread(bad_N, bags, self.routes),
+            bad_N,
             bags.values,
             bags.offsets,
             self.routes.check_rows,
@@ -904,8 +969,11 @@ class Trip(Multistreamable):
         elif self.routes.is_identity:
             own = self.bags
             bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
-            bags_S = np.full_like(self.counts_G, self.batch_size)
-            self.lookups = stage.split_bags(bags, self.counts_G, bags_S)
+            if stage.needs_no_header(self):
+                self.lookups = [bags]
+            else:
+                bags_S = np.full_like(self.counts_G, self.batch_size)
+                self.lookups = stage.split_bags(bags, self.counts_G, bags_S)
         return self
 
     def _select_replicas(self) -> None:

@@ -471,8 +471,8 @@ class OutputDist(OutputStage[KeyedTensor]):
         return lambda: self._keyed(wait(), trip)
 
     def _keyed(self, pooled_BD: Tensor, trip: Trip) -> KeyedTensor:
-        if trip.given.variable_stride_per_key():
-            pooled_BD = expand_bags(pooled_BD, *self._bags, trip.given)
+        if trip.safe.variable_stride_per_key():
+            pooled_BD = expand_bags(pooled_BD, *self._bags, trip.safe)
         if pooled_BD.dtype is not self.dtype:
             pooled_BD = pooled_BD.to(self.dtype)
         return KeyedTensor.from_parts(self.names, self._dims, pooled_BD)

@@ -589,3 +589,62 @@ def test_a_gpu_copies_batches_on_a_stream_of_its_own_and_the_host_waits_for_none
     assert [out.tolist() for out in outputs] == [[8.0] * 3, [4.0], [6.0] * 2]
     assert copied_on == [pipeline._copies] * 3
     assert compute.waits == 3
+
+
+class _Pooled(nn.Module):
+    """A collection, and a loss that trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = EmbeddingBagCollection(
+            tables=[EmbeddingBagConfig(ROWS, DIM, f"t_{key}", feature_names=[key]) for key in KEYS]
+        )
+        apply_optimizer_in_backward(RowWiseAdagrad, self.tables.parameters(), {"lr": 0.1})
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        out = self.tables(features).values()
+        return (out * out).sum(), out
+
+
+def test_on_a_gpu_with_one_rank_the_host_waits_for_nothing_and_hears_of_bad_ids() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [_features(generator, size) for size in (3, 1, 4, 2, 5)]
+    unsharded, expected = _Pooled(), []
+    for batch in batches:
+        loss, out = unsharded(batch)
+        loss.backward()
+        expected.append(out.detach())
+    compute = _Stream()
+    with (
+        PretendedCuda() as cuda,
+        mock.patch.multiple(
+            torch.cuda,
+            Stream=_Stream,
+            stream=lambda stream: contextlib.nullcontext(),
+            current_stream=lambda device=None: compute,
+        ),
+        mock.patch.object(Tensor, "record_stream"),
+    ):
+        model: nn.Module = _Pooled()
+        tables = construct_module_sharding_plan(
+            model.tables, {f"t_{key}": table_wise(rank=0) for key in KEYS}, device_type="cuda"
+        )
+        plan = ShardingPlan({"tables": tables})
+        model = DistributedModelParallel(model, device=CUDA, plan=plan)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+        pipeline: Any = TrainPipelineSparseDist(model, optimizer, CUDA)
+        outputs, source = [], iter(batches)
+        for _ in batches:
+            cuda.forget()
+            outputs.append(pipeline.progress(source).detach())
+        assert cuda.notes == []
+        bad = _features(generator, 2)
+        bad.values()[0] = ROWS
+        source = iter([batches[0], batches[1], bad, batches[2]])
+        pipeline.progress(source)
+        pipeline.progress(source)
+        with pytest.raises(IndexError, match=f"Id {ROWS} of feature 'f' is out of range"):
+            pipeline.progress(source)
+    for own, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(own, wanted)
