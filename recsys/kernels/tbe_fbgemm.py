@@ -165,9 +165,11 @@ class FbgemmCpuKernel(TorchKernel):
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE:
             return super().lookup(batch)  # as fast as FBGEMM's
-        if batch.bags is not None and self._one_table is None:
-            return flat_blocks(self.lookup(as_rectangle(batch)), batch.bags, self.layout)
-        geometry, indices = self._ids_of(batch)
+        geometry, indices = self._geometry, batch.indices
+        if batch.bags is not None:
+            if self._one_table is None:
+                return flat_blocks(self.lookup(as_rectangle(batch)), batch.bags, self.layout)
+            geometry, indices = self._ids_of_one(batch)
         # A missing `indice_weights` must be None: an empty tensor would be read out of bounds.
         pooled: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             self.storage,
@@ -187,7 +189,9 @@ class FbgemmCpuKernel(TorchKernel):
         """Gradient with respect to per-sample weights: [N] fp32."""
         if batch.bags is not None:
             grad, batch = self._in_rows(grad, batch, batch.bags)
-        geometry, indices = self._ids_of(batch)
+        geometry, indices = self._geometry, batch.indices
+        if batch.bags is not None:
+            geometry, indices = self._ids_of_one(batch)
         values: Tensor = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
             grad,
             self.storage,
@@ -301,12 +305,14 @@ class FbgemmCpuKernel(TorchKernel):
     def _in_rows(self, grad: Tensor, batch: Batch, bags_F: np.ndarray) -> tuple[Tensor, Batch]:
         """Return the flat gradient of a ragged batch in rows, and the batch that these are of.
 
-        Tables of several dims, or rates, are none that could be read as one. Of two dims and 64
-        bags a rectangle takes a third of the time of `TorchKernel`.
+        Tables of several dims, or rates, are none that could be read as one; and of features that
+        share a table, FBGEMM adds up gradients in another order then. Of two dims and 64 bags a
+        rectangle takes a third of the time of `TorchKernel`.
         """
-        if self._one_table is not None and isinstance(self.rates, float):
-            return grad.view(-1, self._one_table.total_dim), batch
-        dims, longest = self.layout.feature_dims, int(bags_F.max())
+        dims, shares = self.layout.feature_dims, self.layout.shares_tables
+        if self._one_table is not None and isinstance(self.rates, float) and not shares:
+            return grad.view(-1, dims[0]), batch
+        longest = int(bags_F.max())
         blocks = grad.split((bags_F * self.layout.dims_F).tolist())
         padded = [
             functional.pad(block.view(count, dim), (0, 0, 0, longest - count))
@@ -314,25 +320,25 @@ class FbgemmCpuKernel(TorchKernel):
         ]
         return torch.cat(padded, 1), as_rectangle(batch)
 
-    def _ids_of(self, batch: Batch) -> tuple[Geometry, Tensor]:
-        """Return the tables as FBGEMM's kernels read them for a batch, and the ids of these."""
-        if batch.bags is None and self.pooling is not PoolingType.NONE:
-            return self._geometry, batch.indices
+    def _ids_of_one(self, batch: Batch) -> tuple[Geometry, Tensor]:
+        """Return all tables as one, and the ids of a ragged batch, or of sequences, as its rows."""
         assert self._one_table is not None
         return self._one_table, row_ids_of(self.layout.used_groups[0], batch)
 
     def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
         """Return the batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
-        geometry, indices = self._ids_of(batch)
+        indices, offsets, weights, bags = batch
+        geometry = self._geometry
+        if bags is not None or self.pooling is PoolingType.NONE:
+            geometry, indices = self._ids_of_one(batch)
         if self.pooling is PoolingType.NONE:
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
             return geometry, Batch(indices, torch.arange(indices.numel() + 1))
         if self.pooling is PoolingType.MEAN:
             # FBGEMM's kernel forgets the bag length when the lookup is weighted.
-            inverse = inverse_bag_length(batch.offsets, indices.numel())
-            weights = inverse if batch.weights is None else batch.weights * inverse
-            batch = batch._replace(weights=weights)
-        return geometry, Batch(indices, batch.offsets.to(indices.dtype), batch.weights)
+            inverse = inverse_bag_length(offsets, indices.numel())
+            weights = inverse if weights is None else weights * inverse
+        return geometry, Batch(indices, offsets.to(indices.dtype), weights)
 
 
 def _statistics_by_row(

@@ -136,6 +136,11 @@ class StorageLayout:
         return tuple(group for group in self.groups if group.features)
 
     @cached_property
+    def shares_tables(self) -> bool:
+        """Whether several features read a table."""
+        return len(set(self.feature_table_map)) < self.num_features
+
+    @cached_property
     def dims_F(self) -> np.ndarray:
         """[F] int64, on the host: columns of each feature."""
         return np.array(self.feature_dims, dtype=np.int64)
