@@ -30,6 +30,7 @@ from recsys.distributed.ranks.wire import (
 )
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import data_parallel, row_wise, table_wise
+from recsys.distributed.stages import input_dist
 from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.types import (
@@ -64,13 +65,14 @@ class Plan:
     deferred: bool = False
     wire: CommType = CommType.FP32
     alone: bool = False  # whether there is one rank, whose tables read the features as they are
+    by_id: bool = False  # whether bags are taken for short
 
     @property
     def name(self) -> str:
         types = "+".join(t.value for t in self.types)
         rest = [self.kind, self.optimizer.name, "twice" * self.twice, "mean" * self.mean]
         rest += ["deferred" * self.deferred, str(self.wire) * (self.wire is not CommType.FP32)]
-        return "-".join(filter(None, [types, *rest]))
+        return "-".join(filter(None, [types, *rest, "by_id" * self.by_id]))
 
     def owners(self, kind: ShardingType, table: int) -> list[int]:
         """The ranks of a table."""
@@ -95,6 +97,12 @@ PLANS = [
     Plan((S.DATA_PARALLEL, S.ROW_WISE, S.TABLE_WISE), optimizer=EmbOptimType.LAMB),
     Plan((S.COLUMN_WISE, S.DATA_PARALLEL), optimizer=EmbOptimType.PARTIAL_ROWWISE_ADAM),
     Plan((S.COLUMN_WISE, S.DATA_PARALLEL), optimizer=EmbOptimType.SGD),
+]
+BY_ID = [
+    Plan((S.ROW_WISE,), by_id=True),
+    *(Plan(ALL, kind, by_id=True) for kind in ("pooled", "weighted", "variable")),
+    Plan(ALL, mean=True, by_id=True),
+    Plan((S.ROW_WISE, S.TABLE_WISE), twice=True, deferred=True, by_id=True),
 ]
 
 
@@ -218,7 +226,8 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
     samples = [SAMPLES, SAMPLES, SAMPLES]
     expected = _train(plan, CPU, samples, lambda step: None)
     decode = mock.patch.object(WireFormat, "decode", autospec=True, side_effect=WireFormat.decode)
-    with PretendedCuda(triton) as cuda, decode as decoded:
+    short = mock.patch.multiple(input_dist, _MAX_IDS=1e9 if plan.by_id else -1, _MIN_VALUES=0)
+    with short, PretendedCuda(triton) as cuda, decode as decoded:
 
         def after_step(step: int) -> None:
             if step < 0:
@@ -228,7 +237,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
         notes = list(cuda.notes)
     lays_out = triton and plan.kind not in ("sequence", "distinct") and not plan.alone
     if lays_out:
-        ragged = "_ragged" * (plan.kind == "variable")
+        ragged = "_ragged" * (plan.kind == "variable" or plan.by_id)
         assert {f"collect{ragged}", f"spread{ragged}"} <= cuda.launched
     if plan.wire is not CommType.FP32:  # of gradients, and of embeddings where no kernel does it
         assert decoded.call_count == len(samples) * (1 if lays_out else 2)
@@ -248,7 +257,10 @@ BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[
     ("plan", "triton"),
     [
         *(pytest.param(plan, False, id=plan.name) for plan in PLANS),
-        *(pytest.param(p, True, id=f"{p.name}-triton", marks=needs_triton) for p in BY_TRITON),
+        *(
+            pytest.param(plan, True, id=f"{plan.name}-triton", marks=needs_triton)
+            for plan in [*BY_TRITON, *BY_ID]
+        ),
     ],
 )
 def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: bool) -> None:
