@@ -120,10 +120,14 @@ _LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[], None]]
 
 @final
 class LateChecks:
-    """Checks on a CUDA device that nothing waits for: a later batch reads what they found."""
+    """Checks on a CUDA device that nothing waits for: a later batch reads what they found.
+
+    Attributes:
+        pending: Those of which nobody has read what they found.
+    """
 
     def __init__(self) -> None:
-        self._pending: list[_LateCheck] = []
+        self.pending: list[_LateCheck] = []
 
     def add(self, bad: Tensor, complain: Callable[[], None]) -> None:
         """Start sending to the host how much is bad.
@@ -136,18 +140,18 @@ class LateChecks:
         count.copy_(bad.sum(), non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(bad.device))
-        self._pending.append((count, done, complain))
+        self.pending.append((count, done, complain))
 
     def read_arrived(self) -> None:
         """Complain about what the checks that are done have found."""
-        while self._pending and self._pending[0][1].query():
-            count, _, complain = self._pending.pop(0)
+        while self.pending and self.pending[0][1].query():
+            count, _, complain = self.pending.pop(0)
             if int(count):
                 complain()
 
     def read_all(self) -> None:
         """Wait for the device, and complain about what all checks have found."""
-        for _, done, _ in self._pending:
+        for _, done, _ in self.pending:
             done.synchronize()
         self.read_arrived()
 

@@ -138,6 +138,7 @@ class InputDist:
 
     Attributes:
         late: what is checked on the device in batches without a header.
+        may_skip_header: whether batches that are looked up as they are need none.
     """
 
     def __init__(
@@ -388,10 +389,12 @@ class InputDist:
 
     def skip_header(self, trip: Trip) -> None:
         """Note what the header would tell; a later batch reads what the device finds wrong."""
-        trip.flag = self._flag_of(trip)
         if trip.error is not None:  # nothing else will be read
+            trip.flag = _FAILED
             trip.host_RH = np.array([[trip.flag]])
             return
+        is_last = trip.last_batches is not None and trip.last_batches.is_last
+        trip.flag = _IS_LAST if is_last else 0
         trip.host_RH = np.array([[trip.flag, trip.batch_size]])
         bad, checks_ids = trip.found, self.mode is not BoundsCheckMode.IGNORE
         if bad is None or not checks_ids:
@@ -400,23 +403,6 @@ class InputDist:
             bad = torch.stack(known) if known else None
         if bad is not None:
             self.late.add(bad, trip.complain)
-
-    def _flag_of(self, trip: Trip) -> int:
-        """Return what a header says of a batch before its ids and bags are looked at."""
-        flag = self._mark
-        if self.trains and torch.is_grad_enabled():
-            flag |= _TRAINS
-        if trip.error is not None:
-            return flag | _FAILED
-        if trip.weights_need_grad:
-            flag |= _WEIGHTS_NEED_GRAD
-        if trip.last_batches is not None and trip.last_batches.is_last:
-            flag |= _IS_LAST
-        if trip.own_bags is not None:
-            flag |= _VARIABLE
-        if self.goes_by_id and self._are_bags_short(trip):
-            flag |= _SHORT
-        return flag
 
     def flag_of_bad_ids(self) -> int:
         """Return what a header says of bad ids."""
@@ -428,11 +414,24 @@ class InputDist:
 
     def header_of(self, trip: Trip) -> Tensor:
         """Build `[flag, batch size, ids per stream]` per destination; a failure is all flags."""
-        trip.flag = flag = self._flag_of(trip)
+        flag = self._mark
+        if self.trains and torch.is_grad_enabled():
+            flag |= _TRAINS
         if trip.error is not None:
+            trip.flag = flag | _FAILED
             total = sum(self.header_sizes)
-            return torch.full((total,), flag, dtype=torch.int64, device=self.device)
-        if_ids = 0 if trip.has_bad_ids is None else self.flag_of_bad_ids()
+            return torch.full((total,), trip.flag, dtype=torch.int64, device=self.device)
+        if trip.weights_need_grad:
+            flag |= _WEIGHTS_NEED_GRAD
+        if trip.last_batches is not None and trip.last_batches.is_last:
+            flag |= _IS_LAST
+        if trip.own_bags is not None:
+            flag |= _VARIABLE
+        if self.goes_by_id and self._are_bags_short(trip):
+            flag |= _SHORT
+        trip.flag, if_ids = flag, 0
+        if trip.has_bad_ids is not None:
+            if_ids = self.flag_of_bad_ids()
         size, header = trip.batch_size, trip.routes.header
         if trip.found is not None:
             from recsys.kernels.ops_triton import build_header
@@ -591,15 +590,11 @@ def start_together(trips: Sequence[Trip]) -> None:
         for alike in of_groups.values():
             start_together(alike)
         return
-    with_header = []
-    for trip in trips:
-        if trip.stage.may_skip_header and trip.stage.needs_no_header(trip):
-            trip.stage.skip_header(trip)
-        else:
-            with_header.append(trip)
-    if not with_header:
-        return
-    trips, stage = with_header, with_header[0].stage
+    if stage.env.world_size == 1:
+        trips = _with_header(trips)
+        if not trips:
+            return
+        stage = trips[0].stage
     sent = stage.header_of(trips[0])
     env, sizes, width = stage.env, stage.header_sizes, stage.header_width
     if len(trips) > 1:
@@ -616,6 +611,17 @@ def start_together(trips: Sequence[Trip]) -> None:
     else:
         for trip in trips:
             trip.headers = pending, trips, None
+
+
+def _with_header(trips: Sequence[Trip]) -> list[Trip]:
+    """Return those trips whose headers the host must read; the others need not wait for theirs."""
+    found = []
+    for trip in trips:
+        if trip.stage.needs_no_header(trip):
+            trip.stage.skip_header(trip)
+        else:
+            found.append(trip)
+    return found
 
 
 def _bring_headers(
@@ -784,8 +790,9 @@ class Trip(Multistreamable):
         Args:
             stream: where the batch is looked up, if its input stage ran on another one.
         """
-        for batch in (self.given, self.safe):
-            batch.record_stream(stream)  # type: ignore[arg-type]  # of any device
+        self.given.record_stream(stream)  # type: ignore[arg-type]  # of any device
+        if self.safe is not self.given:
+            self.safe.record_stream(stream)  # type: ignore[arg-type]
         for tensor in _tensors_in(list(vars(self).values())):
             tensor.record_stream(stream)
 
@@ -815,7 +822,7 @@ class Trip(Multistreamable):
         if self.headers is not None:
             _bring_headers(*self.headers)
         stage, host_RH = self.stage, self.host_RH
-        if stage.may_skip_header:
+        if stage.late.pending:
             stage.late.read_arrived()
         flags = host_RH[:, FLAG]
         is_usual = self.error is None and bool((flags == self.flag).all())
@@ -969,7 +976,7 @@ class Trip(Multistreamable):
         elif self.routes.is_identity:
             own = self.bags
             bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
-            if stage.needs_no_header(self):
+            if stage.may_skip_header:  # there was no header
                 self.lookups = [bags]
             else:
                 bags_S = np.full_like(self.counts_G, self.batch_size)

@@ -134,7 +134,7 @@ def _pooled(node_size: int, combine: PoolingType, seed: int, device: torch.devic
         num_bags=None,
         bag_counts=counts.to(device),
         anchor=None,
-        given=given,
+        safe=given,
     )
     found = stage.start(trip, iter(lookups), replicas, True)().values()
 
@@ -228,7 +228,7 @@ def _tiny_gradient(backward: CommType, gradient: float, device: torch.device) ->
         num_bags=None,
         bag_counts=None,
         anchor=None,
-        given=given,
+        safe=given,
     )
     replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, range(1), device)
     found = stage.start(trip, iter(lookups), replicas, True)().values()
