@@ -57,8 +57,12 @@ class RaggedGather:
         chunks_K = self.widths_K // self.chunk
         filled = np.flatnonzero(chunks_K)
         before = (np.cumsum(chunks_K) - chunks_K)[filled]
-        first_E = self.columns.host_entries_4E[0]
+        first_E, _, place_E, chunk_E = self.columns.host_entries_4E
         self.block_E: np.ndarray = filled[np.searchsorted(before, first_E)]
+        # on a host: the chunks of one row of each block, block by block, and how many before each
+        self.chunks_K = torch.from_numpy(chunks_K)
+        self.first_K = torch.from_numpy(np.cumsum(chunks_K) - chunks_K)
+        self.output_chunks = torch.from_numpy(chunk_E[np.argsort(first_E + place_E)])
 
     @cached_property
     def block_on_device_E(self) -> Tensor:
@@ -115,31 +119,29 @@ class RaggedBatch:
         where each list begins; and for each chunk of the buffer, the chunk of the rectangle.
         """
         gather, num_samples = self._gather, self._num_samples
-        num_chunks = gather.columns.num_chunks
-        sample_B1 = np.arange(num_samples)[:, None]
-        _, width_E, place_E, chunk_E = gather.columns.host_entries_4E
-        block_E = gather.block_E
-        # rows of a bag in each block, and those before them
-        rows_BK = (sample_B1 < self._rows_K).astype(np.int64)
-        first_BK = np.broadcast_to(sample_B1, rows_BK.shape)
-        if self._lengths_PB is not None:
-            by_id = self._part_K != NO_PART
-            lengths_PB = self._lengths_PB.view(-1, num_samples).numpy()
-            rows_BK[:, by_id] = lengths_PB[self._part_K[by_id]].T
-            first_BK = np.where(by_id, rows_BK.cumsum(0) - rows_BK, first_BK)
-        number = rows_BK[:, block_E].ravel()
-        first_BE = self._before_K[block_E] + first_BK[:, block_E] * width_E + place_E
-        ends = np.cumsum(number)
-        collect = np.repeat(first_BE.ravel(), number)
-        if number.max(initial=0) > 1:  # the rows of a bag are a row's chunks apart
-            within = np.arange(len(collect)) - np.repeat(ends - number, number)
-            collect += within * np.repeat(np.tile(width_E, num_samples), number)
-        target = np.repeat((sample_B1 * num_chunks + chunk_E).ravel(), number)
-        spread = np.empty_like(collect)
-        spread[collect] = target
-        numbers = np.bincount(target, minlength=num_samples * num_chunks)
-        offsets = np.concatenate([[0], np.cumsum(numbers)])
-        return torch.from_numpy(collect), torch.from_numpy(offsets), torch.from_numpy(spread)
+        num_chunks, rows_K = gather.columns.num_chunks, torch.from_numpy(self._rows_K)
+        sample_B = torch.arange(num_samples)
+        if self._lengths_PB is None:
+            rows_KB = (sample_B < rows_K.unsqueeze(1)).long()
+        else:
+            part_K = torch.from_numpy(self._part_K)
+            rows_KB = self._lengths_PB.view(-1, num_samples).index_select(0, part_K.clamp(min=0))
+            by_bag = (part_K == NO_PART).nonzero().squeeze(1)
+            if by_bag.numel():
+                rows_KB[by_bag] = (sample_B < rows_K[by_bag].unsqueeze(1)).to(rows_KB.dtype)
+        # of each row its block and its sample, then of each chunk the row
+        block_N = torch.arange(len(rows_K)).repeat_interleave(rows_K)
+        sample_N = sample_B.repeat(len(rows_K)).repeat_interleave(
+            rows_KB.flatten(), output_size=len(block_N)
+        )
+        chunks_N = gather.chunks_K[block_N]
+        row = torch.arange(len(block_N)).repeat_interleave(chunks_N)
+        within = torch.arange(len(row)) - (chunks_N.cumsum(0) - chunks_N)[row]
+        spread = gather.output_chunks[gather.first_K[block_N][row] + within]
+        spread += sample_N[row] * num_chunks
+        collect = torch.sort(spread, stable=True).indices
+        offsets = ops.complete_cumsum(torch.bincount(spread, minlength=num_samples * num_chunks))
+        return collect, offsets, spread
 
     def collect(self, buffer: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the rectangle.
