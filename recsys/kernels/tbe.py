@@ -236,7 +236,7 @@ class TableBatchedEmbedding:
                     [2., 3.]])
         """
         if bags is not None:
-            self._check_bags(bags, offsets)
+            bags = self._checked_bags(bags, offsets)
         if per_sample_weights is not None:
             if self.pooling is PoolingType.NONE:
                 raise ValueError(
@@ -279,6 +279,8 @@ class TableBatchedEmbedding:
 
         Arguments are those of `forward`.
         """
+        if bags is not None:
+            bags = self._checked_bags(bags, offsets)
         self._updater.prefetch(Batch(indices, offsets, bags=bags))
 
     def flush(self) -> None:
@@ -323,7 +325,8 @@ class TableBatchedEmbedding:
             shape = (num_bags, self.layout.total_dim)
         return torch.empty(shape, dtype=self.settings.output_dtype, device="meta")
 
-    def _check_bags(self, bags: np.ndarray, offsets: Tensor) -> None:
+    def _checked_bags(self, bags: np.ndarray, offsets: Tensor) -> np.ndarray:
+        """Return a copy, which backward may read however late, or raise ValueError."""
         if self.pooling is PoolingType.NONE:
             raise ValueError(
                 f"PoolingType.NONE takes no bags of each feature; received {bags.tolist()}. Leave "
@@ -335,6 +338,7 @@ class TableBatchedEmbedding:
                 f"bags must be one number per feature, which add up to the bags of offsets; "
                 f"received {bags.tolist()} for {num_features} features and {num_bags} bags."
             )
+        return np.array(bags, dtype=np.int64)
 
     # -- called by backward -------------------------------------------------------------------
 

@@ -818,7 +818,6 @@ def test_bags_are_one_number_per_feature_that_add_up() -> None:
     for bags in ([3, 0, 5], [3, 0, 5, 3], [[3, 0, 5, 2]]):
         with pytest.raises(ValueError, match="must be one number per feature, which add up to"):
             tbe.forward(indices, offsets, bags=np.array(bags))
-    tbe.prefetch(indices, offsets, RAGGED.bags_F)  # nothing to do on a CPU
 
 
 def test_sequences_take_no_bags() -> None:
@@ -837,3 +836,39 @@ def test_meta_device_gives_the_size_of_bags_of_their_own() -> None:
     )
     ids, offsets = (torch.empty(n, dtype=torch.int64, device="meta") for n in (5, 11))
     assert tbe.forward(ids, offsets, bags=RAGGED.bags_F).shape == (3 * 4 + 5 * 8 + 2 * 4,)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+def test_bags_of_their_own_are_updated_at_each_tables_rate(
+    dims: tuple[int, ...], backend: str
+) -> None:
+    case = replace(RAGGED, dims=dims)
+    spec = spec_of(EmbOptimType.EXACT_ADAGRAD)
+    pair = [case.build(spec, UpdateMode.FUSED, backend) for _ in range(2)]
+    for tbe, steps in zip(pair, (train, train_padded), strict=True):
+        tbe.learning_rates = [0.1, 0.5, 0.1]
+        steps(tbe, case)
+    assert_same(*pair, rtol=1e-5, atol=1e-6)
+
+
+def test_bags_are_prefetched() -> None:
+    tbe, seen = RAGGED.build(None, UpdateMode.GRADIENT), []
+    tbe._updater.prefetch = seen.append  # type: ignore[method-assign]
+    indices, offsets, _ = RAGGED.batch(0)
+    tbe.prefetch(indices, offsets, RAGGED.bags_F)
+    assert seen[0].bags.tolist() == [3, 0, 5, 2]
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_bags_may_be_written_to_before_backward(backend: str) -> None:
+    """And may be of another integer dtype."""
+    pair = [RAGGED.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED, backend) for _ in range(2)]
+    indices, offsets, _ = RAGGED.batch(0)
+    for tbe, value in zip(pair, (None, 0), strict=True):
+        bags = np.array(RAGGED.bags, dtype=np.int32)
+        out = tbe.forward(indices, offsets, bags=bags)
+        if value is not None:
+            bags.fill(value)
+        out.sum().backward()
+    assert_same(*pair, rtol=0, atol=0)

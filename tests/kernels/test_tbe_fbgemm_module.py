@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from recsys.kernels import tbe_fbgemm_module
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_layout import StorageLayout
@@ -338,3 +341,143 @@ def test_weights_are_adopted_on_the_device_only() -> None:
     )
     with pytest.raises(ValueError, match="on the device only; received location"):
         FbgemmCudaKernel(layout, settings, torch.empty(layout.num_elements))
+
+
+RAGGED = replace(SMALL, bags=(3, 0, 5, 2))
+FEW = {"none": (0, 0, 0, 0), "one": (0, 1, 0, 0), "fewer than features": (1, 0, 2, 0)}
+
+
+@pytest.mark.parametrize("bags", [(3, 0, 5, 2), (2, 2, 2, 2), *FEW.values()], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("algorithm", list(FUSED_ON_CPU))
+def test_the_module_trains_features_with_bags_of_their_own(
+    algorithm: EmbOptimType, pooling: PoolingType, weighted: bool, bags: tuple[int, ...]
+) -> None:
+    # On a CPU, FBGEMM 1.8 copies int32 offsets of batches of variable size as if they were int64,
+    # and writes past their end; and it forgets the length of bags that are weighted and averaged.
+    dtype = torch.int32 if algorithm is EmbOptimType.EXACT_ADAGRAD else torch.int64
+    case = replace(SMALL, bags=bags, pooling=pooling, weighted=weighted, index_dtype=dtype)
+    is_right = pooling is PoolingType.SUM or not weighted
+    spec = OptimizerSpec(algorithm=algorithm, learning_rate=0.1 if is_right else 0.0)
+    module, tbe = build(spec, pooling=pooling, case=case), case.build(spec, UpdateMode.FUSED)
+    expected = iter(train(tbe, case, steps=2))
+    for step in range(2):
+        indices, offsets, weights = case.batch(step)
+        if weights is not None:
+            weights.requires_grad_()
+        out = module.look_up_and_update(Batch(indices, offsets, weights, case.bags_F))
+        assert out is not None
+        torch.testing.assert_close(out, next(expected))
+        out.backward(output_gradient(case, step, out.shape))
+        if weights is not None:
+            torch.testing.assert_close(weights.grad, next(expected))
+    for a, b in zip(weights_of(module), tbe.weights, strict=True):
+        torch.testing.assert_close(a, b)
+    for mine, theirs in zip(states_of(module), tbe.states, strict=True):
+        for name, value in mine.items() if is_right else ():
+            torch.testing.assert_close(value, theirs[name])
+
+
+def test_features_without_ids_have_bags_of_their_own() -> None:
+    module = build(OptimizerSpec(algorithm=EmbOptimType.SGD))
+    before = module.storage.clone()
+    ids, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(11, dtype=torch.int64)
+    out = module.look_up_and_update(Batch(ids, offsets, None, RAGGED.bags_F))
+    assert out is not None
+    assert torch.equal(out, torch.zeros(3 * 4 + 5 * 8 + 2 * 4))
+    out.sum().backward()
+    assert torch.equal(module.storage, before)
+
+
+@pytest.mark.parametrize("bags", FEW.values(), ids=str)
+def test_the_module_is_given_as_many_bags_as_features(bags: tuple[int, ...]) -> None:
+    """Its CUDA kernels take fewer for none, and write nothing."""
+    case, module = replace(SMALL, bags=bags), build(OptimizerSpec(algorithm=EmbOptimType.SGD))
+    seen, inner = [], module.module
+
+    def call(*batch: Any, batch_size_per_feature_per_rank: list[list[int]]) -> torch.Tensor:
+        seen.append((batch[1], batch_size_per_feature_per_rank))
+        return inner(  # type: ignore[no-any-return]
+            *batch, batch_size_per_feature_per_rank=batch_size_per_feature_per_rank
+        )
+
+    module.module = call
+    indices, offsets, _ = case.batch(0)
+    module.look_up_and_update(Batch(indices, offsets, None, case.bags_F))
+    ((given, sizes),) = seen
+    assert sizes == [[bags[0]], [bags[1]], [bags[2]], [bags[3] + 4 - sum(bags)]]
+    assert torch.equal(given, torch.cat([offsets, offsets[-1:].expand(4 - sum(bags))]))
+
+
+def test_what_is_said_of_bags_is_uploaded_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, uploaded = build(OptimizerSpec(algorithm=EmbOptimType.SGD)), []
+
+    def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploaded.append((values, device))
+        return values.clone()
+
+    monkeypatch.setattr(tbe_fbgemm_module, "upload", upload)
+    inner = module.module
+    inner.current_device = torch.device("meta")
+    made = inner._generate_vbe_metadata(torch.zeros(11), [[3], [0], [5], [2]])
+    assert inner.current_device.type == "meta"
+    assert made.B_offsets.tolist() == [0, 3, 3, 8, 10]
+    tensors = [value for value in made if torch.is_tensor(value)]
+    assert len(tensors) == len(uploaded)
+    for kept, (given, device) in zip(tensors, uploaded, strict=True):
+        assert torch.equal(kept, given)
+        assert (given.device.type, device.type) == ("cpu", "meta")
+    inner._generate_vbe_metadata(torch.zeros(11), None)
+    assert len(tensors) == len(uploaded)
+
+
+@pytest.mark.parametrize("algorithm", list(FUSED_ON_CPU))
+def test_bags_are_prefetched_as_they_are_looked_up(algorithm: EmbOptimType) -> None:
+    module = build(OptimizerSpec(algorithm=algorithm))
+    module.settings = SimpleNamespace(location=EmbeddingLocation.MANAGED_CACHING)  # type: ignore[assignment]
+    inner, seen = module.module, []
+
+    class Recorder:
+        def __call__(self, indices: Any, offsets: Any, weights: Any, **sizes: Any) -> Any:
+            seen.append((indices, offsets, sizes))
+            return inner(indices, offsets, weights, **sizes)
+
+        def prefetch(self, *batch: Any, **sizes: Any) -> None:
+            inspect.signature(inner.prefetch).bind(*batch, **sizes)
+            seen.append((*batch, sizes))
+
+    module.module = Recorder()
+    indices, offsets, _ = RAGGED.batch(0)
+    batch = Batch(indices, offsets, None, RAGGED.bags_F)
+    module.prefetch(batch)
+    module.look_up_and_update(batch)
+    for a, b in zip(*seen, strict=True):
+        torch.testing.assert_close(a, b)
+    is_told = seen[0][2] == {"batch_size_per_feature_per_rank": [[3], [0], [5], [2]]}
+    assert is_told is (algorithm is not EmbOptimType.EXACT_ADAGRAD)
+
+
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("bags", [(3, 0, 5, 2), *FEW.values()], ids=str)
+def test_the_cuda_lookup_reads_bags_of_their_own(
+    bags: tuple[int, ...], pooling: PoolingType, dims: tuple[int, ...]
+) -> None:
+    case = replace(SMALL, dims=dims, bags=bags, pooling=pooling, weighted=True)
+    layout = StorageLayout(case.specs, case.feature_table_map, torch.device("cpu"))
+    settings = LookupSettings(
+        device=layout.device,
+        dims=dims,
+        feature_table_map=case.feature_table_map,
+        pooling=pooling,
+        optimizer=None,
+        update_mode=UpdateMode.GRADIENT,
+    )
+    plain = TorchKernel(layout, settings)
+    for weight, value in zip(layout.table_views(plain.storage), case.init(), strict=True):
+        weight.copy_(value)
+    kernel = FbgemmCudaLookup(layout, settings, plain.storage, plain.states)
+    batch = Batch(*case.batch(0), case.bags_F)
+    with torch.no_grad():
+        torch.testing.assert_close(kernel.lookup(batch), plain.lookup(batch))

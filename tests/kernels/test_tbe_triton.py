@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ class Trained:
             weight.copy_(value)
 
     def given(self, step: int) -> tuple[Tensor, Batch]:
-        batch = Batch(*(None if t is None else t.to(DEVICE) for t in self.case.batch(step)))  # type: ignore[arg-type]
+        given = [None if t is None else t.to(DEVICE) for t in self.case.batch(step)]
+        batch = Batch(*given, self.case.bags_F)  # type: ignore[arg-type]
         grad = output_gradient(self.case, step, self.kernel.lookup(batch).shape)
         return grad.to(DEVICE), batch
 
@@ -82,8 +84,11 @@ specs = st.builds(
 )
 
 
+any_cases = cases() | cases(ragged=True)
+
+
 @few
-@given(case=cases(), spec=specs, own_rates=st.booleans())
+@given(case=any_cases, spec=specs, own_rates=st.booleans())
 def test_it_updates_as_pytorch_does(case: Case, spec: OptimizerSpec, own_rates: bool) -> None:
     pair = [Trained(kernel, case, spec) for kernel in (TritonKernel, TorchKernel)]
     for trained in pair:
@@ -95,7 +100,7 @@ def test_it_updates_as_pytorch_does(case: Case, spec: OptimizerSpec, own_rates: 
 
 
 @few
-@given(case=cases(), spec=specs.filter(lambda spec: spec.algorithm is ADAGRAD))
+@given(case=any_cases, spec=specs.filter(lambda spec: spec.algorithm is ADAGRAD))
 def test_statistics_are_made_with_the_gradients(case: Case, spec: OptimizerSpec) -> None:
     pair = [Trained(kernel, case, spec) for kernel in (TritonKernel, TorchKernel)]
     for step in range(2):
@@ -124,18 +129,25 @@ HOT = Case(
 )
 
 
-def _train_on_pretended(backend: str | None) -> TableBatchedEmbedding:
+def _build_on_pretended(
+    backend: str | None, mode: UpdateMode = UpdateMode.FUSED
+) -> TableBatchedEmbedding:
     tbe = TableBatchedEmbedding(
         HOT.specs,
         feature_table_map=HOT.feature_table_map,
         pooling=HOT.pooling,
         optimizer=OptimizerSpec(algorithm=ADAGRAD, learning_rate=0.1),
-        update_mode=UpdateMode.FUSED,
+        update_mode=mode,
         device=CUDA,
         backend=backend,
     )
     for weight, value in zip(tbe.weights, HOT.init(), strict=True):
         weight.copy_(value)
+    return tbe
+
+
+def _train_on_pretended(backend: str | None) -> TableBatchedEmbedding:
+    tbe = _build_on_pretended(backend)
     for step in range(2):
         indices, offsets, weights = (t.to(CUDA) for t in HOT.batch(step))  # type: ignore[union-attr]
         out = tbe.forward(indices, offsets, weights)
@@ -152,3 +164,29 @@ def test_it_is_chosen_on_a_device_without_an_update_by_fbgemm() -> None:
         assert torch.equal(mine.storage, again.storage)
         torch.testing.assert_close(mine.storage, plain.storage, rtol=1e-4, atol=1e-5)
         assert not torch.equal(mine.storage, torch.cat([v.flatten() for v in HOT.init()]).to(CUDA))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="pretends to be on a device")
+@pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_the_host_waits_for_no_features_with_bags_of_their_own(
+    has_triton: bool, backend: str | None, mode: UpdateMode
+) -> None:
+    case = replace(HOT, bags=(80, 0, 21))
+    plain = case.build(OptimizerSpec(algorithm=ADAGRAD, learning_rate=0.1), UpdateMode.FUSED)
+    with PretendedCuda(triton=has_triton) as cuda:
+        tbe = _build_on_pretended(backend, mode)
+        for step in range(2):
+            given = case.batch(step)
+            indices, offsets, weights = (t.to(CUDA) for t in given)  # type: ignore[union-attr]
+            weights.requires_grad_()
+            grad = output_gradient(case, step, torch.Size([101 * 8]))
+            plain.forward(*given, bags=case.bags_F).backward(grad)
+            grad = grad.to(CUDA)
+            cuda.forget()
+            tbe.forward(indices, offsets, weights, bags=case.bags_F).backward(grad)
+            tbe.deferred.step()
+            assert cuda.notes == [] or step == 0  # where tables begin is uploaded once
+            assert weights.grad is not None
+        torch.testing.assert_close(tbe.storage.cpu(), plain.storage, rtol=1e-4, atol=1e-5)
