@@ -872,3 +872,18 @@ def test_bags_may_be_written_to_before_backward(backend: str) -> None:
             bags.fill(value)
         out.sum().backward()
     assert_same(*pair, rtol=0, atol=0)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
+@pytest.mark.parametrize("seed", range(4))
+def test_fbgemm_trains_bags_of_their_own_to_the_bits_of_a_rectangle(
+    seed: int, dims: tuple[int, ...]
+) -> None:
+    """Also where features share a table, whose gradients it adds up in the rectangle's order."""
+    case = replace(RAGGED, dims=dims, seed=seed, bags=(9, 4, 9, 5))
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    pair = [case.build(spec, UpdateMode.FUSED, "fbgemm") for _ in range(2)]
+    for a, b in zip(train(pair[0], case), train_padded(pair[1], case), strict=True):
+        assert torch.equal(a, b)
+    assert_same(*pair, rtol=0, atol=0)
