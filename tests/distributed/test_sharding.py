@@ -220,7 +220,7 @@ def _train_by_id(case: Case) -> int:
     def noted(trip: input_dist.Trip) -> input_dist.Trip:
         nonlocal by_id
         sends(trip)
-        by_id += trip.by_id
+        by_id += trip.by_id is not None
         return trip
 
     with (

@@ -183,6 +183,7 @@ class InputDist:
             env.world_size, self.num_parts, self.num_streams
         )
         by_part = order.transpose(1, 0, 2).reshape(self.num_parts, -1)
+        self._reading = reading
         self._unpack_order = by_part[:, reading].reshape(-1).astype(np.int32)
         self._keys: list[str] | None = None
         self._routes: Routes
@@ -198,15 +199,6 @@ class InputDist:
         self._count_words = np.arange(len(streams)) + (ranks + 1) * COUNTS
         own = slice(*self.sent_edges[env.rank : env.rank + 2])
         self.own_dims, self.own_is_split = self.sent_dims[own], self.is_split[own]
-        # lengths of a row part whose ids return one by one do not travel: they are ones, which
-        # stand behind the payload
-        ones = reading + order.size
-        by_id = np.where(
-            np.tile(self.own_is_split, env.world_size)[reading], ones, by_part[0, reading]
-        )
-        self._unpack_by_id = np.concatenate([by_id, self._unpack_order[len(by_id) :]]).astype(
-            np.int32
-        )
         # a padded bag is sent back where ranks of a node add up, or where kernels are missing
         can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
@@ -519,10 +511,14 @@ class InputDist:
         if self.env.world_size > 1:
             parts = [trip.received_lengths, *[counts_RS] * (self.num_parts - 1)]
             order, sizes = self._unpack_order, np.stack(parts, 1).ravel()
-            if trip.by_id:
-                ones_RS = np.where(self.own_is_split, counts_RS, 0)
-                payload = torch.cat([payload, payload.new_ones(int(ones_RS.sum()))])
-                order, sizes = self._unpack_by_id, np.concatenate([sizes, ones_RS.ravel()])
+            if trip.by_id is not None:
+                # lengths of bags of one id did not travel: they stand behind the payload
+                by_id = trip.by_id[0].ravel()
+                ones = np.where(by_id, counts_RS.ravel(), 0)
+                payload = torch.cat([payload, payload.new_ones(int(ones.sum()))])
+                order, (lengths,) = order.copy(), np.nonzero(by_id[self._reading])
+                order[lengths] = len(sizes) + self._reading[lengths]
+                sizes = np.concatenate([sizes, ones])
             payload = ops.move_segments(payload, order, sizes)
         num_ids = int(counts_RS.sum())
         weights = None
@@ -722,8 +718,10 @@ class Trip(Multistreamable):
             `given_counts` on the host.
         inverse: `[N]` place among the distinct ids of each id, if they were made distinct.
         own_bags: `[streams of all destinations]` bags, if features have batch sizes of their own.
-        by_id: whether the rows of row-split tables return one by one, as all ranks' bags are short;
-            each id is looked up as a bag of its own then.
+        by_id: if all ranks' bags are short: `[R, S]` whether each id that a rank sends to a stream
+            is looked up as a bag of its own, and returns as a row; and `[streams of all
+            destinations]` of those that this rank sends. So it is where a row-split table has fewer
+            ids than bags.
         num_bags: if so, or if features of any rank have batch sizes of their own: `[R, S]` bags
             that each rank has for each stream of this one; and `[streams of all destinations]` of
             this one's.
@@ -773,7 +771,7 @@ class Trip(Multistreamable):
         self.inverse: Tensor | None = None
         self.bag_counts: Tensor | None = None
         self.own_bags: np.ndarray | None = None
-        self.by_id = False
+        self.by_id: tuple[np.ndarray, np.ndarray] | None = None
         self.num_bags: tuple[np.ndarray, np.ndarray] | None = None
         self.sent_lengths: np.ndarray | None = None
         self.lengths_PB: Tensor | None = None
@@ -848,7 +846,7 @@ class Trip(Multistreamable):
                 send_sizes,
                 recv_sizes.tolist(),
             )
-        if self.by_id:
+        if self.by_id is not None:
             self.lengths_PB = joined(self.lengths)
         self.lengths = self.values = self.weights = []  # what was sent is not kept
         if warning:
@@ -877,21 +875,23 @@ class Trip(Multistreamable):
             `[streams of all destinations]` lengths that go.
         """
         stage, is_variable = self.stage, (flags & _VARIABLE) != 0
-        self.by_id = bool((flags & _SHORT).all())
-        if not (self.by_id or is_variable.any()):
+        are_short = bool((flags & _SHORT).all())
+        if not (are_short or is_variable.any()):
             return lengths_S
         sent = lengths_S if self.own_bags is None else self.own_bags
         words_RS, received = self.received_counts, self.received_lengths
         received = np.where(is_variable[:, None], words_RS >> _COUNT_BITS, received)
         self.received_counts = counts_RS = words_RS & ((1 << _COUNT_BITS) - 1)
         self.num_bags = received, sent
-        if self.by_id:
-            is_split, own_is_split = stage.is_split, stage.own_is_split
+        if are_short:
+            by_id_RS = stage.own_is_split & (counts_RS < received)
+            by_id_S = stage.is_split & (counts_S < sent)
+            self.by_id = by_id_RS, by_id_S
             self.num_bags = (
-                np.where(own_is_split, counts_RS, received),
-                np.where(is_split, counts_S, sent),
+                np.where(by_id_RS, counts_RS, received),
+                np.where(by_id_S, counts_S, sent),
             )
-            received, sent = np.where(own_is_split, 0, received), np.where(is_split, 0, sent)
+            received, sent = np.where(by_id_RS, 0, received), np.where(by_id_S, 0, sent)
         self.received_lengths, self.sent_lengths = received, sent
         return sent
 

@@ -563,8 +563,8 @@ class _RaggedExchange(Exchange["OutputDist"]):
         self._looked_up_RS = received_RS * given.own_dims
         rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), trip.batch_size)])
         part_K = np.full_like(rows_K, NO_PART)
-        if trip.by_id:
-            part_K[: len(own_S)] = np.where(given.is_split, trip.routes.sent, NO_PART)
+        if trip.by_id is not None:
+            part_K[: len(own_S)] = np.where(trip.by_id[1], trip.routes.sent, NO_PART)
         self._arriving = RaggedBatch(stage.ragged, rows_K, trip.batch_size, part_K, trip.lengths_PB)
         sends = self._looked_up_RS.sum(1).tolist()
         receives = given.per_rank(own_S * given.sent_dims)
