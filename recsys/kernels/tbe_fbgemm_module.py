@@ -219,11 +219,10 @@ class FbgemmCudaKernel(TorchKernel):
         if self.pooling is PoolingType.MEAN and weights is not None and weights.requires_grad:
             weights = self._with_mean_gradient(weights, batch.offsets)
         out: Tensor = self.module(*as_taken[:2], weights, **_sizes_of(as_taken))
-        if batch.bags is not None:
-            if as_taken.bags is None:
-                out = flat_blocks(out, batch.bags, self.layout)
-            else:  # the bags that were missing are the last
-                out = out[: int(batch.bags @ self.layout.dims_F)]
+        if batch.bags is not None and as_taken.bags is None:
+            out = flat_blocks(out, batch.bags, self.layout)
+        elif as_taken.bags is not batch.bags:  # the bags that were missing are the last
+            out = out[: int(batch.bags @ self.layout.dims_F)]
         if self._counts_steps and out.requires_grad:
             step = _Step(self)
             self._pending.add(step)
