@@ -280,7 +280,7 @@ def test_a_sharded_collection_loads_and_saves_whole_tables(
 
 
 def test_shards_that_are_written_or_replaced_are_read() -> None:
-    sharded, _ = _sharded(quantize_inference_model(_pooled()), ShardingType.ROW_WISE)
+    sharded, _ = _sharded(quantize_inference_model(_pooled()), ShardingType.ROW_WISE, 2)
     table = sharded.embedding_bags["a"]
     names = [name for name, _ in sharded.named_buffers() if ".a." in name]
     assert names == ["embedding_bags.a.shard_0", "embedding_bags.a.shard_1"]

@@ -202,7 +202,7 @@ def calculate_shard_storages(
         ...     SharderData(fused_params={"optimizer": "ADAM"}), "row_wise", weight, "cuda",
         ...     "fused", [[500, 8]] * 2, [16], 2, 2, [1.0], [1.0], 0.2, True,
         ... )[0]
-        Storage(hbm=49860, ddr=0, ssd=0)
+        Storage(hbm=49220, ddr=0, ssd=0)
     """
     batch_size = max(batch_sizes)
     bags = [n * size / batch_size for n, size in zip(num_poolings, batch_sizes, strict=True)]
@@ -344,8 +344,9 @@ def _each(
     if kind is ShardingType.DATA_PARALLEL:
         return [of_replica(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+    row_parts = table.row_parts((1, rows, cols) for rows, cols in sizes)
     known = {
-        (rows, cols): of_shard(table, Part(rows, cols, kernel, in_node))
+        (rows, cols): of_shard(table, Part(rows, cols, kernel, in_node, row_parts))
         if rows and cols
         else nothing
         for rows, cols in {tuple(size) for size in sizes}

@@ -12,11 +12,14 @@ With `N` ids and `G` bags that reach a part of `r x c` values (`e` bytes each):
 - *backward*: gradients are read, and the rows that were touched are read and written with their
   optimizer state. Of `r` equally likely rows `N` draws touch `r (1 - (1 - 1/r)^N)`. Where
   owners of columns must add up one value per row, ids are sorted and gradients read once more;
-- *input*: `N` ids (and weights) are sorted by owner; they and `G` lengths arrive;
-- *output*: `G c` values leave (`N c` where they are not pooled), and as many gradients arrive,
-  in the precision of the wire. Of what leaves a rank, `(W - L) / W` crosses between nodes of
-  `L` ranks among `W`. If the rows of a pooled table are within one node, the node's sums cross
-  only once: `1 / L` of it. Values are placed in the output, and gradients taken from it;
+- *input*: `N` ids (and weights) are sorted by owner; they and `G` lengths arrive, none where rows
+  of a pooled table return by id (see `part_load`);
+- *output*: `G c` values leave (`N c` where they return by id or are not pooled), and as many
+  gradients arrive, in the precision of the wire. Of what leaves a rank, `(W - L) / W` crosses
+  between nodes of `L` ranks among `W`. If the rows of a pooled table are within one node, the
+  node's sums cross only once: `1 / L` of it. What is added up on the way, and its gradients, take
+  what the two halves of an all-reduce take. Values that arrive are placed in the output, and
+  gradients taken from it; what returns by id is put in the order of the ranks first;
 - *update*: replicas of a table add up whole gradients: `2 (W - 1) / W` of its size is sent, and
   it is read or written nine times. Owners of columns send one number per touched row, if need be.
 
@@ -32,6 +35,7 @@ from typing import final
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import LookupSpeed
+from recsys.distributed.planner.part_load import load_of
 from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 
@@ -97,8 +101,7 @@ class CostModel:
         self._hardware = hardware or topology.slowest
         self._world_size = topology.world_size
         self._local_size = topology.local_world_size
-        self._samples = topology.world_size * batch_size
-        self._own_samples = batch_size
+        self._batch_size = batch_size
 
         def ms_per_byte(kind: str, num_ranks: int, num_nodes: int) -> float:
             return topology.transfer_ms(kind, 1.0, num_ranks, num_nodes, self._hardware)
@@ -108,26 +111,30 @@ class CostModel:
         self._exchange_in_node = ms_per_byte("all_to_all", self._local_size, 1)
         self._exchange_of_nodes = ms_per_byte("all_to_all", nodes, nodes)
         self._all_reduce = ms_per_byte("all_reduce", self._world_size, nodes)
+        self._all_reduce_in_node = ms_per_byte("all_reduce", self._local_size, 1)
         self._copy = 2 / self._hardware.memory_bw  # bytes are read and written
 
     def of_shard(self, table: PlannedTable, part: Part) -> Cost:
         """Return what a part of a table costs the rank that owns it."""
-        num_rows, num_cols, _, in_node = part
-        ids, bags = table.load(self._samples)
-        ids *= num_rows / max(table.rows, 1)
-        values = (bags if table.is_pooled else ids) * num_cols
-        looked_up = self._lookup(table, part, ids, bags)
+        num_rows, num_cols = part[:2]
+        load = load_of(table, part, self._topology, self._batch_size)
+        ids, values = load.ids, load.rows * num_cols
+        looked_up = self._lookup(table, part, ids, load.bags)
         if self._world_size == 1:
             return Cost(**looked_up)
-        ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + bags * _LENGTH_BYTES
+        ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + load.lengths * _LENGTH_BYTES
         there_and_back = values * sum(table.wire_bytes)
         # ids are sorted by owner; embeddings are placed in the output, gradients taken from it
         found = ids * (_FOUND_ID_BYTES + 4 * table.is_weighted) * self._copy
-        placed = 2 * values * _VALUE_BYTES * self._copy
-        if in_node and table.is_pooled and num_rows < table.rows:
+        laid_out = load.arriving + load.by_id * load.rows  # the latter in the order of the ranks
+        placed = 2 * laid_out * num_cols * _VALUE_BYTES * self._copy
+        if load.in_two_hops:
             # each rank of the node sums up and sends on an equal share of the samples
-            moved = there_and_back * self._exchange_in_node
+            summed = values * _VALUE_BYTES * self._all_reduce_in_node
+            moved = summed if load.adds_up else there_and_back * self._exchange_in_node
             moved += there_and_back / self._local_size * self._exchange_of_nodes
+        elif load.adds_up:
+            moved = values * _VALUE_BYTES * self._all_reduce
         else:
             moved = there_and_back * self._exchange
         sums = 0.0
@@ -142,7 +149,7 @@ class CostModel:
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Return what a copy of a whole table costs each rank."""
-        ids, bags = table.load(self._own_samples)
+        ids, bags = table.load(self._batch_size)
         whole = Part(table.rows, table.dim, kernel)
         looked_up = self._lookup(table, whole, ids, bags)
         if self._world_size == 1:
@@ -155,7 +162,7 @@ class CostModel:
 
     def _lookup(self, table: PlannedTable, part: Part, ids: float, bags: float) -> dict[str, float]:
         """Return the milliseconds of prefetch, forward and backward."""
-        num_rows, num_cols, kernel, _ = part
+        num_rows, num_cols, kernel = part[:3]
         hardware = self._hardware
         pooling = ids / bags if bags else 0.0  # of the part: rows on n ranks find an nth
         speed = self._topology.lookup_speed(num_cols, pooling, hardware)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollectionInterface
 from recsys.optim.specs import TableOptimizer
 
 _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")
+_Kernels: TypeAlias = dict[ShardingType, tuple[EmbeddingComputeKernel, ...]]
 
 
 def tables_of(
@@ -151,7 +152,8 @@ class _ModuleReader:
         longest = max((t.bags for of in traffic.values() for t in of), default=1.0)
         names = POOLED_OPS if self._is_pooled else SEQUENCE_OPS
         there, back = codecs_for(getattr(self._sharder, "qcomm_codecs_registry", None), *names)
-        usual = _kernels(self._sharder, None, None, self._device)
+        kernels = self._kernels_of_tables()
+        sent = {name for name, of in kernels.items() if set(of) - {ShardingType.DATA_PARALLEL}}
         for name, weight in self.weights.items():
             constraints, of_table = self.constraints[name], traffic[name]
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
@@ -163,7 +165,6 @@ class _ModuleReader:
                     "optimizer is set: in fused_params, or in apply_optimizer_in_backward."
                 )
             draws = sum(t.draws for t in of_table)
-            asked = constraints.sharding_types, constraints.compute_kernels
             yield PlannedTable(
                 path=self._path,
                 name=name,
@@ -182,12 +183,21 @@ class _ModuleReader:
                 is_pooled=self._is_pooled,
                 is_mean=self._poolings.get(name) is PoolingType.MEAN,
                 is_weighted=self._is_weighted or constraints.is_weighted,
+                is_alone=sent <= {name},
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
                 constraints=constraints,
-                kernels=usual
-                if asked == (None, None)
-                else _kernels(self._sharder, *asked, self._device),
+                kernels=kernels[name],
             )
+
+    def _kernels_of_tables(self) -> dict[str, _Kernels]:
+        """Return the kernels of each table; those that are not constrained share them."""
+        usual = _kernels(self._sharder, None, None, self._device)
+        kernels = {}
+        for name, own in self.constraints.items():
+            asked = own.sharding_types, own.compute_kernels
+            is_usual = asked == (None, None)
+            kernels[name] = usual if is_usual else _kernels(self._sharder, *asked, self._device)
+        return kernels
 
     def _runs_on_torch(
         self, name: str, weight: nn.Parameter, optimizer: TableOptimizer | None
@@ -285,7 +295,7 @@ def _kernels(
     types: Sequence[str] | None,
     asked: Sequence[str] | None,
     device: str,
-) -> dict[ShardingType, tuple[EmbeddingComputeKernel, ...]]:
+) -> _Kernels:
     """Return the sharding types that are allowed and executable, each with its kernels."""
     kernels = {}
     for name in sharder.sharding_types(device):

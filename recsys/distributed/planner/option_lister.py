@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Protocol, TypeAlias, final
+from typing import Protocol, final
 
 from recsys.distributed.placement.layout import PlacedTable, adds_up_in_node
 from recsys.distributed.placement.plan import (
@@ -17,7 +17,7 @@ from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rec
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import Block, Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 
 _MIN_PARTITION = 32
@@ -28,8 +28,6 @@ _TYPES = (
     ShardingType.DATA_PARALLEL,
 )
 """In the order of options: the simplest first."""
-_Block: TypeAlias = tuple[int, int, int]
-"""So many shards of rows x columns."""
 
 
 class ShardEstimator(Protocol):
@@ -165,7 +163,7 @@ class OptionLister:
         kind: ShardingType,
         kernel: EmbeddingComputeKernel,
         reach: Reach,
-        blocks: Sequence[_Block],
+        blocks: Sequence[Block],
         in_node: bool,
     ) -> TableOption:
         """Return the option whose shards are these blocks.
@@ -179,13 +177,14 @@ class OptionLister:
             in_node: whether all row shards of some columns are in one node.
         """
         replicated = kind is ShardingType.DATA_PARALLEL
+        row_parts = table.row_parts(blocks)
         shards = []
         for count, rows, cols in blocks:
             if replicated:
                 costs = tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs)
                 storage = self.storage.of_replica(table, kernel)
             else:
-                part = Part(rows, cols, kernel, in_node)
+                part = Part(rows, cols, kernel, in_node, row_parts)
                 costs = tuple(of_kind.of_shard(table, part) for of_kind in self._costs)
                 storage = self.storage.of_shard(table, part)
             shards.append(Shards(count=count, rows=rows, cols=cols, costs=costs, storage=storage))
@@ -195,7 +194,7 @@ class OptionLister:
 
     def _splits(
         self, table: PlannedTable, kind: ShardingType
-    ) -> Iterator[tuple[Reach, Sequence[_Block]]]:
+    ) -> Iterator[tuple[Reach, Sequence[Block]]]:
         """Yield the splits of a table by a strategy: where the shards may go, and their sizes."""
         world_size, node_size = self.topology.world_size, self.topology.local_world_size
         # also where it does nothing, or costs what another costs and goes to fewer places
@@ -221,7 +220,7 @@ class OptionLister:
         elif kind is ShardingType.DATA_PARALLEL and (world_size > 1 or is_asked_for):
             yield Reach.FIXED, [(world_size, rows, dim)]
 
-    def _grids(self, table: PlannedTable) -> Iterator[tuple[Reach, Sequence[_Block]]]:
+    def _grids(self, table: PlannedTable) -> Iterator[tuple[Reach, Sequence[Block]]]:
         node_size = self.topology.local_world_size
         of_node = _split(table.rows, node_size)
         if sum(count for count, _ in of_node) < node_size:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
+from recsys.distributed.planner.part_load import PartLoad, load_of
 from recsys.distributed.planner.tables import Bytes, Part, PlannedTable, Storage, sum_of
 from recsys.distributed.planner.topology import Topology
 
@@ -19,7 +20,6 @@ _VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
 _SORTED_ID_BYTES = 12  # and where it stood
 _GIVEN_ID_BYTES, _GIVEN_LENGTH_BYTES = 8, 8  # as batches mostly have them
 _BATCH_COPIES = 3  # of the own samples' embeddings: they, their gradients, and these to be sent
-_HOP_COPIES = 3  # of sums within a node: as looked up, in the order of the ranks, and received
 
 
 @final
@@ -33,41 +33,41 @@ class StorageModel:
     """
 
     def __init__(self, topology: Topology, batch_size: int, batches_in_flight: int = 1) -> None:
-        self._world_size = topology.world_size
-        self._num_nodes = topology.num_nodes
+        self._topology = topology
         self._batch_size = batch_size
         self._batches_in_flight = batches_in_flight
 
     def of_shard(self, table: PlannedTable, part: Part) -> Storage:
         """Return the memory of a part of a table."""
-        num_rows, num_cols, _, in_node = part
-        ids, bags = table.load(self._world_size * self._batch_size)
-        ids *= num_rows / max(table.rows, 1)
-        received = ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
-        received += 2 * bags * _LENGTH_BYTES  # and offsets
-        values = (bags if table.is_pooled else ids) * num_cols
-        moved = self._moved_values(table, num_rows, num_cols)
-        if table.is_pooled and in_node and num_rows < table.rows and self._num_nodes > 1:
-            moved = (_HOP_COPIES - 1) * values
-        gradients, working = self._row_gradients(table, num_rows, num_cols, ids)
+        num_rows, num_cols = part[:2]
+        load = load_of(table, part, self._topology, self._batch_size)
+        received = load.ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
+        received += 2 * load.bags * _LENGTH_BYTES  # and offsets
+        values = load.rows * num_cols
+        moved = self._moved_values(table, part, load)
+        gradients, working = self._row_gradients(table, num_rows, num_cols, load.ids)
         # the update begins when what was moved to be sent is no longer needed
         buffers = values * _VALUE_BYTES + max(moved * _VALUE_BYTES, working)
         return table.storage_of(part, gradients, int(self._batches_in_flight * received + buffers))
 
-    def _moved_values(self, table: PlannedTable, num_rows: int, num_cols: int) -> float:
-        """Return what a split adds to the buffers of the own samples, see `of_batch`.
+    def _moved_values(self, table: PlannedTable, part: Part, load: PartLoad) -> float:
+        """Return what a split adds to the buffers of the own samples, or saves; see `of_batch`.
 
         It is on every rank; those without a part are taken to have enough memory left for it.
         """
         ids, bags = table.load(self._batch_size)
+        if load.in_two_hops:  # in the order of the ranks, and received
+            received = load.rows / part.row_parts if load.adds_up else load.rows
+            return (load.rows + received) * part.cols
         if not table.is_pooled:  # rows are not in the order of the ids, so they are moved
-            is_whole = (num_rows, num_cols) == (table.rows, table.dim)
+            is_whole = (part.rows, part.cols) == (table.rows, table.dim)
             return 0.0 if is_whole else ids * table.dim
-        row_parts = round(table.rows / num_rows) if num_rows else 1
-        if row_parts == 1:
+        if part.row_parts == 1:
             return 0.0
         # each sends its share of every sum; means are divided in a copy of the gradients
-        return bags * table.dim * (row_parts - 1 + table.is_mean)
+        sent = ids if load.by_id else bags if load.adds_up else bags * part.row_parts
+        of_ranks = load.rows * part.cols if load.by_id else 0.0  # gradients as they arrive
+        return (sent - bags + bags * table.is_mean) * table.dim + of_ranks
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Return the memory of a copy of the whole table, and of the sum of its gradients."""
@@ -77,7 +77,7 @@ class StorageModel:
         summed, working = table.gradient_bytes, 0.0
         if table.optimizer is not None and table.optimizer.spec.moves_without_gradient:
             # what is sent is put together first, and the rows that moved are taken out of it
-            ids, _ = table.load(self._world_size * self._batch_size)
+            ids, _ = table.load(self._topology.world_size * self._batch_size)
             values = table.touched(table.rows, ids) * table.dim
             working = values * _VALUE_BYTES * table.optimizer.spec.rule.update_copies
             working += summed

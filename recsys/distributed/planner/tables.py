@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.constants import UVM_CACHING_RATIO
@@ -73,6 +73,10 @@ def sum_of(sizes: Iterable[Bytes]) -> Bytes:
     return functools.reduce(Bytes.plus, sizes, _NOTHING)
 
 
+Block: TypeAlias = tuple[int, int, int]
+"""So many shards of rows x columns."""
+
+
 class Part(NamedTuple):
     """A part of a table, or all of it.
 
@@ -81,12 +85,14 @@ class Part(NamedTuple):
         cols: of the part.
         kernel: where it lives.
         in_node: whether all row parts of its columns are on the ranks of one node.
+        row_parts: that the rows of its columns are split into.
     """
 
     rows: int
     cols: int
     kernel: EmbeddingComputeKernel
     in_node: bool = False
+    row_parts: int = 1
 
 
 @final
@@ -113,6 +119,7 @@ class PlannedTable:
         is_pooled: whether bags are pooled, else every id has a row of its own in the output.
         is_mean: whether bags are averaged.
         is_weighted: whether ids have weights.
+        is_alone: whether the other tables of its module, if any, may only be replicated.
         wire_bytes: of a value on its way there, and of its gradient on its way back.
         constraints: the user's.
         kernels: the sharding types that may be chosen, each with its kernels.
@@ -134,6 +141,7 @@ class PlannedTable:
     is_mean: bool = False
     writes_row_gradients: bool = False
     is_weighted: bool = False
+    is_alone: bool = False
     wire_bytes: tuple[float, float] = (4.0, 4.0)
     constraints: ParameterConstraints
     kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
@@ -155,6 +163,13 @@ class PlannedTable:
         bags = self.num_features if self.bags_per_sample is None else self.bags_per_sample
         return samples * self.ids_per_sample, float(samples * bags)
 
+    def row_parts(self, blocks: Iterable[Block]) -> int:
+        """Return into how many parts shards split the rows; the mean, where columns differ."""
+        columns = 0
+        for count, rows, cols in blocks:
+            columns += count * cols * (rows > 0)
+        return max(columns // self.dim, 1)
+
     def touched(self, rows: int, ids: float) -> float:
         """Return how many of a part's rows are expected among the ids that reach it.
 
@@ -169,8 +184,9 @@ class PlannedTable:
             draws *= self.draws_per_sample / self.ids_per_sample
         if not self.skews:
             return share * uniform_distinct(self.rows, draws)
-        missed = 1.0
-        for (part, skew), times in Counter(self.skews).items():
+        missed, skews = 1.0, self.skews
+        alike = Counter(skews) if len(skews) > 1 else {skews[0]: 1}  # counting is slow
+        for (part, skew), times in alike.items():
             part *= draws
             found = uniform_distinct(self.rows, part) if skew is None else skew.distinct(part)
             missed *= (1 - found / self.rows) ** times
@@ -204,7 +220,7 @@ class PlannedTable:
             gradients: bytes of gradients on the device, besides that of a table without optimizer.
             buffers: bytes of buffers on the device.
         """
-        rows, cols, kernel, _ = part
+        rows, cols, kernel = part[:3]
         weights = rows * cols * self.element_bytes
         by_element = rows * cols * self._state_bytes("element")
         by_row = rows * self._state_bytes("row") + self._state_bytes("table")

@@ -45,14 +45,14 @@ def test_numbers_are_those_of_the_planner() -> None:
     [table] = tables_of(MODEL, [SHARDER], DEMANDS, "cuda", batch_size=16)
     costs, storage = CostModel(MACHINE, 16), StorageModel(MACHINE, 16)
     found = options()
-    for kind, rows, cols, in_node in (
-        ("table_wise", 100, 256, False),
-        ("column_wise", 100, 128, False),
-        ("row_wise", 25, 256, False),
-        ("grid_shard", 50, 128, True),
+    for kind, part in (
+        ("table_wise", Part(100, 256, FUSED)),
+        ("column_wise", Part(100, 128, FUSED)),
+        ("row_wise", Part(25, 256, FUSED, row_parts=4)),
+        ("grid_shard", Part(50, 128, FUSED, in_node=True, row_parts=2)),
     ):
-        cost = costs.of_shard(table, Part(rows, cols, FUSED, in_node))
-        size = storage.of_shard(table, Part(rows, cols, FUSED, in_node)).total
+        cost = costs.of_shard(table, part)
+        size = storage.of_shard(table, part).total
         for shard in found[kind].shards:
             assert shard.perf is not None
             assert shard.perf.total == pytest.approx(cost.total)
@@ -61,9 +61,9 @@ def test_numbers_are_those_of_the_planner() -> None:
             sent = shard.perf.bwd_comms - cost.update  # 2 bytes a value there, 4 back
             assert shard.perf.fwd_comms * 2 == pytest.approx(sent)
             assert shard.storage == Storage(hbm=size.device, ddr=size.host)
-    copy, part = costs.of_replica(table, FUSED), found["data_parallel"].shards[3]
-    assert part.perf is not None
-    assert part.perf.total == pytest.approx(copy.total)
+    copy, shard = costs.of_replica(table, FUSED), found["data_parallel"].shards[3]
+    assert shard.perf is not None
+    assert shard.perf.total == pytest.approx(copy.total)
     assert found["data_parallel"].num_shards == 4
 
 

@@ -31,6 +31,8 @@ TABLE = PlannedTable(
     constraints=ParameterConstraints(),
     kernels={},
 )
+LONG = dataclasses.replace(TABLE, ids_per_sample=100.0)
+"""Its bags are longer than there are ranks."""
 BATCH = 16
 
 
@@ -47,6 +49,19 @@ def topology(world_size: int, local_size: int | None = None) -> Topology:
     )
 
 
+def on_host(of: Topology) -> Topology:
+    """Returns the same machine without GPUs."""
+    return Topology(
+        of.world_size,
+        "cpu",
+        ddr_cap=1 << 30,
+        local_world_size=of.local_world_size,
+        ddr_mem_bw=1e5,
+        intra_host_bw=1e4,
+        inter_host_bw=1e3,
+    )
+
+
 def part(
     of: Topology,
     rows: int = 1000,
@@ -55,7 +70,8 @@ def part(
     *,
     in_node: bool = False,
 ) -> Cost:
-    return CostModel(of, BATCH).of_shard(table, Part(rows, cols, FUSED, in_node))
+    shape = Part(rows, cols, FUSED, in_node, table.rows // rows)
+    return CostModel(of, BATCH).of_shard(table, shape)
 
 
 def test_forward_reads_the_rows_of_all_ids() -> None:
@@ -152,7 +168,7 @@ def test_embeddings_leave_and_gradients_arrive() -> None:
     halves = dataclasses.replace(TABLE, wire_bytes=(2.0, 2.0))
     assert part(topology(4), table=halves).output - once == pytest.approx((pooled - once) / 2)
     # a part of the rows sends its share of every sum
-    assert part(topology(4), rows=250).output == pytest.approx(pooled)
+    assert part(topology(4), rows=250, table=LONG).output == pytest.approx(pooled)
 
 
 def test_ids_arrive_with_their_weights() -> None:
@@ -174,12 +190,84 @@ def test_what_crosses_between_nodes_takes_the_slow_link() -> None:
 
 def test_sums_of_a_node_cross_once() -> None:
     values = 8 * BATCH * 2 * 64
-    once = placed(topology(8), values)
     two_ways = 2 * values * 4
-    two_hops = part(topology(8, 4), rows=250, in_node=True).output
     inside, across = two_ways * 3 / 4 / 1e4, two_ways * 4 / 8 / 4 / 1e3
-    assert two_hops - once == pytest.approx(inside + across)
-    assert two_hops < part(topology(8, 4), rows=250).output / 2
+    on_gpu = part(topology(8, 4), rows=250, in_node=True, table=LONG).output
+    # summed on the way: no more than the sums arrives, in the node and behind it
+    assert on_gpu - placed(topology(8), 2 * values / 4) == pytest.approx(inside + across)
+    on_cpu = part(on_host(topology(8, 4)), rows=250, in_node=True, table=LONG).output
+    both = placed(topology(8), values * 5 / 4) * 1e6 / 1e5  # in host memory
+    assert on_cpu - both == pytest.approx(inside + across)
+    assert on_gpu < part(topology(8, 4), rows=250, table=LONG).output / 2
+    # short bags are added up as well
+    assert part(topology(8, 4), rows=250, in_node=True).output == pytest.approx(on_gpu)
+
+
+def test_rows_of_short_bags_return_by_id() -> None:
+    ids = 4 * BATCH * 3 / 4  # that reach a quarter of the rows: 3 where 4 parts have 8 bags
+    cost = part(topology(4), rows=250)
+    moved = 2 * ids * 64 * 4 * 3 / 4 / 1e4
+    # as looked up, in the order of the ranks, and in the output
+    assert cost.output == pytest.approx(moved + 2 * placed(topology(4), ids * 64))
+    assert cost.input == pytest.approx(ids * 4 * 3 / 4 / 1e4 + 2 * ids * 8 / 1e6)
+    # on one id more for two samples they do not
+    threshold = dataclasses.replace(TABLE, ids_per_sample=4.0)
+    more = dataclasses.replace(TABLE, ids_per_sample=4.5)
+    ids, bags = 4 * BATCH * 4 / 4, 4 * BATCH * 2
+    moved = 2 * 64 * 4 * 3 / 4 / 1e4
+    assert part(topology(4), rows=250, table=threshold).output == pytest.approx(
+        ids * moved + 2 * placed(topology(4), ids * 64)
+    )
+    assert part(topology(4), rows=250, table=more).output == pytest.approx(
+        bags * moved + placed(topology(4), bags * 64)
+    )
+    halves = dataclasses.replace(TABLE, wire_bytes=(2.0, 2.0))  # also in a narrow format
+    saved = cost.output - part(topology(4), rows=250, table=halves).output
+    assert saved == pytest.approx(ids * 3 / 4 * moved / 2)
+    # each id is a bag of its own in the lookup
+    points = [
+        LookupPoint(dim=64, pooling=pooling, forward_bw=bw, backward_bw=bw, split_bw=bw)
+        for pooling, bw in ((0.25, 8e5), (1.0, 1e5))
+    ]
+    many = dataclasses.replace(TABLE, rows=64_000, ids_per_sample=32.0)  # 16 for each of 64 parts
+    measured = topology(64).with_measurements(lookup=points)
+    found = part(measured, rows=1000, table=many).forward
+    assert found == pytest.approx(64 * BATCH * 32 / 64 * 64 * 4 / 1e5)
+
+
+@pytest.mark.parametrize("local_size", [2, 4])
+def test_sums_of_all_ranks_are_added_up_on_the_way(local_size: int) -> None:
+    alone = dataclasses.replace(LONG, is_alone=True)
+    of = topology(4, local_size)
+    values = 4 * BATCH * 2 * 64
+    ring = 2 * values * 4 * 3 / 4
+    # it crosses each node's links with what its ranks have added up
+    moved = ring / 1e4 if local_size == 4 else ring / local_size / 1e3
+    cost = part(of, rows=250, table=alone)
+    assert cost.output == pytest.approx(moved + placed(of, values / 4))
+    for other, table in (
+        (of, dataclasses.replace(alone, is_alone=False)),
+        (of, dataclasses.replace(alone, wire_bytes=(4.0, 2.0))),
+        (on_host(of), alone),
+    ):
+        there_and_back = values * sum(table.wire_bytes)
+        crossing = there_and_back * (4 - local_size) / 4 / 1e3
+        moved = crossing or there_and_back * 3 / 4 / 1e4
+        memory = placed(of, values) * 1e6 / other.hardware[0].memory_bw
+        assert part(other, rows=250, table=table).output == pytest.approx(moved + memory)
+    # on two of the ranks, which the others only receive from
+    assert part(of, rows=500, table=alone) == part(of, rows=500, table=LONG)
+
+
+def test_what_an_all_reduce_was_measured_to_take_holds_for_its_halves() -> None:
+    alone = dataclasses.replace(LONG, is_alone=True)
+    wires = [
+        CollectivePoint(kind="all_reduce", world_size=4, bytes=n, ms=n / 1e3) for n in (1, 4096)
+    ]
+    measured = topology(4).with_measurements(collectives=wires)
+    values = 4 * BATCH * 2 * 64
+    found = part(measured, rows=250, table=alone).output
+    assert found == pytest.approx(values * 4 / 1e3 + placed(measured, values / 4))
 
 
 def test_replicas_add_up_their_gradients() -> None:

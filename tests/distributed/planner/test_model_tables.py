@@ -176,6 +176,15 @@ class TestKernels:
 
 
 class TestModules:
+    def test_a_table_is_alone_if_its_module_sends_no_other(self) -> None:
+        two, copied = ebc(t=["f"], u=["g"]), ParameterConstraints(["data_parallel"])
+        assert tables(ebc(t=["f"]))["t"].is_alone
+        assert not any(table.is_alone for table in tables(two).values())
+        found = tables(two, u=copied)
+        assert (found["t"].is_alone, found["u"].is_alone) == (True, False)
+        found = tables(nn.ModuleList([two, ebc(v=["f"])]))
+        assert [table.is_alone for table in found.values()] == [False, False, True]
+
     def test_tables_of_another_device_are_left_out(self) -> None:
         model = nn.ModuleDict({"x": ebc(a=["f"], b=["f"]), "y": ebc(c=["f"])})
         on_gpu = ParameterConstraints(device_group="cuda")

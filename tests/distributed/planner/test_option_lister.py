@@ -99,9 +99,9 @@ def parts_are_rectangles(size: tuple[int, int]) -> None:
             continue
         in_node = option.sharding_type in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
-        sizes = [
-            storage.of_shard(of, Part(r.num_rows, r.num_cols, FUSED, in_node)).total for r in rects
-        ]
+        row_parts = sum(rect.col_start == 0 for rect in rects)
+        parts = [Part(r.num_rows, r.num_cols, FUSED, in_node, row_parts) for r in rects]
+        sizes = [storage.of_shard(of, part).total for part in parts]
         assert sizes == [part.memory for part in option.shards for _ in range(part.count)]
         tried += 1
     assert tried

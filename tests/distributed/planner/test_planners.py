@@ -423,6 +423,30 @@ class TestChoice:
         ).plan[""]
         assert plan["hot"].sharding_type != "table_wise"
 
+    @pytest.mark.parametrize(
+        ("ids", "more", "kind"),
+        [
+            (1.0, {}, "row_wise"),  # a row of each id returns
+            (20.0, {}, "grid_shard"),  # too many
+            (40.0, {}, "row_wise"),  # sums that are added up on the way
+            (40.0, {"other": (2_000_000_000, 128)}, "grid_shard"),  # the other goes elsewhere
+        ],
+    )
+    def test_a_huge_table_goes_where_least_returns(
+        self, ids: float, more: dict[str, tuple[int, int]], kind: str
+    ) -> None:
+        batch_size, topology = 4096, Topology.preset("H100", 64)
+        model = collection({"t": (2_000_000_000, 128), **more}, RowWiseAdagrad)
+        demand = {"t": ParameterConstraints(pooling_factors=[ids])}
+        planner = EmbeddingShardingPlanner(topology, batch_size, constraints=demand)
+        plan = planner.plan(model, SHARDERS)
+        assert plan.plan[""]["t"].sharding_type == kind
+        if kind == "row_wise":
+            assert plan.plan[""]["t"].ranks == list(range(64))
+            assert plan.rating is not None
+            sums_of_all = 2 * 64 * batch_size * 128 * 4 * 56 / 64 / topology.inter_host_bw
+            assert plan.rating.slowest_ms < sums_of_all / (50 if ids == 1 else 5)
+
     def test_the_slowest_rank_is_as_fast_as_it_can_be(self) -> None:
         # greedily, largest first, one rank would get 6 + 4 + 4 and the other 5 + 5
         sizes = {name: (600 - i, 64) for i, name in enumerate("abcde")}

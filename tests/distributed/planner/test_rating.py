@@ -60,7 +60,9 @@ def test_a_plan_that_lacks_a_table_is_not_rated() -> None:
 
 def two_nodes(pooled: bool, kind: str, ranks: list[int], local_size: int = 4) -> float:
     """What a table costs that lies so, on two nodes of four."""
-    planner = EmbeddingShardingPlanner(Topology.preset("H100", 8, local_world_size=4), 64)
+    topology = Topology.preset("H100", 8, local_world_size=4)
+    constraints = {"t": ParameterConstraints(pooling_factors=[8.0])}  # longer than the parts
+    planner = EmbeddingShardingPlanner(topology, 64, constraints=constraints)
     names = {"name": "t", "feature_names": ["f"]}
     model: torch.nn.Module
     if pooled:

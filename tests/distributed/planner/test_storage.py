@@ -323,6 +323,60 @@ def test_a_pipeline_holds_the_ids_of_several_batches() -> None:
     assert three.of_batch([TABLE]).buffers.device - one.of_batch([TABLE]).buffers.device == 2 * own
 
 
+def test_rows_of_short_bags_take_buffers_of_ids() -> None:
+    topology, quarter = Topology(4, "cpu", ddr_cap=1 << 30), Part(250, 64, FUSED, row_parts=4)
+    storage = StorageModel(topology, BATCH).of_shard(TABLE, quarter)
+    ids = 4 * BATCH * 3 // 4  # of all ranks' samples, that are in a quarter of the rows
+    of_ids = ids * 4 + 2 * ids * 4  # with lengths, which did not travel, and offsets
+    sent_back = BATCH * 3 * 64 * 4  # of its own samples, in place of those of two bags
+    # gradients of what was looked up, as they arrive and in the order of the lookups
+    expected = of_ids + 2 * ids * 64 * 4 + sent_back - BATCH * 2 * 64 * 4
+    assert storage.buffers.device == expected
+    # fewer ids than bags: less is sent back than the gradients of the embeddings
+    rare = dataclasses.replace(TABLE, ids_per_sample=1.0)
+    ids = 4 * BATCH // 4
+    storage = StorageModel(topology, BATCH).of_shard(rare, quarter)
+    saved = BATCH * 64 * 4
+    assert storage.buffers.device == 3 * ids * 4 + 2 * ids * 64 * 4 - saved
+    # means are divided in a copy of those
+    mean = dataclasses.replace(rare, is_mean=True)
+    storage = StorageModel(topology, BATCH).of_shard(mean, quarter)
+    assert storage.buffers.device == 3 * ids * 4 + 2 * ids * 64 * 4 - saved + BATCH * 2 * 64 * 4
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_sums_that_are_added_up_on_the_way_take_one_share(is_mean: bool) -> None:
+    quarter = Part(250, 64, FUSED, row_parts=4)
+    long = dataclasses.replace(TABLE, ids_per_sample=8.0, is_mean=is_mean)
+    found = [
+        StorageModel(Topology(4, device, hbm_cap=1 << 30, ddr_cap=1 << 30), BATCH)
+        .of_shard(dataclasses.replace(long, is_alone=is_alone), quarter)
+        .buffers.device
+        for device, is_alone in (("cuda", True), ("cuda", False), ("cpu", True))
+    ]
+    own = BATCH * 2 * 64 * 4
+    given = 4 * BATCH * 8 // 4 * 4 + 2 * 4 * BATCH * 2 * 4  # ids, lengths and offsets
+    of_lookup = 4 * own
+    assert found[0] == given + of_lookup + is_mean * own
+    assert found[1] == found[2] == found[0] + 3 * own
+
+
+def test_sums_of_a_node_are_received_once_on_a_gpu() -> None:
+    half = Part(500, 64, FUSED, in_node=True, row_parts=2)
+    on_cpu, on_gpu = (
+        StorageModel(
+            Topology(4, device, hbm_cap=1 << 30, ddr_cap=1 << 30, local_world_size=2), BATCH
+        )
+        .of_shard(TABLE, half)
+        .buffers.device
+        for device in ("cpu", "cuda")
+    )
+    of_lookup = 4 * BATCH * 2 * 64 * 4
+    given = 4 * BATCH * 3 // 2 * 4 + 2 * 4 * BATCH * 2 * 4
+    assert on_cpu == given + 3 * of_lookup  # looked up, in the order of the ranks, received
+    assert on_gpu == given + 2 * of_lookup + of_lookup // 2
+
+
 def test_host_memory_has_no_buffers() -> None:
     topology = Topology(4, "cuda", hbm_cap=1 << 30)
     table = dataclasses.replace(TABLE, trains=False)
