@@ -46,6 +46,7 @@ KERNELS = {
     ),
     "output_triton": ("collect", "spread"),
     "ragged_triton": ("collect_ragged", "spread_ragged"),
+    "sequence_triton": ("collect_rows", "spread_rows"),
     "update_triton": ("sum_and_update", "sum_by_row", "sum_into", "update_entries"),
 }
 CUDA = torch.device("cuda", 0)

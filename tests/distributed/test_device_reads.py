@@ -235,10 +235,12 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
 
         found = _train(plan, CUDA, samples, after_step)
         notes = list(cuda.notes)
-    lays_out = triton and plan.kind not in ("sequence", "distinct") and not plan.alone
-    if lays_out:
+    is_pooled = plan.kind not in ("sequence", "distinct")
+    lays_out = triton and is_pooled and not plan.alone
+    if triton and not plan.alone:
         ragged = "_ragged" * (plan.kind == "variable" or plan.by_id)
-        assert {f"collect{ragged}", f"spread{ragged}"} <= cuda.launched
+        rows = ragged if is_pooled else "_rows"
+        assert {f"collect{rows}", f"spread{rows}"} <= cuda.launched
     if plan.wire is not CommType.FP32:  # of gradients, and of embeddings where no kernel does it
         assert decoded.call_count == len(samples) * (1 if lays_out else 2)
     assert found.keys() == expected.keys()
@@ -250,7 +252,9 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
 needs_triton = pytest.mark.skipif(
     not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
 )
-BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[-4:]]
+SEQUENCES = [plan for plan in PLANS if plan.kind in ("sequence", "distinct")]
+MOVED = [plan for plan in SEQUENCES if plan.types != (S.TABLE_WISE,) and plan.types != ALL]
+BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[-4:], *MOVED]
 
 
 @pytest.mark.parametrize(

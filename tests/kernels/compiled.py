@@ -11,7 +11,9 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from recsys.kernels import ops_triton, output_triton, ragged_triton, update_triton
+from recsys.kernels import (
+    ops_triton, output_triton, ragged_triton, sequence_triton, update_triton
+)
 
 def compile(kernel, arguments, warps=4, **known):
     names = [name for name in kernel.arg_names if name not in known]

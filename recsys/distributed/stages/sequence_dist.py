@@ -23,6 +23,7 @@ from recsys.distributed.stages.bags import joined
 from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.stages.output_dist import Exchange, OutputStage
 from recsys.distributed.stages.routes import lookup_order
+from recsys.distributed.stages.row_gather import RowGather
 from recsys.kernels import ops
 from recsys.sparse import JaggedTensor
 from recsys.sparse.features import FeatureViews
@@ -127,37 +128,12 @@ class _SequenceExchange(Exchange[SequenceDist]):
         )
         self.widths: list[int] = []
         if not stage.is_whole:
-            self.target = self._target(trip.sent_places(), sent_counts, int(edges[-1]))
-
-    def _target(self, target: Tensor, sent_counts: np.ndarray, total: int) -> Tensor:
-        """Return for each chunk of the buffer the chunk of the output it goes to.
-
-        Args:
-            target: `[N]` places in the batch of the ids sent, rank by rank and stream by stream,
-                then of the replicas' ids.
-            sent_counts: ids in each of those streams.
-            total: chunks of the buffer.
-        """
-        stage, num_ids = self.stage, target.numel()
-        per_row = stage.dim // stage.chunk
-
-        def repeat(values: np.ndarray) -> Tensor:
-            both = ops.upload(np.stack([values, sent_counts]), stage.device)
-            return both[0].repeat_interleave(both[1], output_size=num_ids)
-
-        slot_bases = np.cumsum(self.slot_counts) - self.slot_counts
-        shifts = (slot_bases - self.slot_starts)[stage.sent_slots]
-        if shifts.any():
-            target = target + repeat(shifts)
-        if per_row == 1:
-            return target
-        target = target * per_row
-        if stage.sent_first_chunks.any():
-            target += repeat(stage.sent_first_chunks)
-        chunks = repeat(stage.sent_chunks)
-        first = target - (chunks.cumsum(0) - chunks)
-        within = torch.arange(total, device=stage.device)
-        return first.repeat_interleave(chunks, output_size=total) + within
+            slot_bases = np.cumsum(self.slot_counts) - self.slot_counts
+            shifts = (slot_bases - self.slot_starts)[stage.sent_slots]
+            columns = stage.sent_first_chunks, stage.sent_chunks
+            self.gather = RowGather(
+                stage.dim, stage.chunk, *columns, sent_counts, shifts, trip.sent_places()
+            )
 
     def repeats(self, inverse_of_keys: Sequence[Tensor]) -> Tensor:
         """Return the place in the output of the row of each id as given, slot by slot in order.
@@ -194,15 +170,11 @@ class _SequenceExchange(Exchange[SequenceDist]):
         stage = self.stage
         if stage.is_whole:
             return buffer.detach().view(-1, stage.dim)
-        output = torch.empty_like(buffer, memory_format=torch.contiguous_format)
-        output.view(-1, stage.chunk).index_copy_(0, self.target, buffer.view(-1, stage.chunk))
-        return output.view(int(self.slot_counts.sum()), stage.dim)
+        return self.gather.collect(buffer)
 
     def spread(self, grad: Tensor) -> Tensor:
         """Transposed `place`: the gradient of the buffer; starts sending it back."""
-        if not self.stage.is_whole:
-            grad = grad.reshape(-1, self.stage.chunk).index_select(0, self.target)
-        grad = grad.reshape(-1)
+        grad = grad.reshape(-1) if self.stage.is_whole else self.gather.spread(grad)
         return self.start_sending_back(grad, grad[: self.num_received])
 
     def send_back(self, grad: Tensor) -> list[Tensor]:

@@ -1,0 +1,111 @@
+"""Lays out what arrived of sequences: each row where its id is, and back.
+
+What arrives is one buffer, stream by stream, with a row for each id, as wide as the columns of the
+stream. Columns of an id from several streams come side by side.
+
+Shape names: `S` streams, `N` their ids, `R` rows of the output, `D` its columns.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+
+
+@final
+class RowGather:
+    """One batch's rows, in a buffer and as a rectangle; each value of either is one of the other.
+
+    Args:
+        dim: D.
+        chunk: columns that rows are moved by; divides `dim` and the columns of every stream.
+        first_S: `[S]` chunk of the output at which rows of each stream begin.
+        chunks_S: `[S]` chunks of such a row.
+        counts_S: `[S]` ids.
+        shifts_S: `[S]` rows of the output between an id's place and its row.
+        places_N: `[N]` int64 places of the ids in the batch, stream by stream.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        chunk: int,
+        first_S: np.ndarray,
+        chunks_S: np.ndarray,
+        counts_S: np.ndarray,
+        shifts_S: np.ndarray,
+        places_N: Tensor,
+    ) -> None:
+        self._dim, self._chunk = dim, chunk
+        self._on_device: tuple[Tensor, Tensor, int, int] | None = None
+        self._target = places_N  # for each chunk of the buffer the chunk of the output
+        if dim == chunk and not shifts_S.any():
+            return
+        streams = np.stack([counts_S, chunks_S, shifts_S, first_S])
+        if places_N.is_cuda and ops.HAS_TRITON and places_N.numel():
+            self._on_device = self._streams(streams, places_N)
+        else:
+            self._target = self._chunk_of_each(streams, places_N)
+
+    def _streams(self, streams_4S: np.ndarray, places_N: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """Return what kernels are told."""
+        counts_S, chunks_S, shifts_S, first_S = streams_4S
+        before_S, sizes_S = np.cumsum(counts_S) - counts_S, counts_S * chunks_S
+        starts_S = np.cumsum(sizes_S) - sizes_S - before_S * chunks_S
+        told_5S = np.stack([before_S, chunks_S, starts_S, shifts_S, first_S])
+        uploaded = ops.upload(told_5S, places_N.device)
+        return places_N, uploaded, int(chunks_S.max()), self._chunk
+
+    def _chunk_of_each(self, streams_4S: np.ndarray, target: Tensor) -> Tensor:
+        """Return for each chunk of the buffer the chunk of the output it goes to."""
+        counts_S, chunks_S, shifts_S, first_S = streams_4S
+        per_row = self._dim // self._chunk
+        num_ids, device = target.numel(), target.device
+
+        def repeat(values_S: np.ndarray) -> Tensor:
+            both = ops.upload(np.stack([values_S, counts_S]), device)
+            return both[0].repeat_interleave(both[1], output_size=num_ids)
+
+        if shifts_S.any():
+            target = target + repeat(shifts_S)
+        if per_row == 1:
+            return target
+        target = target * per_row
+        if first_S.any():
+            target += repeat(first_S)
+        chunks, total = repeat(chunks_S), int(counts_S @ chunks_S)
+        first = target - (chunks.cumsum(0) - chunks)
+        within = torch.arange(total, device=device)
+        return first.repeat_interleave(chunks, output_size=total) + within
+
+    def collect(self, buffer: Tensor) -> Tensor:
+        """Return the output, `[R, D]`.
+
+        Args:
+            buffer: flat.
+        """
+        if self._on_device is not None:
+            from recsys.kernels.sequence_triton import collect_rows
+
+            return collect_rows(buffer, self._dim, *self._on_device)
+        output = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+        rows = buffer.view(-1, self._chunk)
+        output.view(-1, self._chunk).index_copy_(0, self._target, rows)
+        return output.view(-1, self._dim)
+
+    def spread(self, grad_RD: Tensor) -> Tensor:
+        """Return the gradient of the buffer, by the transpose of `collect`.
+
+        Args:
+            grad_RD: the output's.
+        """
+        if self._on_device is not None:
+            from recsys.kernels.sequence_triton import spread_rows
+
+            return spread_rows(grad_RD, *self._on_device)
+        return grad_RD.reshape(-1, self._chunk).index_select(0, self._target).view(-1)

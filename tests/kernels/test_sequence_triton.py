@@ -1,0 +1,85 @@
+"""Triton moves rows of sequences as PyTorch does; cases are of the stage's test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+from tests.kernels.compiled import num_compiled
+
+if not ops.HAS_TRITON:
+    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+
+from recsys.kernels.sequence_triton import collect_rows, spread_rows
+from tests.distributed.stages.test_row_gather import rows_of
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GUARD = 64  # values around a buffer that must stay as they are, and must not be read
+
+
+@contextmanager
+def guards() -> Iterator[None]:
+    """What kernels return has NaN around it, which stays, and in it, where they write nothing."""
+    kept = list[Tensor]()
+
+    def empty(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        number = int(np.prod(size))
+        kept.append(torch.full((number + 2 * GUARD,), torch.nan, dtype=dtype, device=device))
+        return kept[-1][GUARD : GUARD + number].view(size)
+
+    with mock.patch("recsys.kernels.sequence_triton.torch.empty", empty):
+        yield
+    assert kept
+    for around in kept:
+        assert around[:GUARD].isnan().all()
+        assert around[-GUARD:].isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(42))
+def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
+    case = rows_of(seed)
+    if not case.places.size:
+        return
+    twin = case.gather(CPU)
+    low, widths, sizes, shifts = case.streams
+    places, streams, widest, chunk = twin._streams(
+        np.stack([sizes, widths, shifts, low]), torch.from_numpy(case.places).to(DEVICE)
+    )
+    known = places.to([torch.int64, torch.int32][seed % 2]), streams, widest, chunk
+    buffer = torch.full((case.buffer.numel() + 2 * GUARD,), torch.nan, device=DEVICE)
+    buffer[GUARD:-GUARD] = case.buffer
+    with guards():
+        found = collect_rows(buffer[GUARD:-GUARD], case.dim, *known)
+        spread = spread_rows(case.grad.to(DEVICE), *known)
+    assert torch.equal(found.cpu(), twin.collect(case.buffer))
+    assert np.array_equal(found.cpu().numpy(), case.rectangle)
+    assert torch.equal(spread.cpu(), twin.spread(case.grad))
+    assert np.array_equal(spread.cpu().numpy(), case.spread)
+    turned = case.grad.to(DEVICE).t().contiguous().t()
+    everywhere = torch.tensor(0.5, device=DEVICE).expand(case.grad.shape)
+    with guards():
+        assert torch.equal(spread_rows(turned, *known), spread)
+        assert (spread_rows(everywhere, *known) == 0.5).all()
+
+
+COMPILES = """
+arguments = "*fp32 i64 i64 *fp32 *i64 *i64 i32 i32"
+for collects in (True, False):
+    for chunk, unit in ((64, 32), (3, 1)):
+        known = {"COLLECTS": collects, "CHUNK": chunk, "UNIT": unit, "STEPS": 3}
+        known |= {"BLOCK_N": 16, "BLOCK_U": 128 // unit}
+        compile(sequence_triton._move_rows, arguments, **known)
+"""
+
+
+def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
+    assert num_compiled(COMPILES, tmp_path) == 4
