@@ -209,6 +209,7 @@ class ShardedCollection(ShardedModule):
             self._output_dtype,
             **self._output_options(),
         )
+        self._input_dist.most_ids = self._output_dist.most_ids
         self._trains = self._input_dist.trains
         tables = TableDict()
         shards: list[list[Any]] = [[] for _ in layout.tables]

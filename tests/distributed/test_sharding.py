@@ -6,6 +6,7 @@ Collections alone, each strategy by itself, and bit for bit: tests/conformance/.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any, ClassVar
 from unittest import mock
@@ -262,6 +263,8 @@ def _values_sent(case_name: str) -> int:
         samples *= case_name != "one rank has no samples"
     lengths = torch.tensor([number] * samples + [0] * 3 * samples)
     batch = KeyedJaggedTensor(list(FEATURES), torch.arange(number * samples) % 12, lengths=lengths)
+    if case_name == "sums are fewer":
+        sharded.module.ebc.input_stage.most_ids = 0.4
     least = 0 if case_name != "few values" else 4 * 8 * world + 1
     few = mock.patch.object(input_dist, "_MIN_VALUES", least)
     with few, mock.patch.object(comm, "all_to_all", noted):
@@ -276,6 +279,7 @@ def _values_sent(case_name: str) -> int:
         ("one rank has no samples", 4),
         ("one rank has longer bags", 2 * 2 * 4),
         ("few values", 2 * 2 * 4),
+        ("sums are fewer", 2 * 2 * 4),
     ],
 )
 def test_bags_are_short_where_those_of_all_ranks_are(
@@ -283,3 +287,16 @@ def test_bags_are_short_where_those_of_all_ranks_are(
 ) -> None:
     # 8 columns: for each id, or for each bag of each of two row parts
     assert sum(ranks(2, _values_sent, case_name)) == samples * 8
+
+
+def _most_ids(adds_up: bool, node_size: int) -> float:
+    case = EachType(0, 4, (ShardingType.ROW_WISE,), node_size=node_size)
+    with mock.patch.object(ShardingEnv, "adds_up_on_the_way", return_value=adds_up):
+        most: float = shard(case).module.ebc.input_stage.most_ids
+    return most
+
+
+def test_rows_of_ids_are_no_more_than_sums_that_cross_between_nodes(ranks: RankPool) -> None:
+    assert ranks(4, _most_ids, True, 2) == [2 / 4] * 4  # as many as nodes, of bags of four parts
+    assert ranks(4, _most_ids, True, 4) == [math.inf] * 4
+    assert ranks(4, _most_ids, False, 2) == [math.inf] * 4

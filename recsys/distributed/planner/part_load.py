@@ -5,8 +5,10 @@ output stage sends them:
 
 - *by bag*: each part sends a sum for every bag, also where it has no ids of it;
 - *by id*: where a step has at most half as many ids as bags of all parts, each id is looked up as a
-  bag of its own, which needs no length, and its row returns to be pooled at home. The engine looks
-  at all tables of a module together, and each batch; here each table is taken by itself;
+  bag of its own, which needs no length, and its row returns to be pooled at home. On several nodes
+  that could add up on the way it has at most as many ids as each bag has nodes, which is what would
+  cross between them. The engine looks at all tables of a module together, and each batch; here each
+  table is taken by itself;
 - *added up on the way*, on a GPU and in fp32, where the ranks have parts of the same columns: a
   reduce-scatter there and an all-gather back. That all ranks have is only known before a plan is
   made if nothing else of the module may be sent.
@@ -66,13 +68,16 @@ def load_of(table: PlannedTable, part: Part, topology: Topology, batch_size: int
         rows = bags if table.is_pooled else ids
         return PartLoad(ids, bags, bags, rows, rows)
     two_hops = part.in_node and topology.num_nodes > 1
-    if not two_hops and all_ids <= _MOST_IDS * parts * bags:
-        return PartLoad(ids, 0.0, ids, ids, ids, by_id=True)
     adds_up = topology.compute_device == "cuda" and table.wire_bytes == _EXACT
     if two_hops:
         adds_up &= parts == topology.local_world_size
     else:
         adds_up &= parts == topology.world_size and table.is_alone
+        most_ids = _MOST_IDS
+        if adds_up and topology.num_nodes > 1:
+            most_ids = min(most_ids, 1 / topology.local_world_size)
+        if all_ids <= most_ids * parts * bags:
+            return PartLoad(ids, 0.0, ids, ids, ids, by_id=True)
     arriving = bags / parts if adds_up else bags
     if two_hops:
         arriving += bags / topology.local_world_size

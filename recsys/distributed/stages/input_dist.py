@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, cast, final
 from zlib import crc32
@@ -139,6 +140,7 @@ class InputDist:
     Attributes:
         late: what is checked on the device in batches without a header.
         may_skip_header: whether batches that are looked up as they are need none.
+        most_ids: as the output stage has it.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class InputDist:
         # a padded bag is sent back where ranks of a node add up, or where kernels are missing
         can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
+        self.most_ids = inf
         self.goes_by_id = self.leaves_out and env.world_size > 1 and bool(split_slots)
 
     def __repr__(self) -> str:
@@ -470,7 +473,8 @@ class InputDist:
         else:
             bags = trip.own_bags[self.is_split]
             num_bags, num_values = int(bags.sum()), int(bags @ dims)
-        is_worth_it = num_values >= _MIN_VALUES and num_ids <= _MAX_IDS * num_bags
+        most_ids = min(_MAX_IDS, self.most_ids) * num_bags
+        is_worth_it = num_values >= _MIN_VALUES and num_ids <= most_ids
         return is_worth_it or not num_ids
 
     def per_rank(self, values_S: np.ndarray) -> list[int]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from math import inf
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, final
 
@@ -334,6 +335,8 @@ class OutputStage(abc.ABC, Generic[T]):
 
     tasks = "send embeddings back", "send gradients to the tables"
     codecs: tuple[WireFormat | None, WireFormat | None]
+    most_ids: float = inf
+    """Ids for each bag of each row part, above which rows of ids are more than sums are."""
 
     def __init__(
         self,
@@ -416,6 +419,8 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self.hop is None and _may_add_up(of_ranks, env, device, self.codecs):
             summed = [blocks[0], *self.replica_blocks]
             self.sums = ColumnGather(summed, layout.width, device, self.means)
+            if env.node_size < env.world_size:  # what crosses is added up in each node before
+                self.most_ids = 1 / env.node_size
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
         ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
         self.sent_widths = np.full(env.world_size, flat_width)

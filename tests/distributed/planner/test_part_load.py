@@ -92,6 +92,14 @@ def test_ranks_get_the_sums_alone_where_they_are_added_up_on_the_way() -> None:
     assert not load_of(narrow, part, topology("cuda"), SAMPLES).adds_up
 
 
+def test_few_ids_return_by_id_where_sums_cross_between_nodes() -> None:
+    part, two_nodes = Part(3, 8, FUSED, row_parts=8), topology("cuda", 4)
+    for length, by_id in ((1, True), (2, True), (3, False), (4, False)):
+        load = load_of(table(length, is_alone=True), part, two_nodes, SAMPLES)
+        assert (load.by_id, load.adds_up) == (by_id, not by_id)
+        assert load_of(table(length), part, two_nodes, SAMPLES).by_id  # nothing is added up
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_in_a_node_return_in_two_hops_by_bag(device: str) -> None:
     part = Part(ROWS // 4, 8, FUSED, in_node=True, row_parts=4)
