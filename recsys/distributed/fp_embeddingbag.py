@@ -72,6 +72,10 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
         pooled: LazyAwaitable[KeyedTensor] = self._embedding_bag_collection(self._weigh(features))
         return pooled
 
+    def check_ids(self) -> None:
+        """Raise now what is wrong with an earlier batch, as `ShardedCollection.check_ids` does."""
+        self._embedding_bag_collection.check_ids()
+
     def _weigh(self, features: KeyedJaggedTensor) -> Any:
         try:
             return self._feature_processors(features)

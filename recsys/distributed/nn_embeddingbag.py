@@ -100,7 +100,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             `output_dtype` if it names one.
 
         Raises:
-            IndexError: on every rank, if an id on any rank is outside the table.
+            IndexError: on every rank, if an id on any rank is outside the table; on a GPU without
+                other ranks maybe later, as of `ShardedCollection`.
             TypeError: on every rank, if ids are not integers.
             ValueError: on every rank, if shapes or offsets of a rank do not fit, or weights come
                 where the bag takes none.

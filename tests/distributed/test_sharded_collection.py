@@ -15,6 +15,7 @@ from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.stages import input_dist
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardedModule,
@@ -97,6 +98,16 @@ CASES = {
 def test_two_batches_at_once_train_as_in_turn(ranks: RankPool, name: str) -> None:
     case = CASES[name]
     ranks(case.world_size, _train_by_stages, case, None)
+
+
+def _train_by_id(case: Case) -> None:
+    with mock.patch.multiple(input_dist, _MAX_IDS=1e9, _MIN_VALUES=0):
+        _train_by_stages(case, None)
+
+
+@pytest.mark.parametrize("name", ["pooled", "weighted", "variable"])
+def test_two_batches_at_once_return_by_id_as_in_turn(ranks: RankPool, name: str) -> None:
+    ranks(2, _train_by_id, CASES[name])
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])

@@ -51,7 +51,7 @@ class StorageModel:
         return table.storage_of(part, gradients, int(self._batches_in_flight * received + buffers))
 
     def _moved_values(self, table: PlannedTable, part: Part, load: PartLoad) -> float:
-        """Return what a split adds to the buffers of the own samples, or saves; see `of_batch`.
+        """Return what a split adds to the buffers of the own samples, below 0: none; see `of_batch`.
 
         It is on every rank; those without a part are taken to have enough memory left for it.
         """

@@ -4,9 +4,10 @@ Two exchanges, whatever the mix of strategies. The *header* tells every destinat
 come, for how many samples, and whether the sender found something wrong with its input; the host
 reads it, which is the one device-to-host read of the stage. The *payload* is one buffer of 32-bit
 words: the lengths, the ids and, for weighted features, the bits of the weights. Both ends build
-and take apart the payload with one segment permutation. On a GPU without other ranks, where one
-lookup reads the batch as it is, nothing is exchanged, and the host reads nothing: what is wrong
-with a batch is raised with a later one.
+and take apart the payload with one segment permutation. Where bags of row-split tables are short
+on all ranks, which the header says, too, no lengths of theirs travel. On a GPU without other ranks,
+where one lookup reads the batch as it is, nothing is exchanged, and the host reads nothing: what is
+wrong with a batch is raised with a later one.
 
 What travels are segments: whole features, or the parts of features whose ids fall in one block of
 rows of a row-split table (see `layout`).

@@ -242,7 +242,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     the model makes itself, such as features that its `forward` permutes, sends when it is called,
     and one warning says so; `features` lets it start ahead, too. What is wrong with a batch is
     raised, on every rank, when its turn to be trained on comes; on a GPU without other ranks bad
-    ids and lengths may be raised a batch later.
+    ids and lengths may be raised in place of a later batch, see `ShardedCollection.check_ids`.
 
     Batches of `iter(EvenBatches(...))` end on all ranks at once; its `is_filler` is then that of
     the batch read last, two ahead of the one that trains.

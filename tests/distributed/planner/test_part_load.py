@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 
+from recsys.distributed.planner import part_load
 from recsys.distributed.planner.part_load import PartLoad, load_of
 from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
+from recsys.distributed.stages import input_dist
 from recsys.distributed.types import EmbeddingComputeKernel
 
 FUSED = EmbeddingComputeKernel.FUSED
@@ -90,6 +92,10 @@ def test_ranks_get_the_sums_alone_where_they_are_added_up_on_the_way() -> None:
         assert not load_of(alone, other, of, SAMPLES).adds_up
     narrow = dataclasses.replace(alone, wire_bytes=(2.0, 4.0))
     assert not load_of(narrow, part, topology("cuda"), SAMPLES).adds_up
+
+
+def test_the_engine_calls_the_same_bags_short() -> None:
+    assert part_load._MOST_IDS == input_dist._MAX_IDS
 
 
 def test_few_ids_return_by_id_where_sums_cross_between_nodes() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recsys.distributed.stages import input_dist
 from recsys.distributed.types import ShardingType
 from recsys.modules.position_weights import with_weights
 from recsys.optim import RowWiseAdagrad
@@ -56,10 +59,18 @@ def _gradients(case: Case) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def _gradients_by_id(case: Case) -> list[tuple[Tensor, Tensor]]:
+    with mock.patch.multiple(input_dist, _MAX_IDS=1e9, _MIN_VALUES=0):
+        return _gradients(case)
+
+
+@pytest.mark.parametrize("by_id", [False, True], ids=["by_bag", "by_id"])
 @pytest.mark.parametrize("seed", range(12))
-def test_weight_gradients_equal_the_unsharded_ones(ranks: RankPool, seed: int) -> None:
+def test_weight_gradients_equal_the_unsharded_ones(ranks: RankPool, seed: int, by_id: bool) -> None:
     case = _case(seed)
-    results = ranks(case.world_size, _gradients, case)
+    if by_id:
+        case = dataclasses.replace(case, types=(ShardingType.ROW_WISE, ShardingType.TABLE_WISE))
+    results = ranks(case.world_size, _gradients_by_id if by_id else _gradients, case)
     assert len(results[0]) == 3
     for found in results:
         for sharded, unsharded in found:
