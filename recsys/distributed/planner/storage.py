@@ -53,7 +53,8 @@ class StorageModel:
     def _moved_values(self, table: PlannedTable, part: Part, load: PartLoad) -> float:
         """Return what a split adds to the buffers of the own samples; see `of_batch`.
 
-        Below 0 it adds nothing. It is on every rank; those without a part are taken to have enough memory left for it.
+        Below 0 it adds nothing. It is on every rank; those without a part are taken to have enough
+        memory left for it.
         """
         ids, bags = table.load(self._batch_size)
         if load.in_two_hops:  # in the order of the ranks, and received
