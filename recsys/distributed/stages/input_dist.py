@@ -793,9 +793,10 @@ class Trip(Multistreamable):
         Args:
             stream: where the batch is looked up, if its input stage ran on another one.
         """
-        self.given.record_stream(stream)  # type: ignore[arg-type]  # of any device
-        if self.safe is not self.given:
-            self.safe.record_stream(stream)  # type: ignore[arg-type]
+        batches = [self.given] if self.safe is self.given else [self.given, self.safe]
+        for batch in batches:
+            if isinstance(batch, KeyedJaggedTensor):  # and not what was given in its place
+                batch.record_stream(stream)  # type: ignore[arg-type]  # of any device
         for tensor in _tensors_in(list(vars(self).values())):
             tensor.record_stream(stream)
 

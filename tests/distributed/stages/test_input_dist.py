@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.shard import shard as shard_module
 from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from recsys.distributed.types import ShardingPlan, ShardingType
+from recsys.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -380,3 +382,19 @@ def test_ranks_that_are_out_of_step_hear_of_it(ranks: RankPool, how: str, said: 
     assert [bool(message) for message in first] == [False, True, False]
     assert said in first[1]
     assert "an evaluation on rank 0 alone" in first[1]
+
+
+def test_what_is_given_in_place_of_a_batch_needs_no_stream() -> None:
+    """Such as the error of a feature processor, which the header takes to all ranks."""
+    env, plan = ShardingEnv.from_local(), {"t": table_wise(rank=0), "u": table_wise(rank=0)}
+    sharded: Any = shard_module(_collection("pooled"), plan, env, CPU)
+    stream: Any = object()
+    with mock.patch.object(torch.Tensor, "record_stream") as recorded:
+        for given in (ValueError("a processor's"), {"no": "batch"}):
+            trip = sharded.input_stage.prepare(given)
+            trip.record_stream(stream)
+            assert trip.error is not None
+        before = recorded.call_count
+        trip = sharded.input_stage.prepare(_ids(lengths=[1, 1, 1, 0]))
+        trip.record_stream(stream)
+        assert recorded.call_count > before + 2
