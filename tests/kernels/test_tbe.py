@@ -54,7 +54,12 @@ def spec_of(algorithm: EmbOptimType, **kwargs: float) -> OptimizerSpec:
 
 
 def train(
-    tbe: TableBatchedEmbedding, case: Case, steps: int = 3, parameters: list[Tensor] | None = None
+    tbe: TableBatchedEmbedding,
+    case: Case,
+    steps: int = 3,
+    parameters: list[Tensor] | None = None,
+    *,
+    padded: bool = False,
 ) -> list[Tensor]:
     """Outputs and gradients of per-sample weights of some training steps."""
     seen = []
@@ -62,7 +67,11 @@ def train(
         indices, offsets, weights = case.batch(step)
         if weights is not None:
             weights.requires_grad_()
-        out = tbe.forward(indices, offsets, weights, parameters, bags=case.bags_F)
+        if padded:
+            out = tbe.forward(indices, padded_offsets(case, offsets), weights, parameters)
+            out = flat_of_padded(case, out)
+        else:
+            out = tbe.forward(indices, offsets, weights, parameters, bags=case.bags_F)
         if out.requires_grad:
             out.backward(output_gradient(case, step, out.shape).to(out.dtype))
         seen.append(out.detach())
@@ -621,22 +630,7 @@ def train_padded(
     tbe: TableBatchedEmbedding, case: Case, parameters: list[Tensor] | None = None
 ) -> list[Tensor]:
     """What `train` returns of a ragged case, by a rectangle of as many empty bags as it takes."""
-    seen = []
-    for step in range(3):
-        indices, offsets, weights = case.batch(step)
-        if weights is not None:
-            weights.requires_grad_()
-        out = tbe.forward(indices, padded_offsets(case, offsets), weights, parameters)
-        out = flat_of_padded(case, out)
-        if out.requires_grad:
-            out.backward(output_gradient(case, step, out.shape).to(out.dtype))
-        seen.append(out.detach())
-        if weights is not None:
-            assert weights.grad is not None
-            seen.append(weights.grad)
-        if tbe.update_mode is UpdateMode.DEFERRED:
-            tbe.deferred.step()
-    return seen
+    return train(tbe, case, parameters=parameters, padded=True)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

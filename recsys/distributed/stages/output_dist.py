@@ -446,11 +446,12 @@ class OutputDist(OutputStage[KeyedTensor]):
         return RaggedGather(blocks, self.layout.width, self.device, self.means)
 
     @cached_property
-    def ragged_order(self) -> np.ndarray:
-        """The streams of this rank, rank by rank, among those that a lookup has, all together."""
+    def ragged_orders(self) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's streams rank by rank, of those stream by stream as lookups read, and back."""
         num_ranks, num_streams = self.env.world_size, len(self.layout.streams[self.env.rank])
-        by_stream = np.arange(num_ranks * num_streams, dtype=np.int32)
-        return by_stream.reshape(num_streams, num_ranks).T.ravel()
+        places = np.arange(num_ranks * num_streams, dtype=np.int32)
+        to_ranks = places.reshape(num_streams, num_ranks).T.ravel()
+        return to_ranks, places.reshape(num_ranks, num_streams).T.ravel()
 
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
@@ -580,8 +581,9 @@ class _RaggedExchange(Exchange["OutputDist"]):
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
         stage = self.stage
         rows = joined(lookups) if lookups else torch.empty(0, device=stage.device)
-        sizes = self._looked_up_RS.T.ravel()
-        return self.start_sending(ops.move_segments(rows, stage.ragged_order, sizes), replicas)
+        to_ranks, _ = stage.ragged_orders
+        sent = ops.move_segments(rows, to_ranks, self._looked_up_RS.T.ravel())
+        return self.start_sending(sent, replicas)
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
@@ -599,8 +601,8 @@ class _RaggedExchange(Exchange["OutputDist"]):
         if arrived is None:
             return self.replica_grads(grad)
         stage = self.stage
-        order = np.argsort(stage.ragged_order).astype(np.int32)
-        rows = ops.move_segments(arrived, order, self._looked_up_RS.ravel())
+        _, to_streams = stage.ragged_orders
+        rows = ops.move_segments(arrived, to_streams, self._looked_up_RS.ravel())
         groups = stage.layout.groups[self.env.rank]
         sizes = [int(self._looked_up_RS[:, group.streams].sum()) for group in groups]
         return [*rows.split(sizes), *self.replica_grads(grad)]

@@ -55,13 +55,12 @@ class RaggedGather:
         self.widths_K = np.array(widths, dtype=np.int64)
         # the chunks before an entry's block tell which it is
         chunks_K = self.widths_K // self.chunk
-        filled = np.flatnonzero(chunks_K)
-        before = (np.cumsum(chunks_K) - chunks_K)[filled]
+        first_K, filled = np.cumsum(chunks_K) - chunks_K, np.flatnonzero(chunks_K)
         first_E, _, place_E, chunk_E = self.columns.host_entries_4E
-        self.block_E: np.ndarray = filled[np.searchsorted(before, first_E)]
+        self.block_E: np.ndarray = filled[np.searchsorted(first_K[filled], first_E)]
         # on a host: the chunks of one row of each block, block by block, and how many before each
         self.chunks_K = torch.from_numpy(chunks_K)
-        self.first_K = torch.from_numpy(np.cumsum(chunks_K) - chunks_K)
+        self.first_K = torch.from_numpy(first_K)
         self.output_chunks = torch.from_numpy(chunk_E[np.argsort(first_E + place_E)])
 
     @cached_property
@@ -78,9 +77,9 @@ class RaggedBatch:
         gather: whose blocks it has.
         rows_K: `[K]` rows of each block.
         num_samples: B.
-        part_K: `[K]` the part that a block with a row per id is of, else `NO_PART`; None: all have
-            a row per bag.
-        lengths_PB: `[P * B]` int32 or int64: ids of each part in each bag.
+        part_K: `[K]` the part that a block with a row per id is of, else `NO_PART`.
+        lengths_PB: `[P * B]` int32 or int64: ids of each part in each bag; None: all blocks have a
+            row per bag.
 
     Attributes:
         num_values: of the buffer.
@@ -91,12 +90,11 @@ class RaggedBatch:
         gather: RaggedGather,
         rows_K: np.ndarray,
         num_samples: int,
-        part_K: np.ndarray | None = None,
+        part_K: np.ndarray,
         lengths_PB: Tensor | None = None,
     ) -> None:
         self._gather, self._rows_K, self._num_samples = gather, rows_K, num_samples
-        self._part_K = np.full_like(rows_K, NO_PART) if part_K is None else part_K
-        self._lengths_PB = lengths_PB
+        self._part_K, self._lengths_PB = part_K, lengths_PB
         self.num_values = int(rows_K @ gather.widths_K)
         chunks_K = rows_K * (gather.widths_K // gather.chunk)
         self._before_K = np.cumsum(chunks_K) - chunks_K

@@ -113,6 +113,6 @@ def test_cases_have_rows_of_both_kinds() -> None:
 
 def test_there_may_be_no_rows() -> None:
     gather = RaggedGather([[(0, 4)], [(4, 8)]], 8, CPU)
-    batch = RaggedBatch(gather, np.zeros(2, dtype=np.int64), 2)
+    batch = RaggedBatch(gather, np.zeros(2, dtype=np.int64), 2, np.full(2, NO_PART))
     assert torch.equal(batch.collect(torch.empty(0)), torch.zeros(2, 8))
     assert batch.spread(torch.ones(2, 8)).shape == (0,)
