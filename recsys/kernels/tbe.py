@@ -17,7 +17,13 @@ from recsys.kernels.deferred import DeferredGradients
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, TorchKernel, split_by_table
+from recsys.kernels.tbe_torch import (
+    Batch,
+    TorchKernel,
+    rows_by_feature,
+    rows_by_rank,
+    split_by_table,
+)
 from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,
@@ -200,7 +206,8 @@ class TableBatchedEmbedding:
     ) -> Tensor:
         """Look up a batch.
 
-        All features have the same number of bags, B, or, with `bags`, each its own.
+        All features have the same number of bags, B, or, with `bags`, each its own. Those may be
+        the bags of R ranks, whose rows are then returned rank by rank, as they are sent to them.
 
         Args:
             indices: [N] int32 or int64, in range (see `IdGuard`), on the tables' device.
@@ -211,11 +218,13 @@ class TableBatchedEmbedding:
                 gradients. In the other modes they only say, by `requires_grad`, which tables train.
             ids_of_tables: [T] ids that read each table, where the host knows them: then
                 `row_statistics` need not wait for the device.
-            bags: [F] int64 on the host: how many bags each feature has. None: all have as many.
+            bags: [F] int64 on the host: how many bags each feature has; or [F, R]: how many of
+                each rank, one rank's after the other's. None: all features have as many.
 
         Returns:
             [B, sum of D over the features], or [N, D] without pooling. With `bags`: flat, for each
-            feature in order its [bags, D], and so is the gradient that backward takes.
+            rank in order, of each feature in order, its [bags, D]; and so is the gradient that
+            backward takes.
 
         Raises:
             ValueError: Weights or `bags` for a lookup without pooling; `bags` that do not fit.
@@ -235,8 +244,9 @@ class TableBatchedEmbedding:
                     [0., 0.],
                     [2., 3.]])
         """
+        by_rank = None
         if bags is not None:
-            bags = self._checked_bags(bags, offsets)
+            bags, by_rank = self._checked_bags(bags, offsets)
         if per_sample_weights is not None:
             if self.pooling is PoolingType.NONE:
                 raise ValueError(
@@ -244,7 +254,7 @@ class TableBatchedEmbedding:
                     f"{list(per_sample_weights.shape)}. Multiply the output instead."
                 )
             per_sample_weights = per_sample_weights.float()
-        batch = Batch(indices, offsets, per_sample_weights, bags)
+        batch = Batch(indices, offsets, per_sample_weights, bags, by_rank)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
         if self._updater.has_own_graph and (
@@ -261,7 +271,7 @@ class TableBatchedEmbedding:
                 f"rate; received the rates {self.learning_rates}. Give each its own lookup."
             )
         if not torch.is_grad_enabled():
-            return self._looker.lookup(batch)
+            return self._looker.lookup(batch) if by_rank is None else self._look_up_by_rank(batch)
         if parameters is None:
             parameters = () if self.update_mode is UpdateMode.GRADIENT else (self._anchor,)
         out: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
@@ -280,7 +290,7 @@ class TableBatchedEmbedding:
         Arguments are those of `forward`.
         """
         if bags is not None:
-            bags = self._checked_bags(bags, offsets)
+            bags, _ = self._checked_bags(bags, offsets)
         self._updater.prefetch(Batch(indices, offsets, bags=bags))
 
     def flush(self) -> None:
@@ -325,22 +335,45 @@ class TableBatchedEmbedding:
             shape = (num_bags, self.layout.total_dim)
         return torch.empty(shape, dtype=self.settings.output_dtype, device="meta")
 
-    def _checked_bags(self, bags: np.ndarray, offsets: Tensor) -> np.ndarray:
-        """Return a copy, which backward may read however late, or raise ValueError."""
+    def _checked_bags(
+        self, bags: np.ndarray, offsets: Tensor
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return `bags` and `by_rank` of a `Batch`, or raise ValueError.
+
+        They are copies: backward may read them however late.
+        """
         if self.pooling is PoolingType.NONE:
             raise ValueError(
                 f"PoolingType.NONE takes no bags of each feature; received {bags.tolist()}. Leave "
                 "them out: offsets say how many ids a feature has."
             )
         num_features, num_bags = self.layout.num_features, offsets.numel() - 1
-        if bags.shape != (num_features,) or bags.sum() != num_bags:
+        if bags.ndim not in (1, 2) or len(bags) != num_features or bags.sum() != num_bags:
             raise ValueError(
-                f"bags must be one number per feature, which add up to the bags of offsets; "
-                f"received {bags.tolist()} for {num_features} features and {num_bags} bags."
+                "bags must be one number per feature, or one per feature and rank, which add up to "
+                f"the bags of offsets; received {bags.tolist()} for {num_features} features and "
+                f"{num_bags} bags."
             )
-        return np.array(bags, dtype=np.int64)
+        bags = np.array(bags, dtype=np.int64)
+        if bags.ndim == 1:
+            return bags, None
+        return bags.sum(1), bags if bags.shape[1] > 1 else None
+
+    def _look_up_by_rank(self, batch: Batch) -> Tensor:
+        """Look up bags of several ranks, without autograd."""
+        by_rank, looker = batch.by_rank, self._looker
+        assert by_rank is not None
+        if looker.takes_ranks:
+            return looker.lookup(batch)
+        rows = looker.lookup(batch._replace(by_rank=None))
+        return rows_by_rank(rows, by_rank, self.layout.dims_F)
 
     # -- called by backward -------------------------------------------------------------------
+
+    def _updates_by_rank(self, trained: Sequence[bool]) -> bool:
+        """Return whether the update takes the gradient rank by rank."""
+        is_fused = self.update_mode is UpdateMode.FUSED and all(trained)
+        return is_fused and self._updater.takes_ranks
 
     def _update(
         self,
@@ -393,20 +426,25 @@ class _Lookup(torch.autograd.Function):
         offsets: Tensor,
         weights: Tensor | None,
         bags: np.ndarray | None,
+        by_rank: np.ndarray | None,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.metadata[TABLE_UPDATES] = tbe._updates
-        ctx.tbe, ctx.ids_of_tables, ctx.bags = tbe, ids_of_tables, bags
+        ctx.tbe, ctx.ids_of_tables, ctx.bags = tbe, ids_of_tables, (bags, by_rank)
         ctx.save_for_backward(indices, offsets, weights)
-        return tbe._looker.lookup(Batch(indices, offsets, weights, bags))
+        batch = Batch(indices, offsets, weights, bags, by_rank)
+        return tbe._looker.lookup(batch) if by_rank is None else tbe._look_up_by_rank(batch)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tbe: TableBatchedEmbedding = ctx.tbe
         indices, offsets, weights = ctx.saved_tensors
-        batch = Batch(indices, offsets, weights, ctx.bags)
-        _, _, _, _, needs_weights, _, *trained = ctx.needs_input_grad
+        batch = Batch(indices, offsets, weights, *ctx.bags)
+        _, _, _, _, needs_weights, _, _, *trained = ctx.needs_input_grad
+        if batch.by_rank is not None and (needs_weights or not tbe._updates_by_rank(trained)):
+            grad = rows_by_feature(grad, batch.by_rank, tbe.layout.dims_F)
+            batch = batch._replace(by_rank=None)
         weights_grad = None
         if needs_weights:  # before the update: it reads the rows the forward read
             weights_grad = tbe._updater.weight_gradients(grad, batch)
@@ -416,4 +454,4 @@ class _Lookup(torch.autograd.Function):
                 gradients = tbe._parameter_gradients(grad, batch, trained)
             else:
                 tbe._update(grad, batch, trained, ctx.ids_of_tables)
-        return (None, None, None, None, weights_grad, None, *gradients)
+        return (None, None, None, None, weights_grad, None, None, *gradients)

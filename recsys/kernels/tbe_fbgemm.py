@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.ops import upload
+from recsys.kernels.ops import move_segments, upload
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
@@ -31,6 +31,7 @@ from recsys.kernels.tbe_torch import (
     TorchKernel,
     distinct_rows,
     inverse_bag_length,
+    rank_order,
     row_ids_of,
     sum_bags,
 )
@@ -161,15 +162,22 @@ class FbgemmCpuKernel(TorchKernel):
             for rate, features in features_of.items()
         }
 
+    @property
+    def takes_ranks(self) -> bool:
+        """Whether bags may be read in any order: see `_in_rows`."""
+        is_one = self._one_table is not None and not self.layout.shares_tables
+        return is_one and isinstance(self.rates, float)
+
     def lookup(self, batch: Batch) -> Tensor:
         """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE:
             return super().lookup(batch)  # as fast as FBGEMM's
-        geometry, indices = self._geometry, batch.indices
+        geometry = self._geometry
         if batch.bags is not None:
             if self._one_table is None:
                 return flat_blocks(self.lookup(as_rectangle(batch)), batch.bags, self.layout)
-            geometry, indices = self._ids_of_one(batch)
+            geometry, batch = self._of_one_table(batch)
+        indices = batch.indices
         # A missing `indice_weights` must be None: an empty tensor would be read out of bounds.
         pooled: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             self.storage,
@@ -189,9 +197,10 @@ class FbgemmCpuKernel(TorchKernel):
         """Gradient with respect to per-sample weights: [N] fp32."""
         if batch.bags is not None:
             grad, batch = self._in_rows(grad, batch, batch.bags)
-        geometry, indices = self._geometry, batch.indices
+        geometry = self._geometry
         if batch.bags is not None:
-            geometry, indices = self._ids_of_one(batch)
+            geometry, batch = self._of_one_table(batch)
+        indices = batch.indices
         values: Tensor = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
             grad,
             self.storage,
@@ -309,8 +318,8 @@ class FbgemmCpuKernel(TorchKernel):
         share a table, FBGEMM adds up gradients in another order then. Of two dims and 64 bags a
         rectangle takes a third of the time of `TorchKernel`.
         """
-        dims, shares = self.layout.feature_dims, self.layout.shares_tables
-        if self._one_table is not None and isinstance(self.rates, float) and not shares:
+        dims = self.layout.feature_dims
+        if self.takes_ranks:
             return grad.view(-1, dims[0]), batch
         longest = int(bags_F.max())
         blocks = grad.split((bags_F * self.layout.dims_F).tolist())
@@ -320,17 +329,19 @@ class FbgemmCpuKernel(TorchKernel):
         ]
         return torch.cat(padded, 1), as_rectangle(batch)
 
-    def _ids_of_one(self, batch: Batch) -> tuple[Geometry, Tensor]:
-        """Return all tables as one, and the ids of a ragged batch, or of sequences, as its rows."""
+    def _of_one_table(self, batch: Batch) -> tuple[Geometry, Batch]:
+        """Return all tables as one, and a ragged batch, or sequences, of which ids are its rows."""
         assert self._one_table is not None
-        return self._one_table, row_ids_of(self.layout.used_groups[0], batch)
+        rows = row_ids_of(self.layout.used_groups[0], batch)
+        batch = batch._replace(indices=rows)
+        return self._one_table, batch if batch.by_rank is None else _rank_by_rank(batch)
 
     def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
         """Return the batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
-        indices, offsets, weights, bags = batch
         geometry = self._geometry
-        if bags is not None or self.pooling is PoolingType.NONE:
-            geometry, indices = self._ids_of_one(batch)
+        if batch.bags is not None or self.pooling is PoolingType.NONE:
+            geometry, batch = self._of_one_table(batch)
+        indices, offsets, weights = batch[:3]
         if self.pooling is PoolingType.NONE:
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
             return geometry, Batch(indices, torch.arange(indices.numel() + 1))
@@ -368,6 +379,21 @@ def _statistics_by_row(
         )
         norms.index_copy_(0, repeated, torch.linalg.vector_norm(sums, dim=1))
     return rows, norms.square_()
+
+
+def _rank_by_rank(batch: Batch) -> Batch:
+    """Return a batch on the CPU with the bags of one rank, of all features, after another's."""
+    assert batch.by_rank is not None
+    bags_FR, order = batch.by_rank.ravel(), rank_order(*batch.by_rank.shape)
+    edges = np.concatenate([[0], np.cumsum(bags_FR)])
+    ids_FR = np.diff(batch.offsets.numpy()[edges]).astype(np.int64)
+    lengths = move_segments(batch.offsets.diff(), order, bags_FR)
+    weights = batch.weights
+    return batch._replace(
+        indices=move_segments(batch.indices, order, ids_FR),
+        offsets=ops.complete_cumsum(lengths),
+        weights=None if weights is None else move_segments(weights, order, ids_FR),
+    )
 
 
 def as_rectangle(batch: Batch) -> Batch:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, ClassVar, final
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,6 +30,8 @@ from recsys.kernels.tbe_torch import (
     TorchKernel,
     inverse_bag_length,
     row_ids_of,
+    rows_by_feature,
+    rows_by_rank,
 )
 from recsys.kernels.types import (
     EmbeddingLocation,
@@ -149,8 +152,8 @@ class FbgemmCudaKernel(TorchKernel):
     warp, and the ids of a feature, of all samples that a rank was sent, may be hundreds of
     thousands.
 
-    Ragged batches it takes as batches of variable size, of some optimizers; those of the others
-    are made rectangular by empty bags.
+    Ragged batches it takes as batches of variable size, of some optimizers, and writes their rows
+    rank by rank itself; those of the others are made rectangular by empty bags.
 
     Attributes:
         module: FBGEMM's.
@@ -160,6 +163,7 @@ class FbgemmCudaKernel(TorchKernel):
     device_types = ("cuda",)
     lookup_limits = update_limits = _MODULE_LIMITS
     has_own_graph = True
+    takes_ranks = True
 
     def __init__(
         self,
@@ -221,6 +225,8 @@ class FbgemmCudaKernel(TorchKernel):
         out: Tensor = self.module(*as_taken[:2], weights, **_sizes_of(as_taken))
         if batch.bags is not None and as_taken.bags is None:
             out = flat_blocks(out, batch.bags, self.layout)
+            if batch.by_rank is not None:
+                out = _RowsByRank.apply(out, batch.by_rank, self.layout)  # type: ignore[no-untyped-call]
         elif as_taken.bags is not batch.bags:  # the bags that were missing are the last
             out = out[: int(batch.bags @ self.layout.dims_F)]
         if self._counts_steps and out.requires_grad:
@@ -246,10 +252,13 @@ class FbgemmCudaKernel(TorchKernel):
             return batch
         # Of fewer bags than features its CUDA kernels return memory that nothing was written to;
         # and without any bag they divide by zero.
-        bags = batch.bags.copy()
+        bags, by_rank = batch.bags.copy(), batch.by_rank
         bags[-1] += missing
+        if by_rank is not None:
+            by_rank = by_rank.copy()
+            by_rank[-1, -1] += missing
         offsets = functional.pad(batch.offsets, (0, missing), value=batch.indices.numel())
-        return batch._replace(offsets=offsets, bags=bags)
+        return batch._replace(offsets=offsets, bags=bags, by_rank=by_rank)
 
     def _as_one_table(self, batch: Batch) -> Batch:
         """Return a batch of sequences as bags of one id each, of one table."""
@@ -304,11 +313,35 @@ class FbgemmCudaKernel(TorchKernel):
         self._checked_version = self.steps_T._version
 
 
-def _sizes_of(batch: Batch) -> dict[str, list[list[int]]]:
-    """Return what the module is told of the bags of a ragged batch, as of one rank."""
-    if batch.bags is None:
-        return {}
-    return {"batch_size_per_feature_per_rank": [[count] for count in batch.bags.tolist()]}
+@final
+class _Sizes(list[list[int]]):
+    """The bags of each feature, in a list that FBGEMM adds up, and those of each rank of it.
+
+    FBGEMM is asked for its metadata in `_without_waits`, which reads the latter.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        assert batch.bags is not None
+        super().__init__([[count] for count in batch.bags.tolist()])
+        self.by_rank = batch.bags[:, None] if batch.by_rank is None else batch.by_rank
+
+
+def _sizes_of(batch: Batch) -> dict[str, _Sizes]:
+    """Return what the module is told of the bags of a ragged batch."""
+    return {} if batch.bags is None else {"batch_size_per_feature_per_rank": _Sizes(batch)}
+
+
+class _RowsByRank(torch.autograd.Function):
+    """What a ragged lookup gives, feature by feature, to the same rank by rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, by_rank: np.ndarray, layout: StorageLayout) -> Tensor:
+        ctx.of_batch = by_rank, layout.dims_F
+        return rows_by_rank(rows, by_rank, layout.dims_F)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return rows_by_feature(grad, *ctx.of_batch), None, None
 
 
 def _module_of(
@@ -366,21 +399,37 @@ def _module_of(
 
 @cache
 def _without_waits(module: Any) -> Any:
-    """Return a kind of FBGEMM's module that uploads the bags of a ragged batch without waiting.
+    """Return a kind of FBGEMM's module that uploads what it is told of bags without waiting.
 
-    FBGEMM copies them from memory that is not pinned.
+    FBGEMM works it out from lists, on several ranks number by number, and copies it in three
+    parts from memory that is not pinned.
     """
 
-    def generate(self: Any, offsets: Tensor, bags: Any, *rest: Any, **named: Any) -> Any:
-        if bags is None:
-            return module._generate_vbe_metadata(self, offsets, None, *rest, **named)
-        device, self.current_device = self.current_device, torch.device("cpu")
-        try:
-            made = module._generate_vbe_metadata(self, offsets, bags, *rest, **named)
-        finally:
-            self.current_device = device
-        tensors = {k: upload(v, device) for k, v in made._asdict().items() if torch.is_tensor(v)}
-        return made._replace(**tensors)
+    def generate(self: Any, offsets: Tensor, sizes: Any, *rest: Any, **named: Any) -> Any:
+        made = module._generate_vbe_metadata(self, offsets, None, *rest, **named)
+        if sizes is None:
+            return made
+        bags_FR, dims_F = sizes.by_rank, self.feature_dims.numpy()  # on the host by now
+        num_features, num_ranks = bags_FR.shape
+        rows = np.zeros(bags_FR.size + 1, dtype=np.int64)  # where those of a rank and feature begin
+        np.cumsum((bags_FR * dims_F[:, None]).T, out=rows[1:])
+        of_ranks = np.zeros((num_features, num_ranks + 1), dtype=np.int64)
+        np.cumsum(bags_FR, axis=1, out=of_ranks[:, 1:])
+        of_features = np.concatenate([[0], np.cumsum(of_ranks[:, -1])])
+        numbers = np.concatenate([of_features, of_ranks.ravel(), [0]]).astype(np.int32)
+        words = np.concatenate([rows, numbers[: numbers.size // 2 * 2].view(np.int64)])
+        uploaded = upload(words, self.current_device)
+        narrow = uploaded[rows.size :].view(torch.int32)
+        return made._replace(
+            B_offsets=narrow[: num_features + 1],
+            output_offsets_feature_rank=uploaded[: rows.size],
+            B_offsets_rank_per_feature=narrow[num_features + 1 :][: of_ranks.size].view(
+                num_features, -1
+            ),
+            max_B=int(of_ranks[:, -1].max()),
+            max_B_feature_rank=int(bags_FR.max()),
+            output_size=int(rows[-1]),
+        )
 
     return type(module.__name__, (module,), {"_generate_vbe_metadata": generate})
 

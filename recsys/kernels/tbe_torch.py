@@ -40,6 +40,11 @@ class Batch(NamedTuple):
 
     With it a batch is ragged: what is pooled, and its gradient, are flat, one feature's [bags, D]
     after the other's."""
+    by_rank: np.ndarray | None = None
+    """[F, R] int64, on the host: the bags of each feature are those of R ranks, one after the
+    other, and what is pooled stands rank by rank, of each feature by feature; None: as above.
+
+    A kernel is given it if it `takes_ranks`."""
 
 
 RowGradients: TypeAlias = tuple[Tensor, Tensor]
@@ -127,6 +132,11 @@ class TorchKernel(Backend):
     """
 
     has_own_graph: ClassVar[bool] = False
+
+    @property
+    def takes_ranks(self) -> bool:
+        """Whether it serves batches with `Batch.by_rank`, in `lookup` and in `update`."""
+        return False
 
     def __init__(
         self,
@@ -497,6 +507,30 @@ def starts_of_features(offsets: Tensor, bags_F: np.ndarray) -> Tensor:
     starts = np.zeros(len(bags_F) + 1, dtype=np.int64)
     np.cumsum(bags_F, out=starts[1:])
     return offsets.index_select(0, upload(starts, offsets.device))
+
+
+def rank_order(num_features: int, num_ranks: int) -> np.ndarray:
+    """Of parts feature by feature, of each rank by rank, the places rank by rank: [R * F] int32."""
+    places = np.arange(num_features * num_ranks, dtype=np.int32)
+    return places.reshape(num_features, num_ranks).T.ravel()
+
+
+def rows_by_rank(rows: Tensor, by_rank: np.ndarray, dims_F: np.ndarray) -> Tensor:
+    """Return what a ragged lookup gives, flat, with the rows of one rank after another's.
+
+    Args:
+        rows: Feature by feature.
+        by_rank: As in `Batch`.
+        dims_F: Columns of each feature.
+    """
+    sizes_FR = by_rank * dims_F[:, None]
+    return move_segments(rows, rank_order(*by_rank.shape), sizes_FR.ravel())
+
+
+def rows_by_feature(rows: Tensor, by_rank: np.ndarray, dims_F: np.ndarray) -> Tensor:
+    """The inverse of `rows_by_rank`, which takes its gradient back."""
+    sizes_RF = (by_rank * dims_F[:, None]).T
+    return move_segments(rows, rank_order(*sizes_RF.shape), sizes_RF.ravel())
 
 
 def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:

@@ -38,10 +38,38 @@ class Case:
     batch_size: int
     seed: int
     bags: tuple[int, ...] | None = None  # of each feature of a ragged batch
+    num_ranks: int = 1  # that these are of
 
     @property
     def bags_F(self) -> np.ndarray | None:
         return None if self.bags is None else np.array(self.bags)
+
+    @property
+    def by_rank(self) -> np.ndarray | None:
+        """`[F, R]` bags of each rank, if there are several."""
+        if self.bags is None or self.num_ranks == 1:
+            return None
+        draws = np.random.default_rng(self.seed)
+        share = [1 / self.num_ranks] * self.num_ranks
+        return np.stack([draws.multinomial(count, share) for count in self.bags])
+
+    @property
+    def given_bags(self) -> np.ndarray | None:
+        """As `TableBatchedEmbedding` takes them."""
+        return self.bags_F if self.by_rank is None else self.by_rank
+
+    def slices(self) -> list[slice]:
+        """Of each bag, feature by feature, what is its own of the flat output."""
+        bags = self.given_bags
+        assert bags is not None
+        by_rank, place = bags.reshape(len(bags), -1), 0
+        found: dict[tuple[int, int, int], slice] = {}
+        for rank in range(by_rank.shape[1]):
+            for feature, table in enumerate(self.feature_table_map):
+                for i in range(by_rank[feature, rank]):
+                    found[feature, rank, i] = slice(place, place + self.dims[table])
+                    place += self.dims[table]
+        return [found[bag] for bag in sorted(found)]
 
     @property
     def specs(self) -> list[TableSpec]:
@@ -155,6 +183,7 @@ def cases(
         batch_size=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 1000)),
         bags=bags,
+        num_ranks=draw(st.integers(1, 3)) if ragged else 1,
     )
 
 
@@ -183,19 +212,19 @@ def ragged_oracle(
     of_weights, touched = np.zeros(len(ids)), [set[int]() for _ in tables]
     size = sum(c * case.dims[t] for c, t in zip(case.bags, case.feature_table_map, strict=True))
     out, flat = np.zeros(size), np.zeros(size) if grad is None else grad.double().numpy()
-    bag = place = 0
+    bag, places = 0, case.slices()
     for count, table in zip(case.bags, case.feature_table_map, strict=True):
         for _ in range(count):
             begin, end = bounds[bag], bounds[bag + 1]
             share = 1 / max(1, end - begin) if case.pooling is PoolingType.MEAN else 1.0
-            own = slice(place, place + case.dims[table])
+            own = places[bag]
             for i in range(begin, end):
                 row = numbers[table][ids[i]]
                 out[own] += share * factors[i] * row
                 of_tables[table][ids[i]] += share * factors[i] * flat[own]
                 of_weights[i] = share * (row @ flat[own])
                 touched[table].add(ids[i])
-            bag, place = bag + 1, own.stop
+            bag += 1
     return Oracle(out, of_tables, of_weights, touched)
 
 
@@ -214,4 +243,6 @@ def flat_of_padded(case: Case, padded: Tensor) -> Tensor:
     """What a rectangular lookup of `padded_offsets` returned, as the ragged one does; autograd."""
     assert case.bags is not None
     columns = padded.split([case.dims[t] for t in case.feature_table_map], dim=1)
-    return torch.cat([c[:n].flatten() for c, n in zip(columns, case.bags, strict=True)])
+    bags = [bag for c, n in zip(columns, case.bags, strict=True) for bag in c[:n].unbind()]
+    starts = [own.start for own in case.slices()]
+    return torch.cat([padded[:0].flatten(), *(bags[i] for i in np.argsort(starts))])

@@ -71,7 +71,7 @@ def train(
             out = tbe.forward(indices, padded_offsets(case, offsets), weights, parameters)
             out = flat_of_padded(case, out)
         else:
-            out = tbe.forward(indices, offsets, weights, parameters, bags=case.bags_F)
+            out = tbe.forward(indices, offsets, weights, parameters, bags=case.given_bags)
         if out.requires_grad:
             out.backward(output_gradient(case, step, out.shape).to(out.dtype))
         seen.append(out.detach())
@@ -645,7 +645,7 @@ def test_features_with_bags_of_their_own_equal_a_loop_over_them(
     indices, offsets, weights = case.batch(0)
     if weights is not None:
         weights.requires_grad_()
-    out = tbe.forward(indices, offsets, weights, parameters, bags=case.bags_F)
+    out = tbe.forward(indices, offsets, weights, parameters, bags=case.given_bags)
     grad = output_gradient(case, 0, out.shape)
     out.backward(grad)
     oracle = ragged_oracle(case, case.init(), case.batch(0), grad)
@@ -729,7 +729,7 @@ def test_row_moments_of_features_with_bags_of_their_own(backend: str, case: Case
         for step in range(2):
             indices, offsets, weights = case.batch(step)
             if is_ragged:
-                out = tbe.forward(indices, offsets, weights, bags=case.bags_F)
+                out = tbe.forward(indices, offsets, weights, bags=case.given_bags)
             else:
                 out = tbe.forward(indices, padded_offsets(case, offsets), weights)
                 out = flat_of_padded(case, out)
@@ -801,7 +801,7 @@ def test_a_gradient_that_is_one_value_for_all_bags(backend: str) -> None:
     case = replace(RAGGED, dims=(4, 4, 4), weighted=False)
     pair = [case.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED, backend) for _ in range(2)]
     indices, offsets, _ = case.batch(0)
-    pair[0].forward(indices, offsets, bags=case.bags_F).sum().backward()
+    pair[0].forward(indices, offsets, bags=case.given_bags).sum().backward()
     pair[1].forward(indices, padded_offsets(case, offsets)).sum().backward()
     assert_same(*pair)
 
@@ -810,7 +810,7 @@ def test_bags_are_one_number_per_feature_that_add_up() -> None:
     tbe = RAGGED.build(None, UpdateMode.GRADIENT)
     indices, offsets, _ = RAGGED.batch(0)
     for bags in ([3, 0, 5], [3, 0, 5, 3], [[3, 0, 5, 2]]):
-        with pytest.raises(ValueError, match="must be one number per feature, which add up to"):
+        with pytest.raises(ValueError, match="must be one number per feature, or one per feature"):
             tbe.forward(indices, offsets, bags=np.array(bags))
 
 
@@ -869,13 +869,21 @@ def test_bags_may_be_written_to_before_backward(backend: str) -> None:
 
 
 @needs_fbgemm
+@pytest.mark.parametrize("features", [(0, 1, 1, 2), (0, 1, 2)])
 @pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "num_ranks"), [(0, 1), (1, 1), (2, 2), (3, 3)])
 def test_fbgemm_trains_bags_of_their_own_to_the_bits_of_a_rectangle(
-    seed: int, dims: tuple[int, ...]
+    seed: int, num_ranks: int, dims: tuple[int, ...], features: tuple[int, ...]
 ) -> None:
     """Also where features share a table, whose gradients it adds up in the rectangle's order."""
-    case = replace(RAGGED, dims=dims, seed=seed, bags=(9, 4, 9, 5))
+    case = replace(
+        RAGGED,
+        dims=dims,
+        seed=seed,
+        feature_table_map=features,
+        bags=(9, 4, 9, 5)[: len(features)],
+        num_ranks=num_ranks,
+    )
     spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     pair = [case.build(spec, UpdateMode.FUSED, "fbgemm") for _ in range(2)]
     for a, b in zip(train(pair[0], case), train_padded(pair[1], case), strict=True):

@@ -9,12 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from recsys.kernels import tbe_fbgemm_module
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
-from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
+from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup, _sizes_of
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, TorchKernel
 from recsys.kernels.types import (
@@ -347,17 +348,29 @@ RAGGED = replace(SMALL, bags=(3, 0, 5, 2))
 FEW = {"none": (0, 0, 0, 0), "one": (0, 1, 0, 0), "fewer than features": (1, 0, 2, 0)}
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("bags", [(3, 0, 5, 2), (2, 2, 2, 2), *FEW.values()], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
 @pytest.mark.parametrize("algorithm", list(FUSED_ON_CPU))
 def test_the_module_trains_features_with_bags_of_their_own(
-    algorithm: EmbOptimType, pooling: PoolingType, weighted: bool, bags: tuple[int, ...]
+    algorithm: EmbOptimType,
+    pooling: PoolingType,
+    weighted: bool,
+    bags: tuple[int, ...],
+    num_ranks: int,
 ) -> None:
     # On a CPU, FBGEMM 1.8 copies int32 offsets of batches of variable size as if they were int64,
     # and writes past their end; and it forgets the length of bags that are weighted and averaged.
     dtype = torch.int32 if algorithm is EmbOptimType.EXACT_ADAGRAD else torch.int64
-    case = replace(SMALL, bags=bags, pooling=pooling, weighted=weighted, index_dtype=dtype)
+    case = replace(
+        SMALL,
+        bags=bags,
+        num_ranks=num_ranks,
+        pooling=pooling,
+        weighted=weighted,
+        index_dtype=dtype,
+    )
     is_right = pooling is PoolingType.SUM or not weighted
     spec = OptimizerSpec(algorithm=algorithm, learning_rate=0.1 if is_right else 0.0)
     module, tbe = build(spec, pooling=pooling, case=case), case.build(spec, UpdateMode.FUSED)
@@ -366,7 +379,7 @@ def test_the_module_trains_features_with_bags_of_their_own(
         indices, offsets, weights = case.batch(step)
         if weights is not None:
             weights.requires_grad_()
-        out = module.look_up_and_update(Batch(indices, offsets, weights, case.bags_F))
+        out = module.look_up_and_update(Batch(indices, offsets, weights, case.bags_F, case.by_rank))
         assert out is not None
         torch.testing.assert_close(out, next(expected))
         out.backward(output_gradient(case, step, out.shape))
@@ -390,10 +403,12 @@ def test_features_without_ids_have_bags_of_their_own() -> None:
     assert torch.equal(module.storage, before)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("bags", FEW.values(), ids=str)
-def test_the_module_is_given_as_many_bags_as_features(bags: tuple[int, ...]) -> None:
+def test_the_module_is_given_as_many_bags_as_features(bags: tuple[int, ...], num_ranks: int) -> None:
     """Its CUDA kernels take fewer for none, and write nothing."""
-    case, module = replace(SMALL, bags=bags), build(OptimizerSpec(algorithm=EmbOptimType.SGD))
+    case = replace(SMALL, bags=bags, num_ranks=num_ranks)
+    module = build(OptimizerSpec(algorithm=EmbOptimType.SGD))
     seen, inner = [], module.module
 
     def call(*batch: Any, batch_size_per_feature_per_rank: list[list[int]]) -> torch.Tensor:
@@ -404,32 +419,37 @@ def test_the_module_is_given_as_many_bags_as_features(bags: tuple[int, ...]) -> 
 
     module.module = call
     indices, offsets, _ = case.batch(0)
-    module.look_up_and_update(Batch(indices, offsets, None, case.bags_F))
+    module.look_up_and_update(Batch(indices, offsets, None, case.bags_F, case.by_rank))
     ((given, sizes),) = seen
+    assert sizes.by_rank.sum(1).tolist() == [n for (n,) in sizes]  # type: ignore[attr-defined]
     assert sizes == [[bags[0]], [bags[1]], [bags[2]], [bags[3] + 4 - sum(bags)]]
     assert torch.equal(given, torch.cat([offsets, offsets[-1:].expand(4 - sum(bags))]))
 
 
-def test_what_is_said_of_bags_is_uploaded_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, uploaded = build(OptimizerSpec(algorithm=EmbOptimType.SGD)), []
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_is_said_of_bags_is_uploaded_once_without_waiting(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, uploads = build(OptimizerSpec(algorithm=EmbOptimType.SGD)), []
 
-    def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        uploaded.append((values, device))
-        return values.clone()
+    def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+        uploads.append(device.type)
+        return torch.from_numpy(values.copy())
 
     monkeypatch.setattr(tbe_fbgemm_module, "upload", upload)
-    inner = module.module
+    inner, case = module.module, replace(RAGGED, num_ranks=num_ranks)
+    bags = case.bags_F[:, None] if case.by_rank is None else case.by_rank  # type: ignore[index]
+    plain = type(inner).__mro__[1]._generate_vbe_metadata(inner, torch.zeros(11), bags.tolist())
+    sizes = _sizes_of(Batch(torch.zeros(0), torch.zeros(11), None, case.bags_F, case.by_rank))
     inner.current_device = torch.device("meta")
-    made = inner._generate_vbe_metadata(torch.zeros(11), [[3], [0], [5], [2]])
-    assert inner.current_device.type == "meta"
-    assert made.B_offsets.tolist() == [0, 3, 3, 8, 10]
-    tensors = [value for value in made if torch.is_tensor(value)]
-    assert len(tensors) == len(uploaded)
-    for kept, (given, device) in zip(tensors, uploaded, strict=True):
-        assert torch.equal(kept, given)
-        assert (given.device.type, device.type) == ("cpu", "meta")
+    (told,) = sizes.values()
+    made = inner._generate_vbe_metadata(torch.zeros(11), told)
+    assert uploads == ["meta"]
+    for found, expected in zip(made, plain, strict=True):
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found, expected)
     inner._generate_vbe_metadata(torch.zeros(11), None)
-    assert len(tensors) == len(uploaded)
+    assert uploads == ["meta"]
 
 
 @pytest.mark.parametrize("algorithm", list(FUSED_ON_CPU))

@@ -119,7 +119,8 @@ class Bags(NamedTuple):
     ids_of_tables: list[int] | None = None
     """Ids that read each table, on a device, where the host knows them; else None."""
     of_features: np.ndarray | None = None
-    """`[F]` bags of each feature, where they differ; the offsets are `[their sum + 1]` then."""
+    """`[F, R]` bags that each rank has of each feature, where they differ; the offsets are `[their
+    sum + 1]` then, and rows are looked up rank by rank."""
 
 
 @final
@@ -533,14 +534,14 @@ class InputDist:
         return Bags(indices, ops.complete_cumsum(payload[:num_bags]), weights)
 
     def split_bags(
-        self, bags: Bags, stream_ids: np.ndarray, bags_S: np.ndarray, *, are_ragged: bool = False
+        self, bags: Bags, stream_ids: np.ndarray, bags_RS: np.ndarray, *, are_ragged: bool = False
     ) -> list[Bags]:
         """Shorten the bags of all streams of this rank into those of its lookup groups.
 
         Args:
             bags: of all streams.
             stream_ids: ids of each stream, of all ranks.
-            bags_S: bags of each stream, of all ranks.
+            bags_RS: bags of each stream, of each rank.
             are_ragged: whether streams may have different numbers of them.
         """
         groups = self.layout.groups[self.env.rank]
@@ -551,7 +552,7 @@ class InputDist:
             own = bags
             if len(groups) > 1:
                 end = start + int(stream_ids[first:last].sum())
-                last_bag = first_bag + int(bags_S[first:last].sum())
+                last_bag = first_bag + int(bags_RS[:, first:last].sum())
                 offsets = bags.offsets[first_bag : last_bag + 1]
                 own = Bags(
                     bags.indices[start:end],
@@ -560,7 +561,7 @@ class InputDist:
                 )
                 start, first_bag = end, last_bag
             if are_ragged:
-                own = own._replace(of_features=bags_S[first:last])
+                own = own._replace(of_features=bags_RS[:, first:last].T)
             if bags.indices.is_cuda:
                 of_tables = np.bincount(
                     group.feature_table_map, stream_ids[first:last], len(group.tables)
@@ -972,21 +973,20 @@ class Trip(Multistreamable):
             self._select_replicas()
         if self._received is not None:
             bags_RS = self.received_lengths if self.num_bags is None else self.num_bags[0]
-            bags_S = bags_RS.sum(0)
-            bags = stage.unpack(self._received.wait(), self, int(bags_S.sum()))
+            bags = stage.unpack(self._received.wait(), self, int(bags_RS.sum()))
             self._received = None
             if stage.is_weighted and (self.host_RH[:, FLAG] & _WEIGHTS_NEED_GRAD).any():
                 bags = self._with_weight_gradients(bags)
             ids_S, are_ragged = self.received_counts.sum(0), self.num_bags is not None
-            self.lookups = stage.split_bags(bags, ids_S, bags_S, are_ragged=are_ragged)
+            self.lookups = stage.split_bags(bags, ids_S, bags_RS, are_ragged=are_ragged)
         elif self.routes.is_identity:
             own = self.bags
             bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
             if stage.may_skip_header:  # there was no header
                 self.lookups = [bags]
             else:
-                bags_S = np.full_like(self.counts_G, self.batch_size)
-                self.lookups = stage.split_bags(bags, self.counts_G, bags_S)
+                bags_RS = np.full((1, len(self.counts_G)), self.batch_size)
+                self.lookups = stage.split_bags(bags, self.counts_G, bags_RS)
         return self
 
     def _select_replicas(self) -> None:

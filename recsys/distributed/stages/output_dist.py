@@ -447,11 +447,11 @@ class OutputDist(OutputStage[KeyedTensor]):
 
     @cached_property
     def ragged_orders(self) -> tuple[np.ndarray, np.ndarray]:
-        """This rank's streams rank by rank, of those stream by stream as lookups read, and back."""
-        num_ranks, num_streams = self.env.world_size, len(self.layout.streams[self.env.rank])
-        places = np.arange(num_ranks * num_streams, dtype=np.int32)
-        to_ranks = places.reshape(num_streams, num_ranks).T.ravel()
-        return to_ranks, places.reshape(num_ranks, num_streams).T.ravel()
+        """What lookups give rank by rank, lookup by lookup, with all of a rank in one; and back."""
+        num_ranks, num_lookups = self.env.world_size, len(self.layout.groups[self.env.rank])
+        places = np.arange(num_ranks * num_lookups, dtype=np.int32)
+        to_ranks = places.reshape(num_lookups, num_ranks).T.ravel()
+        return to_ranks, places.reshape(num_ranks, num_lookups).T.ravel()
 
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
@@ -555,7 +555,8 @@ class _RaggedExchange(Exchange["OutputDist"]):
     """One batch's way through the stage where streams do not have a row for each sample.
 
     Of features with batch sizes of their own the bags travel that there are; of row-split tables
-    whose bags are short, the rows of the ids that there are. Lookups read no others.
+    whose bags are short, the rows of the ids that there are. Lookups read no others, and give them
+    rank by rank: those of one lookup are sent as they are.
 
     Args:
         stage: whose batch it is.
@@ -566,13 +567,15 @@ class _RaggedExchange(Exchange["OutputDist"]):
     def __init__(self, stage: OutputDist, env: ShardingEnv, trip: Trip) -> None:
         assert trip.num_bags is not None
         given, (received_RS, own_S) = trip.stage, trip.num_bags
-        self._looked_up_RS = received_RS * given.own_dims
+        firsts = [group.streams.start for group in stage.layout.groups[env.rank]]
+        looked_up_RS = received_RS * given.own_dims
+        self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
         rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), trip.batch_size)])
         part_K = np.full_like(rows_K, NO_PART)
         if trip.by_id is not None:
             part_K[: len(own_S)] = np.where(trip.by_id[1], trip.routes.sent, NO_PART)
         self._arriving = RaggedBatch(stage.ragged, rows_K, trip.batch_size, part_K, trip.lengths_PB)
-        sends = self._looked_up_RS.sum(1).tolist()
+        sends = self._looked_up_RL.sum(1).tolist()
         receives = given.per_rank(own_S * given.sent_dims)
         super().__init__(stage, env, sends, receives, trip.stage.path)
         self._bag_counts = trip.bag_counts
@@ -580,9 +583,10 @@ class _RaggedExchange(Exchange["OutputDist"]):
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
         stage = self.stage
-        rows = joined(lookups) if lookups else torch.empty(0, device=stage.device)
-        to_ranks, _ = stage.ragged_orders
-        sent = ops.move_segments(rows, to_ranks, self._looked_up_RS.T.ravel())
+        sent = joined(lookups) if lookups else torch.empty(0, device=stage.device)
+        if len(lookups) > 1:
+            to_ranks, _ = stage.ragged_orders
+            sent = ops.move_segments(sent, to_ranks, self._looked_up_RL.T.ravel())
         return self.start_sending(sent, replicas)
 
     def place(self, buffer: Tensor) -> Tensor:
@@ -600,12 +604,11 @@ class _RaggedExchange(Exchange["OutputDist"]):
         arrived = self.wait_for_grads()
         if arrived is None:
             return self.replica_grads(grad)
-        stage = self.stage
-        _, to_streams = stage.ragged_orders
-        rows = ops.move_segments(arrived, to_streams, self._looked_up_RS.ravel())
-        groups = stage.layout.groups[self.env.rank]
-        sizes = [int(self._looked_up_RS[:, group.streams].sum()) for group in groups]
-        return [*rows.split(sizes), *self.replica_grads(grad)]
+        sizes = self._looked_up_RL.sum(0).tolist()
+        if len(sizes) > 1:
+            _, to_lookups = self.stage.ragged_orders
+            arrived = ops.move_segments(arrived, to_lookups, self._looked_up_RL.ravel())
+        return [*arrived.split(sizes), *self.replica_grads(grad)]
 
 
 def _may_add_up(
