@@ -163,7 +163,6 @@ class FbgemmCudaKernel(TorchKernel):
     device_types = ("cuda",)
     lookup_limits = update_limits = _MODULE_LIMITS
     has_own_graph = True
-    takes_ranks = True
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     """[F, R] int64, on the host: the bags of each feature are those of R ranks, one after the
     other, and what is pooled stands rank by rank, of each feature by feature; None: as above.
 
-    A kernel is given it if it `takes_ranks`."""
+    Only kernels that `takes_ranks`, and `look_up_and_update`, are given it."""
 
 
 RowGradients: TypeAlias = tuple[Tensor, Tensor]
@@ -232,7 +232,10 @@ class TorchKernel(Backend):
         self.apply(self.row_gradients(grad, batch))
 
     def look_up_and_update(self, batch: Batch) -> Tensor | None:
-        """Look up so that its own graph makes the update in backward, where `has_own_graph`."""
+        """Look up so that its own graph makes the update in backward, where `has_own_graph`.
+
+        It serves every batch, also those with `Batch.by_rank`, or returns None.
+        """
         return None
 
     def use_rates(self, rates: Rates) -> None:
@@ -528,7 +531,7 @@ def rows_by_rank(rows: Tensor, by_rank: np.ndarray, dims_F: np.ndarray) -> Tenso
 
 
 def rows_by_feature(rows: Tensor, by_rank: np.ndarray, dims_F: np.ndarray) -> Tensor:
-    """The inverse of `rows_by_rank`, which takes its gradient back."""
+    """Return what `rows_by_rank` was given, or its gradient, from what it returned."""
     sizes_RF = (by_rank * dims_F[:, None]).T
     return move_segments(rows, rank_order(*sizes_RF.shape), sizes_RF.ravel())
 

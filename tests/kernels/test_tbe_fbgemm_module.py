@@ -403,9 +403,27 @@ def test_features_without_ids_have_bags_of_their_own() -> None:
     assert torch.equal(module.storage, before)
 
 
+def test_bags_of_several_ranks_train_at_each_tables_rate() -> None:
+    """Which the module does not do: PyTorch looks up and updates then."""
+    spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1)
+    case = replace(RAGGED, num_ranks=3)
+    pair = [case.build(spec, UpdateMode.FUSED) for _ in range(2)]
+    pair[1]._updater = pair[1]._looker = module = build(spec, case=case)
+    found = []
+    for tbe in pair:
+        tbe.learning_rates = [0.1, 0.5, 0.1]
+        found.append(train(tbe, case))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(pair[0].weights, weights_of(module), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("bags", FEW.values(), ids=str)
-def test_the_module_is_given_as_many_bags_as_features(bags: tuple[int, ...], num_ranks: int) -> None:
+def test_the_module_is_given_as_many_bags_as_features(
+    bags: tuple[int, ...], num_ranks: int
+) -> None:
     """Its CUDA kernels take fewer for none, and write nothing."""
     case = replace(SMALL, bags=bags, num_ranks=num_ranks)
     module = build(OptimizerSpec(algorithm=EmbOptimType.SGD))
