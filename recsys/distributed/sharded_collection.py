@@ -326,8 +326,9 @@ class ShardedCollection(ShardedModule):
 
         Returns:
             Its `wait()` waits on the host for what all ranks told (on a GPU without other ranks
-            it need not), raises what `forward` raises, and starts sending the ids. The `wait()` of
-            what that returns gives what this rank looks up, the `dist_input` of `compute`.
+            it need not where sizes are known, see `forward`), raises what `forward` raises, and
+            starts sending the ids. The `wait()` of what that returns gives what this rank looks up,
+            the `dist_input` of `compute`.
 
         Raises:
             ValueError: if the context is another module's, or a batch has it already.
@@ -461,9 +462,11 @@ class ShardedCollection(ShardedModule):
             ValueError: on every rank, if lengths, offsets, weights or inverse indices of a rank
                 do not fit.
 
-        On a GPU without other ranks, values that are bad (ids out of range, lengths, inverse
-        indices) may be raised only by a later call, or by `check_ids`: the host does not wait for
-        their check. Nothing foreign is read or written meanwhile.
+        On a GPU without other ranks the host waits for nothing if it knows how many ids each
+        feature has (`features.length_per_key_or_none()` is not None), or needs no such number
+        (docs/engine.md, "On a GPU the host waits once a step, or never"). Values that are bad (ids
+        out of range, lengths, inverse indices) may then be raised only by a later call, or by
+        `check_ids`. Nothing foreign is read or written meanwhile.
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]

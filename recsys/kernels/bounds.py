@@ -36,23 +36,36 @@ def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
     return bad_M.any() | (offsets[0] != 0) | (offsets[-1] != num_ids)
 
 
-def safe_lengths(lengths: Tensor, is_bad: Tensor, num_ids: int) -> Tensor:
+def safe_lengths(
+    lengths: Tensor,
+    is_bad: Tensor,
+    num_ids: int,
+    told: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the lengths, or where they are bad others that fit the ids; no device sync.
 
     Args:
         lengths: [M] int32 or int64.
         is_bad: [] bool, see `are_bags_bad`.
         num_ids: What the lengths must add up to.
+        told: Where the host knows how many ids each feature has: [F] int64 its first bag, and [F]
+            that number.
 
     Returns:
-        [M]; all ids in the first bag if bad.
+        [M]; if bad all ids in the first bag, or those of each feature in that feature's first.
 
     Example:
         >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3)
         tensor([3, 0, 0])
+        >>> told = torch.tensor([0, 2]), torch.tensor([2, 1])  # two features, of 2 bags and of 1
+        >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3, told)
+        tensor([2, 0, 1])
     """
     first = torch.zeros_like(lengths)
-    first[:1] = num_ids
+    if told is None:
+        first[:1] = num_ids
+    else:
+        first.index_copy_(0, told[0], told[1].to(lengths.dtype))
     return torch.where(is_bad, first, lengths)
 
 

@@ -175,8 +175,18 @@ def move_segments(source_N: Tensor, plan: Tensor, total: int) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_bags", "num_ids"])
-def _find_bad_bags(found_ptr, lengths_ptr, offsets_ptr, num_bags, num_ids, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_bags", "num_ids", "bags_of_feature"])
+def _find_bad_bags(
+    found_ptr,
+    lengths_ptr,
+    offsets_ptr,
+    told_ptr,
+    num_bags,
+    num_ids,
+    bags_of_feature,
+    IS_TOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     bags = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_real = bags < num_bags
     lengths = tl.load(lengths_ptr + bags, mask=is_real, other=0)
@@ -184,6 +194,10 @@ def _find_bad_bags(found_ptr, lengths_ptr, offsets_ptr, num_bags, num_ids, BLOCK
     ends = tl.load(offsets_ptr + bags + 1, mask=is_real, other=0)
     is_bad = (ends < starts) | (ends - starts != lengths)
     is_bad |= ((bags == 0) & (starts != 0)) | ((bags == num_bags - 1) & (ends != num_ids))
+    if IS_TOLD:
+        is_first = bags % bags_of_feature == 0
+        told = tl.load(told_ptr + bags // bags_of_feature, mask=is_real & is_first, other=0)
+        is_bad |= is_first & (starts != told)
     tl.atomic_max(found_ptr, tl.max((is_bad & is_real).to(tl.int32)))
 
 
@@ -194,6 +208,7 @@ def _make_safe(
     offsets_ptr,
     ids_ptr,
     rows_ptr,
+    told_ptr,
     safe_lengths_ptr,
     safe_offsets_ptr,
     safe_ids_ptr,
@@ -202,6 +217,7 @@ def _make_safe(
     num_ids,
     num_features,
     bags_of_feature,
+    IS_TOLD: tl.constexpr,
     NO_LIMIT: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -209,18 +225,27 @@ def _make_safe(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     places = first + tl.arange(0, BLOCK)
     is_bad = tl.load(found_ptr) != 0
+    is_first, before, after = places == 0, 0, num_ids  # if bad, all ids are in the first bag, or
+    if IS_TOLD:  # those of each feature in its first
+        is_first, of_feature = places % bags_of_feature == 0, told_ptr + places // bags_of_feature
+        before = tl.load(of_feature, mask=places <= num_bags, other=0)
+        after = tl.load(of_feature + 1, mask=places < num_bags, other=0)
     lengths = tl.load(lengths_ptr + places, mask=places < num_bags, other=0)
-    lengths = tl.where(is_bad, tl.where(places == 0, num_ids, 0), lengths)
+    lengths = tl.where(is_bad, tl.where(is_first, after - before, 0), lengths)
     tl.store(safe_lengths_ptr + places, lengths, mask=places < num_bags)
     offsets = tl.load(offsets_ptr + places, mask=places <= num_bags, other=0)
-    offsets = tl.where(is_bad, tl.where(places == 0, 0, num_ids), offsets)
+    offsets = tl.where(is_bad, tl.where(is_first, before, after), offsets)
     tl.store(safe_offsets_ptr + places, offsets, mask=places <= num_bags)
     if first < num_features:
         is_feature = places < num_features
         bags = places * bags_of_feature
         begins = tl.load(offsets_ptr + bags, mask=is_feature, other=0)
         counts = tl.load(offsets_ptr + bags + bags_of_feature, mask=is_feature, other=0) - begins
-        counts = tl.where(is_bad, tl.where(places == 0, num_ids, 0), counts)
+        safe_counts = tl.where(places == 0, num_ids, 0)
+        if IS_TOLD:
+            safe_counts = tl.load(told_ptr + places + 1, mask=is_feature, other=0)
+            safe_counts -= tl.load(told_ptr + places, mask=is_feature, other=0)
+        counts = tl.where(is_bad, safe_counts, counts)
         tl.store(counts_ptr + places, counts, mask=is_feature)
     if first < num_ids:
         is_real = places < num_ids
@@ -241,7 +266,11 @@ def _make_safe(
 
 
 def make_safe(
-    lengths: Tensor, offsets: Tensor, ids_N: Tensor, num_rows_F: Tensor
+    lengths: Tensor,
+    offsets: Tensor,
+    ids_N: Tensor,
+    num_rows_F: Tensor,
+    told_F1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a batch that can be read whatever it holds; its twins are those of `bounds`.
 
@@ -251,11 +280,14 @@ def make_safe(
         ids_N: `[N]` int32 or int64.
         num_rows_F: `[F]` int64 rows of the table that each feature reads; the largest number where
             none does: then any id is good, and becomes 0 if it is negative.
+        told_F1: `[F + 1]` int64 where each feature's ids begin, and where the last one's end, if
+            the host knows it: bags that say otherwise are bad.
 
     Returns:
         `[2]` int32: whether bags are bad, and whether ids are. Then lengths and offsets, all ids in
-        the first bag if they were bad; ids, 0 in place of bad ones, or of all if bags were; and
-        `[F]` int64, the ids that each feature has now.
+        the first bag if they were bad, or those of each feature, as told, in that feature's first;
+        ids, 0 in place of bad ones, or of all if bags were; and `[F]` int64, the ids that each
+        feature has now.
     """
     lengths, offsets, ids_N = lengths.contiguous(), offsets.contiguous(), ids_N.contiguous()
     found = torch.zeros(2, dtype=torch.int32, device=ids_N.device)
@@ -264,20 +296,26 @@ def make_safe(
     num_bags, num_ids, num_features = lengths.numel(), ids_N.numel(), num_rows_F.numel()
     bag_grid = (triton.cdiv(num_bags, _BLOCK),)
     grid = (triton.cdiv(max(num_bags + 1, num_ids), _BLOCK),)
+    told, is_told = num_rows_F if told_F1 is None else told_F1.contiguous(), told_F1 is not None
+    sizes = num_bags, num_ids, num_bags // num_features
     with _current(found.device):
-        _find_bad_bags[bag_grid](found, lengths, offsets, num_bags, num_ids, BLOCK=_BLOCK)
+        _find_bad_bags[bag_grid](
+            found, lengths, offsets, told, *sizes, IS_TOLD=is_told, BLOCK=_BLOCK
+        )
         _make_safe[grid](
             found,
             lengths,
             offsets,
             ids_N,
             num_rows_F,
+            told,
             *safe,
             counts_F,
             num_bags,
             num_ids,
             num_features,
             num_bags // num_features,
+            IS_TOLD=is_told,
             NO_LIMIT=torch.iinfo(torch.int64).max,
             STEPS=num_features.bit_length(),
             BLOCK=_BLOCK,

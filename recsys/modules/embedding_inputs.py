@@ -17,7 +17,7 @@ from torch import Tensor
 from recsys.kernels import ops
 from recsys.kernels.bounds import are_bags_bad, safe_lengths
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.validate import check_total, preview
+from recsys.sparse.validate import check_length_per_key, check_total, preview
 
 __all__ = [
     "FeatureSelector",
@@ -158,23 +158,27 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
         features: A batch that `check_features` has seen.
 
     Returns:
-        The batch, with other lengths and inverse indices where they are bad; and [] bool, None
-        for certainly not.
+        The batch, with other lengths and inverse indices where they are bad; its features have as
+        many ids as `length_per_key` tells, if it does. And [] bool, None for certainly not.
 
     Raises:
-        ValueError: Ids but no bags.
+        ValueError: Ids but no bags, or a `length_per_key` that cannot be.
     """
     values, lengths = features.values(), features.lengths()
     num_ids = values.numel()
     if values.is_cpu or values.is_meta:
         return features, None
+    sizes, told = features.length_per_key_or_none(), None
+    if sizes is not None:
+        check_length_per_key(features.keys(), sizes, values)
     if not lengths.numel():
         check_total("KeyedJaggedTensor", 0, values)
         return features, None
     is_bad = are_bags_bad(lengths, features.offsets(), num_ids)
-    told = features.length_per_key_or_none()
-    if told is not None:
-        is_bad = is_bad | (features.values_per_key() != ops.upload(told, values.device)).any()
+    if sizes is not None:
+        first_bags, first_ids, sizes_F = _told_sizes(features, sizes)
+        is_bad = is_bad | (features.offsets().index_select(0, first_bags) != first_ids).any()
+        told = first_bags, sizes_F
     inverse = features.inverse_indices_or_none()
     if inverse is not None and inverse[1].numel():
         keys, rows = inverse
@@ -189,12 +193,28 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
         features.keys(),
         values,
         features.weights_or_none(),
-        safe_lengths(lengths, is_bad, num_ids),
+        safe_lengths(lengths, is_bad, num_ids, told),
         stride=features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() or None,
+        length_per_key=sizes,
         inverse_indices=inverse,
     )
     return safe, is_bad
+
+
+def _told_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Return for each feature with bags the first, the first id, and how many ids there are.
+
+    Raises:
+        ValueError: A feature has ids but no bags.
+    """
+    bags_F, sizes_F = np.array(features.stride_per_key()), np.array(sizes)
+    has_bags = bags_F > 0
+    if sizes_F[~has_bags].any():
+        features.validate()
+    before = [x.cumsum() - x for x in (bags_F, sizes_F)]
+    told = np.stack([*before, sizes_F])[:, has_bags]
+    return ops.upload(told, features.device()).unbind()
 
 
 def is_on_meta(features: object) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -43,6 +44,8 @@ from recsys.kernels import ops
 from recsys.kernels.types import BoundsCheckMode, EmbOptimType, UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.optim import RowWiseAdagrad
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
@@ -61,23 +64,28 @@ class Plan:
     optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
     dims: tuple[int, ...] = (8, 4)
     twice: bool = False  # whether each feature is read by two tables
-    mean: bool = False
+    means: tuple[bool, ...] = (False,)  # whether tables average; they take turns
     deferred: bool = False
     wire: CommType = CommType.FP32
-    alone: bool = False  # whether there is one rank, whose tables read the features as they are
+    alone: bool = False  # whether there is one rank
+    keys: str = "more"  # than tables read; one rank's may be "as they are", or "reversed"
+    told: bool = False  # whether the host knows how many ids each feature has
+    halves: bool = False  # whether one rank has the rows of a table in two shards
     by_id: bool = False  # whether bags are taken for short
 
     @property
     def name(self) -> str:
         types = "+".join(t.value for t in self.types)
-        rest = [self.kind, self.optimizer.name, "twice" * self.twice, "mean" * self.mean]
+        rest = [self.kind, self.optimizer.name, "twice" * self.twice, "mean" * any(self.means)]
         rest += ["deferred" * self.deferred, str(self.wire) * (self.wire is not CommType.FP32)]
+        rest += [self.keys * self.alone, "told" * self.told, "halves" * self.halves]
+        rest += ["".join(map(str, self.dims)) * (len(self.dims) > 2)]
         return "-".join(filter(None, [types, *rest, "by_id" * self.by_id]))
 
     def owners(self, kind: ShardingType, table: int) -> list[int]:
         """The ranks of a table."""
         if self.alone:
-            return [0]
+            return [0, 0] if self.halves else [0]
         return [table % 2] if kind is S.TABLE_WISE else [0, 1]
 
 
@@ -90,7 +98,8 @@ PLANS = [
     *(Plan((kind,), "distinct", dims=(8,)) for kind in (S.ROW_WISE, S.TABLE_WISE)),
     Plan((S.ROW_WISE, S.TABLE_WISE), twice=True),
     Plan((S.ROW_WISE,), "sequence", dims=(8,), twice=True),
-    Plan(ALL, mean=True),
+    Plan(ALL, means=(True,)),
+    Plan(ALL, told=True),
     Plan(ALL, deferred=True),
     *(Plan(ALL, kind, dims=(8,), wire=CommType.FP16) for kind in ("pooled", "sequence")),
     Plan((S.DATA_PARALLEL, S.ROW_WISE, S.COLUMN_WISE), optimizer=EmbOptimType.ADAM),
@@ -101,7 +110,7 @@ PLANS = [
 BY_ID = [
     Plan((S.ROW_WISE,), by_id=True),
     *(Plan(ALL, kind, by_id=True) for kind in ("pooled", "weighted", "variable")),
-    Plan(ALL, mean=True, by_id=True),
+    Plan(ALL, means=(True,), by_id=True),
     Plan((S.ROW_WISE, S.TABLE_WISE), twice=True, deferred=True, by_id=True),
 ]
 
@@ -109,11 +118,12 @@ BY_ID = [
 class Model(nn.Module):
     """A collection, and the sum of what it returns, weighted so that gradients differ."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, device: str = "meta") -> None:
         super().__init__()
+        self.output: Tensor
         self.sequence = plan.kind in ("sequence", "distinct")
         features = {f"t{i}": [f"f{i % 4 if plan.twice else i}"] for i in range(6)}
-        if not plan.alone:
+        if plan.keys == "more":
             features["t5"].append("f0")
         torch.manual_seed(0)
         dims = plan.dims * 6
@@ -123,7 +133,7 @@ class Model(nn.Module):
                     EmbeddingConfig(ROWS, dims[i], name, feature_names=names)
                     for i, (name, names) in enumerate(features.items())
                 ],
-                device=torch.device("meta"),
+                device=torch.device(device),
             )
         else:
             self.tables = EmbeddingBagCollection(
@@ -133,24 +143,28 @@ class Model(nn.Module):
                         dims[i],
                         name,
                         feature_names=names,
-                        pooling=PoolingType.MEAN if plan.mean else PoolingType.SUM,
+                        pooling=PoolingType.MEAN if means else PoolingType.SUM,
                     )
                     for i, (name, names) in enumerate(features.items())
+                    for means in [plan.means[i % len(plan.means)]]
                 ],
                 is_weighted=plan.kind == "weighted",
-                device=torch.device("meta"),
+                device=torch.device(device),
             )
 
     def forward(self, batch: KeyedJaggedTensor) -> Tensor:
         found = self.tables(batch)
         parts = [jagged.values() for jagged in found.values()] if self.sequence else []
         values = torch.cat(parts) if parts else found.values()
+        self.output = values.detach()
         return (values * values).sum()
 
 
 def _batch(plan: Plan, step: int, device: torch.device, samples: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    keys = ["unread"] * (not plan.alone) + [f"f{i}" for i in range(6)]
+    keys = ["unread"] * (plan.keys == "more") + [f"f{i}" for i in range(6)]
+    if plan.keys == "reversed":
+        keys.reverse()
     is_variable = plan.kind == "variable"
     strides = [max(1, samples - 3 * (i % 2)) if is_variable else samples for i in range(len(keys))]
     lengths = torch.randint(0, 4, (sum(strides),), generator=generator)
@@ -166,6 +180,8 @@ def _batch(plan: Plan, step: int, device: torch.device, samples: int) -> KeyedJa
         if is_variable
         else None,
     )
+    if plan.told:
+        batch.length_per_key()
     moved = batch.to(device)
     if plan.kind == "weighted":
         moved.weights().requires_grad_()
@@ -211,6 +227,7 @@ def _train(
         plan=ShardingPlan({"tables": shardings}),
         sharders=[sharder],  # type: ignore[list-item]
     )
+    found: dict[str, Tensor] = {}
     for step, number in enumerate(samples):
         batch = _batch(plan, step, device, number)
         after_step(-1)
@@ -218,13 +235,39 @@ def _train(
         if plan.deferred:
             sharded.fused_optimizer.step()
         after_step(step)
-    return {name: parameter.detach() for name, parameter in sharded.named_parameters()}
+        _keep(found, step, model, batch)
+    return found | {name: parameter.detach() for name, parameter in sharded.named_parameters()}
+
+
+def _keep(found: dict[str, Tensor], step: int, model: Model, batch: KeyedJaggedTensor) -> None:
+    """Keeps the output of a step, and the gradients of weights."""
+    found[f"output of step {step}"] = model.output
+    weights = batch.weights_or_none()
+    if weights is not None:
+        assert weights.grad is not None
+        found[f"gradients of weights of step {step}"] = weights.grad
+
+
+def _train_unsharded(plan: Plan, samples: Sequence[int]) -> dict[str, Tensor]:
+    """As `_train` of one rank, on the CPU."""
+    model, found = Model(plan, "cpu"), dict[str, Tensor]()
+    optimizer = {EmbOptimType.ADAM: torch.optim.Adam}.get(plan.optimizer, RowWiseAdagrad)
+    settings = {"lr": 0.1, "eps": 1e-3}
+    apply_optimizer_in_backward(optimizer, model.parameters(), settings)
+    for step, number in enumerate(samples):
+        batch = _batch(plan, step, CPU, number)
+        model(batch).backward()
+        _keep(found, step, model, batch)
+    return found | {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
     """Checks the device's results against the CPU's; returns the notes of the last step."""
     samples = [SAMPLES, SAMPLES, SAMPLES]
-    expected = _train(plan, CPU, samples, lambda step: None)
+    if plan.alone and not plan.halves:
+        expected = _train_unsharded(plan, samples)
+    else:
+        expected = _train(plan, CPU, samples, lambda step: None)
     decode = mock.patch.object(WireFormat, "decode", autospec=True, side_effect=WireFormat.decode)
     short = mock.patch.multiple(input_dist, _MAX_IDS=1e9 if plan.by_id else -1, _MIN_VALUES=0)
     with short, PretendedCuda(triton) as cuda, decode as decoded:
@@ -273,28 +316,49 @@ def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: b
         assert "input_dist.py" in notes[0][2]
 
 
-ALONE = [
-    Plan((S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE), kind, dims=(8,), alone=True)
-    for kind in ("pooled", "weighted", "variable")
-] + [
-    Plan((S.TABLE_WISE,), dims=(8,), deferred=True, alone=True),
-    Plan((S.TABLE_WISE,), dims=(8,), mean=True, optimizer=EmbOptimType.ADAM, alone=True),
+AS_IT_IS = Plan((S.TABLE_WISE,), dims=(8,), alone=True, keys="as they are")
+WHOLE = [  # each lookup reads every feature once
+    *(
+        Plan((S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE), kind, dims=(8,), alone=True, keys=keys)
+        for kind in ("pooled", "weighted", "variable")
+        for keys in ("as they are", "reversed")
+    ),
+    replace(AS_IT_IS, deferred=True),
+    replace(AS_IT_IS, means=(True,), optimizer=EmbOptimType.ADAM),
+    replace(AS_IT_IS, types=(S.DATA_PARALLEL,)),
+    replace(AS_IT_IS, types=(S.DATA_PARALLEL,), keys="reversed", kind="weighted"),
+]
+PARTS = [  # the host must know how many ids each feature has
+    replace(AS_IT_IS, kind="sequence"),
+    replace(AS_IT_IS, kind="sequence", keys="reversed"),
+    replace(AS_IT_IS, kind="sequence", keys="more"),
+    replace(AS_IT_IS, kind="sequence", types=(S.COLUMN_WISE, S.DATA_PARALLEL), keys="more"),
+    replace(AS_IT_IS, dims=(4, 4, 4, 8, 8, 8)),
+    replace(AS_IT_IS, dims=(4, 8, 4), keys="reversed", kind="weighted"),
+    replace(AS_IT_IS, means=(True, False)),
+    replace(AS_IT_IS, types=(S.TABLE_WISE, S.DATA_PARALLEL)),
+    *(replace(AS_IT_IS, kind=kind, keys="more") for kind in ("pooled", "weighted", "variable")),
+    replace(AS_IT_IS, twice=True),
+    Plan(ALL, "variable", alone=True),
+    Plan(ALL, "weighted", means=(False, True), deferred=True, alone=True),
+]
+ON_DEVICE = [  # more than that
+    replace(AS_IT_IS, types=(S.ROW_WISE,), halves=True),
+    replace(AS_IT_IS, kind="distinct"),
 ]
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
-@pytest.mark.parametrize("plan", ALONE, ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    "plan", [*WHOLE, *(replace(plan, told=True) for plan in [*WHOLE, *PARTS])], ids=lambda p: p.name
+)
 def test_a_step_of_one_rank_waits_for_nothing(ranks: RankPool, plan: Plan, triton: bool) -> None:
     assert ranks(1, _read_once, plan, triton) == [[]]
 
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        Plan((S.TABLE_WISE,), "sequence", dims=(8,), alone=True),
-        Plan((S.TABLE_WISE,), dims=(4, 4, 4, 8, 8, 8), alone=True),  # two lookups
-        Plan((S.TABLE_WISE, S.DATA_PARALLEL), dims=(8,), alone=True),
-    ],
+    [*PARTS, *(replace(plan, told=told) for plan in ON_DEVICE for told in (False, True))],
     ids=lambda plan: plan.name,
 )
 def test_one_rank_waits_once_where_the_host_needs_counts(ranks: RankPool, plan: Plan) -> None:
@@ -433,6 +497,152 @@ def test_a_bad_batch_of_one_rank_is_raised_later(fault: str, by: str, triton: bo
         assert tables(good).values().shape == (1, 8)
 
 
+def _with_parts(batch: KeyedJaggedTensor, sizes: list[int] | None) -> KeyedJaggedTensor:
+    """A batch with the sizes that it is said to have."""
+    parts = batch.parts()._replace(length_per_key=sizes)._asdict()
+    return KeyedJaggedTensor.from_parts(**parts)
+
+
+TOLD: dict[str, tuple[Callable[[], KeyedJaggedTensor], list[int], str]] = {
+    "lengths": (FAULTS["lengths"][0], [1, 2], FAULTS["lengths"][1]),
+    "lengths and sizes": (FAULTS["lengths"][0], [2, 1], FAULTS["lengths"][1]),
+    "offsets": (FAULTS["offsets"][0], [2, 1], FAULTS["offsets"][1]),
+    "inverse": (FAULTS["inverse"][0], [1, 2], FAULTS["inverse"][1]),
+    "ids": (FAULTS["ids"][0], [2, 1], "Id 30 of feature 'g' is out of range for table 't'"),
+    "sizes and inverse": (FAULTS["inverse"][0], [2, 1], "length_per_key must agree with lengths"),
+    "sizes": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"], torch.tensor([1, 2, 0]), lengths=torch.tensor([1, 0, 1, 1])
+        ),
+        [3, 0],
+        r"length_per_key must agree with lengths; received \[3, 0\] for \[1, 2\]",
+    ),
+}
+PLANS_OF_TWO = {
+    "widths": {"t": table_wise(rank=0), "u": table_wise(rank=0)},
+    "replicas": {"t": table_wise(rank=0), "u": data_parallel()},
+    "sequence": {"t": table_wise(rank=0), "u": table_wise(rank=0)},
+    "sequence replicas": {"t": table_wise(rank=0), "u": data_parallel()},
+}
+
+
+def _two_tables(kind: str, features: str = "gf") -> tuple[Any, ShardedEmbeddingBagCollection]:
+    """Two tables, unsharded and sharded, which read a feature each."""
+    dims = (4, 8) if kind == "widths" else (4, 4)
+    is_sequence = kind.startswith("sequence")
+    config: Any = EmbeddingConfig if is_sequence else EmbeddingBagConfig
+    collection: Any = EmbeddingCollection if is_sequence else EmbeddingBagCollection
+    tables = collection(
+        tables=[
+            config(3, dim, name, feature_names=[feature])
+            for dim, name, feature in zip(dims, "tu", features, strict=True)
+        ]
+    )
+    sharded = shard(tables, PLANS_OF_TWO[kind], ShardingEnv.from_local(), CUDA)
+    return tables, sharded  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize("kind", PLANS_OF_TWO)
+@pytest.mark.parametrize("by", ["a later batch", "check_ids"])
+def test_a_bad_batch_of_known_sizes_is_raised_later(
+    kind: str, fault: str, by: str, triton: bool
+) -> None:
+    build, sizes, text = TOLD[fault]
+    good = _with_parts(_good(), [1, 1])
+    with PretendedCuda(triton) as cuda:
+        _, tables = _two_tables(kind)
+        batch = _with_parts(build().to(CUDA), sizes)
+        before = [tensor.clone() for tensor in batch.parts() if isinstance(tensor, Tensor)]
+        tables(good.to(CUDA)).wait()
+        cuda.forget()
+        cuda.is_behind = True
+        trip = tables.create_context()
+        given = tables.input_dist(trip, batch).wait().wait()
+        found = tables.compute_and_output_dist(trip, given).wait()
+        # index tensors of its shape are made
+        assert {kind for kind, _, _ in cuda.notes} <= {"upload"}
+        for bags in (*trip.lookups, *trip.replicas):  # the host told them how many ids there are
+            assert bags.offsets[0] == 0
+            assert bool((bags.offsets.diff() >= 0).all())
+            assert bags.offsets[-1] == len(bags.indices)
+            assert bool(((bags.indices >= 0) & (bags.indices < 3)).all())
+        jagged = list(found.values()) if isinstance(found, dict) else []
+        for one in jagged:  # its lengths are those of its rows
+            assert int(one.lengths().sum()) == len(one.values()) == int(one.offsets()[-1])
+        values = torch.cat([one.values() for one in jagged]) if jagged else found.values()
+        assert bool(torch.isfinite(values).all())
+        values.sum().backward()
+        assert all(bool(torch.isfinite(weight).all()) for weight in tables.parameters())
+        after = [tensor for tensor in batch.parts() if isinstance(tensor, Tensor)]
+        assert all(map(torch.equal, before, after))
+        tables(good.to(CUDA)).wait()  # what was found has not arrived
+        cuda.is_behind = by == "check_ids"
+        tell = tables.check_ids if by == "check_ids" else lambda: tables(good.to(CUDA))
+        with pytest.raises((ValueError, IndexError), match=text) as raised:
+            tell()
+        assert str(raised.value).startswith("On rank 0: ")
+        tables.check_ids()  # it was told
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("kind", PLANS_OF_TWO)
+@pytest.mark.parametrize(
+    ("keys", "ids", "lengths"),
+    [("f", [2, 0, 2], [1, 0, 2]), ("fg", [], [0] * 6), ("fg", [], [])],
+    ids=["one feature", "no ids", "no samples"],
+)
+def test_sizes_that_nobody_needs_to_tell(
+    keys: str, ids: list[int], lengths: list[int], kind: str, triton: bool
+) -> None:
+    values, of_bags = torch.tensor(ids).long(), torch.tensor(lengths).long()
+    batch = KeyedJaggedTensor([*keys], values, lengths=of_bags)
+    with PretendedCuda(triton) as cuda:
+        unsharded, tables = _two_tables(kind, "ff" if keys == "f" else "gf")
+        moved = batch.to(CUDA)
+        for _ in range(2):
+            cuda.forget()
+            found = tables(moved).wait()
+            kinds = {kind for kind, _, _ in cuda.notes}
+        assert kinds == set()
+        tables.check_ids()
+    expected = unsharded(batch)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, jagged in expected.items():
+            torch.testing.assert_close(found[name].values(), jagged.values())
+            assert torch.equal(found[name].lengths(), jagged.lengths())
+    else:
+        torch.testing.assert_close(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("kind", PLANS_OF_TWO)
+def test_sizes_that_cannot_be_are_raised_at_once(kind: str, triton: bool) -> None:
+    build = FAULTS["inverse"][0]
+    without_samples = KeyedJaggedTensor(
+        ["f", "g"], torch.tensor([]).int(), lengths=torch.tensor([]).int()
+    )
+    without_bags = KeyedJaggedTensor(
+        ["f", "g"], torch.tensor([1, 2]), lengths=torch.tensor([2]), stride_per_key=[1, 0]
+    )
+    with PretendedCuda(triton) as cuda:
+        _, tables = _two_tables(kind)
+        cuda.is_behind = True
+        for batch in (_good((0, 1)), build(), without_samples):
+            num_ids = batch.values().numel()
+            for sizes in ([4, 1], [1, 0], [num_ids + 1, -1]):
+                with pytest.raises(ValueError, match="add up to"):
+                    tables(_with_parts(batch.to(CUDA), sizes))
+        if kind.startswith("sequence"):
+            with pytest.raises(ValueError, match="length_per_key must agree with lengths"):
+                tables(_with_parts(without_bags.to(CUDA), [1, 1]))
+            found = tables(_with_parts(without_bags.to(CUDA), [2, 0])).wait()
+            assert {name: len(one.values()) for name, one in found.items()} == {"g": 0, "f": 2}
+        tables.check_ids()
+
+
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize(
     ("mode", "filters", "said"),
@@ -533,12 +743,15 @@ class _Towers(nn.Module):
     [(["all"], 0), (["second", "all"], 1), (["all", "second"], 1)],
     ids=["all", "second first", "all first"],
 )
+@pytest.mark.parametrize("is_told", [False, True])
 def test_modules_of_one_rank_start_together_and_hear_of_the_last_batch(
-    names: list[str], reads: int
+    names: list[str], reads: int, is_told: bool
 ) -> None:
     torch.manual_seed(0)
     model = _Towers(names)
     batches = [_good((i, 2 - i)) for i in range(3)]
+    if is_told:
+        batches, reads = [batch.sync() for batch in batches], 0
     expected = [model(batch) for batch in batches]
     header_of = InputDist.header_of
     with PretendedCuda() as cuda, mock.patch.object(
@@ -583,6 +796,25 @@ def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str) -> None:
         assert found.values().shape[1] == 8
         with pytest.raises((ValueError, IndexError), match=text):
             tables.check_ids()
+
+
+@pytest.mark.parametrize("sizes", [None, [1, 1], [2, 0]])
+def test_unsharded_sequences_wait_for_sizes_that_nobody_told(sizes: list[int] | None) -> None:
+    with PretendedCuda() as cuda:
+        tables, _ = _two_tables("sequence")
+        for table in tables.embeddings.values():
+            table.weight = nn.Parameter(torch.arange(12.0, device=CUDA).view(3, 4))
+        batch = _with_parts(_good().to(CUDA), sizes)
+        tables(_good().to(CUDA))
+        cuda.forget()
+        cuda.is_behind = True
+        found = tables(batch)
+        reads = [kind for kind, _, _ in cuda.notes if kind != "upload"]
+        assert len(reads) == (sizes is None)
+        assert [len(found[name].values()) for name in "fg"] == (sizes or [1, 1])
+        if sizes == [2, 0]:
+            with pytest.raises(ValueError, match="length_per_key must agree"):
+                tables.check_ids()
 
 
 def test_inverse_indices_of_features_that_were_left_out_are_no_fault() -> None:

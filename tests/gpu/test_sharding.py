@@ -15,7 +15,7 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -81,9 +81,15 @@ def test_bad_id_is_raised(nccl: torch.device) -> None:
         model(KeyedJaggedTensor(FEATURES, values, weights, lengths))
 
 
-def _alone(device: torch.device) -> tuple[DistributedModelParallel, KeyedJaggedTensor]:
-    """Tables of one rank that share a lookup, and a batch that it reads as it is."""
-    tables = [EmbeddingBagConfig(100, 8, f"t{f}", feature_names=[f]) for f in FEATURES]
+def _alone(
+    device: torch.device, last: PoolingType = PoolingType.SUM
+) -> tuple[DistributedModelParallel, KeyedJaggedTensor]:
+    """Tables of one rank and a batch, as one lookup reads it if the `last` table sums, too."""
+    poolings = [PoolingType.SUM] * (len(FEATURES) - 1) + [last]
+    tables = [
+        EmbeddingBagConfig(100, 8, f"t{f}", feature_names=[f], pooling=pooling)
+        for f, pooling in zip(FEATURES, poolings, strict=True)
+    ]
     ebc = EmbeddingBagCollection(tables=tables)
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
     plan = EmbeddingModuleShardingPlan(
@@ -93,11 +99,15 @@ def _alone(device: torch.device) -> tuple[DistributedModelParallel, KeyedJaggedT
         ebc, env=ShardingEnv.default(), device=device, plan=ShardingPlan({"": plan})
     )
     lengths = torch.full((len(FEATURES) * 16,), 2)
-    return model, KeyedJaggedTensor(FEATURES, torch.arange(128) % 100, lengths=lengths).to(device)
+    batch = KeyedJaggedTensor(FEATURES, torch.arange(128) % 100, lengths=lengths)
+    if last is not PoolingType.SUM:  # the host must know how many ids each feature has
+        batch.length_per_key()
+    return model, batch.to(device)
 
 
-def test_the_host_waits_for_nothing(nccl: torch.device) -> None:
-    model, batch = _alone(nccl)
+@pytest.mark.parametrize("last", [PoolingType.SUM, PoolingType.MEAN])
+def test_the_host_waits_for_nothing(nccl: torch.device, last: PoolingType) -> None:
+    model, batch = _alone(nccl, last)
     for _ in range(4):  # kernels, index tensors and memory are made on first use
         model(batch).values().sum().backward()
         torch.cuda.synchronize()

@@ -115,11 +115,17 @@ def test_a_payload_is_packed_as_by_copies(
 NO_LIMIT = torch.iinfo(torch.int64).max
 
 
-@pytest.mark.parametrize("fault", ["none", "negative length", "wrong sum", "offsets differ"])
+FAULTS = "none", "negative length", "wrong sum", "offsets differ"
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_told"),
+    [*((fault, told) for fault in FAULTS for told in (False, True)), ("told wrong", True)],
+)
 @pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)])
 @pytest.mark.parametrize("seed", range(6))
 def test_batches_are_made_safe_as_by_pytorch(
-    seed: int, dtypes: tuple[torch.dtype, torch.dtype], fault: str
+    seed: int, dtypes: tuple[torch.dtype, torch.dtype], fault: str, is_told: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     num_features, num_bags = int(rng.integers(1, 9)), [1, 7, 400][seed % 3]
@@ -130,6 +136,12 @@ def test_batches_are_made_safe_as_by_pytorch(
     ids = torch.from_numpy(rng.integers(-1 if seed > 2 else 0, 91, int(lengths.sum())))
     ids = ids.to(dtypes[1])
     offsets = ops.complete_cumsum(lengths)
+    told, starts = None, offsets[::num_bags].long()
+    if fault == "told wrong":
+        lengths[-1] = 8
+        ids = torch.zeros(int(lengths.sum()), dtype=dtypes[1])
+        offsets = ops.complete_cumsum(lengths)
+        starts = torch.tensor([0] * num_features + [ids.numel()])
     if fault == "negative length":
         lengths[-1] = -1
     elif fault == "wrong sum":
@@ -138,10 +150,14 @@ def test_batches_are_made_safe_as_by_pytorch(
     elif fault == "offsets differ":
         offsets = offsets + 1
     given = [t.to(DEVICE) for t in (lengths, offsets, ids, rows)]
+    if is_told:
+        given.append(starts.to(DEVICE))
+        told = torch.arange(num_features) * num_bags, starts.diff()
     found, safe, safe_offsets, safe_ids, counts = (t.cpu() for t in make_safe(*given))
     is_bad = are_bags_bad(lengths, offsets, ids.numel())
-    assert bool(is_bad) is (fault != "none")
-    expected = safe_lengths(lengths, is_bad, ids.numel())
+    assert bool(is_bad) is (fault not in ("none", "told wrong"))
+    is_bad |= torch.tensor(fault == "told wrong")
+    expected = safe_lengths(lengths, is_bad, ids.numel(), told)
     assert torch.equal(safe, expected)
     assert torch.equal(safe_offsets, ops.complete_cumsum(expected))
     bad_ids = find_bad_ids(ids, offsets, rows) if fault == "none" else torch.ones_like(ids).bool()
@@ -188,11 +204,16 @@ COMPILES = """
 size = {"BLOCK": 1024}
 compile(ops_triton._move_segments, "*i32 *i32 *i64 i32 i64", STEPS=9, **size)
 compile(ops_triton._move_segments, "*fp16 *fp16 *i64 i32 i32", STEPS=1, **size)
-compile(ops_triton._find_bad_bags, "*i32 *i64 *i64 i32 i32", **size)
+compile(ops_triton._find_bad_bags, "*i32 *i64 *i64 *i64 i32 i32 i32", IS_TOLD=False, **size)
+compile(ops_triton._find_bad_bags, "*i32 *i32 *i32 *i64 i32 i64 i32", IS_TOLD=True, **size)
 known = {"NO_LIMIT": 2**63 - 1, "STEPS": 5, **size}
 sizes = "i32 i32 i32 i32"
-compile(ops_triton._make_safe, f"*i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 {sizes}", **known)
-compile(ops_triton._make_safe, f"*i32 *i64 *i64 *i32 *i64 *i64 *i64 *i32 *i64 {sizes}", **known)
+known["IS_TOLD"] = True
+given = "*i32 *i32 *i32 *i64 *i64 *i64"
+compile(ops_triton._make_safe, f"{given} *i32 *i32 *i64 *i64 {sizes}", **known)
+known["IS_TOLD"] = False
+given = "*i32 *i64 *i64 *i32 *i64 *i64"
+compile(ops_triton._make_safe, f"{given} *i64 *i64 *i32 *i64 {sizes}", **known)
 compile(ops_triton._build_header, "*i64 *i64 *i64 *i32 i64 i32 i32 i32 i32", **size)
 known = {"STEPS": 5, **size}
 compile(ops_triton._row_ids, "*i64 *i32 *i32 *i64 i32 i32 i32", **known)
@@ -207,4 +228,4 @@ compile(ops_triton._pack, f"*i32 *i64 *i64 *i64 *i64 {sizes}", **known)
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    assert num_compiled(COMPILES, tmp_path) == 12
+    assert num_compiled(COMPILES, tmp_path) == 13

@@ -5,9 +5,9 @@ come, for how many samples, and whether the sender found something wrong with it
 reads it, which is the one device-to-host read of the stage. The *payload* is one buffer of 32-bit
 words: the lengths, the ids and, for weighted features, the bits of the weights. Both ends build
 and take apart the payload with one segment permutation. Where bags of row-split tables are short
-on all ranks, which the header says, too, no lengths of theirs travel. On a GPU without other ranks,
-where one lookup reads the batch as it is, nothing is exchanged, and the host reads nothing: what is
-wrong with a batch is raised with a later one.
+on all ranks, which the header says, too, no lengths of theirs travel. On a GPU without other ranks
+the host reads nothing where it knows the sizes of all that follows, see `InputDist.skip_header`:
+what is wrong with a batch is raised with a later one.
 
 What travels are segments: whole features, or the parts of features whose ids fall in one block of
 rows of a row-split table (see `layout`).
@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import accumulate
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, cast, final
@@ -44,6 +45,7 @@ from recsys.distributed.stages.routes import (
     BATCH,
     COUNTS,
     FLAG,
+    Positions,
     Routes,
     SplitRound,
     build_routes,
@@ -55,6 +57,7 @@ from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_inputs import safe_features
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
+from recsys.sparse.validate import check_length_per_key
 from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
@@ -141,7 +144,7 @@ class InputDist:
 
     Attributes:
         late: what is checked on the device in batches without a header.
-        may_skip_header: whether batches that are looked up as they are need none.
+        may_skip_header: whether batches whose sizes the host knows need none.
         most_ids: as the output stage has it.
     """
 
@@ -169,8 +172,8 @@ class InputDist:
         self.pooled = pooled = layout.is_pooled
         self.late = LateChecks()
         is_alone = device.type == "cuda" and env.world_size == 1
-        has_one_lookup = len(layout.groups[env.rank]) == 1 and not layout.replica_groups
-        self.may_skip_header = is_alone and has_one_lookup and pooled
+        # how many ids are distinct, or in a block of rows, only the device knows
+        self.may_skip_header = is_alone and not distinct and not layout.split_slots
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.header_width = self.num_streams + COUNTS  # words that each rank sends this one
@@ -281,7 +284,6 @@ class InputDist:
             and bags.stride_per_key_per_rank is None
             and bags.lengths.numel() > 0
             and features.inverse_indices_or_none() is None
-            and features.length_per_key_or_none() is None
         )
 
     def _made_safe(self, trip: Trip, bags: Parts) -> Parts:
@@ -289,11 +291,19 @@ class InputDist:
         from recsys.kernels.ops_triton import make_safe
 
         trip.checked = bags
-        rows = trip.routes.check_rows
+        rows, told, first_ids = trip.routes.check_rows, bags.length_per_key, None
+        if told is not None:
+            check_length_per_key(bags.keys, told, bags.values)
+            first_ids = ops.upload([0, *accumulate(told)], self.device)
         trip.found, lengths, offsets, values, trip.counts = make_safe(
-            bags.lengths, bags.offsets, bags.values, rows
+            bags.lengths, bags.offsets, bags.values, rows, first_ids
         )
         trip.has_bad_bags, trip.has_bad_ids = trip.found.unbind()
+        if not self.pooled:  # whose output has lengths, too
+            given = trip.given
+            trip.safe = KeyedJaggedTensor.from_parts(
+                bags.keys, given.values(), None, lengths, offsets, stride=bags.stride
+            )
         return bags._replace(lengths=lengths, offsets=offsets, values=values)
 
     @staticmethod
@@ -380,19 +390,39 @@ class InputDist:
         trip.add_segments(lengths, values, weights, places_N)
         return lengths
 
-    def needs_no_header(self, trip: Trip) -> bool:
-        """Return whether the host knows all that a header would tell it, but for bad input."""
-        return self.may_skip_header and (trip.error is not None or trip.routes.is_identity)
+    def skip_header(self, trip: Trip) -> bool:
+        """Note what the header would tell where the host knows it, but for bad values.
 
-    def skip_header(self, trip: Trip) -> None:
-        """Note what the header would tell; a later batch reads what the device finds wrong."""
+        It does if it was told how many ids each feature has, or if it needs no such number: where
+        every lookup reads the whole batch. A later batch reads what the device finds wrong.
+
+        Returns:
+            Whether it does; else there must be a header.
+        """
+        if not self.may_skip_header:
+            return False
         if trip.error is not None:  # nothing else will be read
             trip.flag = _FAILED
             trip.host_RH = np.array([[trip.flag]])
-            return
+            return True
+        bags, routes = trip.bags, trip.routes
+        told, num_ids = bags.length_per_key, bags.values.numel()
+        if told is None and (len(bags.keys) == 1 or not num_ids):
+            told = [num_ids] * len(bags.keys)
+        if told is not None:
+            trip.counts_G = np.array(told, dtype=np.int64)
+            counts_S = trip.counts_G[routes.segments].tolist()
+        elif self.pooled and routes.reads_whole:
+            counts_S = []
+            if not routes.is_identity:
+                trip.lookups = trip.select(routes.lookups)
+        else:
+            return False
         is_last = trip.last_batches is not None and trip.last_batches.is_last
         trip.flag = _IS_LAST if is_last else 0
-        trip.host_RH = np.array([[trip.flag, trip.batch_size]])
+        if trip.weights_need_grad:
+            trip.flag |= _WEIGHTS_NEED_GRAD
+        trip.host_RH = np.array([[trip.flag, trip.batch_size, *counts_S]])
         bad, checks_ids = trip.found, self.mode is not BoundsCheckMode.IGNORE
         if bad is None or not checks_ids:
             faults = trip.has_bad_bags, trip.has_bad_ids if checks_ids else None
@@ -400,6 +430,7 @@ class InputDist:
             bad = torch.stack(known) if known else None
         if bad is not None:
             self.late.add(bad, trip.complain)
+        return True
 
     def flag_of_bad_ids(self) -> int:
         """Return what a header says of bad ids."""
@@ -593,7 +624,7 @@ def start_together(trips: Sequence[Trip]) -> None:
             start_together(alike)
         return
     if stage.env.world_size == 1:
-        trips = _with_header(trips)
+        trips = [trip for trip in trips if not trip.stage.skip_header(trip)]
         if not trips:
             return
         stage = trips[0].stage
@@ -613,17 +644,6 @@ def start_together(trips: Sequence[Trip]) -> None:
     else:
         for trip in trips:
             trip.headers = pending, trips, None
-
-
-def _with_header(trips: Sequence[Trip]) -> list[Trip]:
-    """Return those trips whose headers the host must read; the others need not wait for theirs."""
-    found = []
-    for trip in trips:
-        if trip.stage.needs_no_header(trip):
-            trip.stage.skip_header(trip)
-        else:
-            found.append(trip)
-    return found
 
 
 def _bring_headers(
@@ -701,7 +721,7 @@ class Trip(Multistreamable):
     Attributes:
         stage: the module's, whose batch it is.
         given: the batch as the user gave it.
-        safe: the same; on a device with inverse indices that can be read.
+        safe: the same; on a device with lengths and inverse indices that can be read.
         error: why it cannot travel, or None.
         flag: what its header says of it before its ids are looked at.
         last_batches: of the epoch that the batch belongs to, or None.
@@ -836,7 +856,7 @@ class Trip(Multistreamable):
             self.last_batches.ranks = (flags & _IS_LAST) != 0
         self.batch_sizes = host_RH[:, BATCH]
         self.received_counts = host_RH[:, COUNTS:]
-        if stage.has_streams and not self.routes.is_identity:
+        if stage.has_streams and not (self.lookups or self.routes.is_identity):
             counts_S = self.counts_G[self.routes.segments]
             sent_lengths = np.full_like(counts_S, self.batch_size)
             self.received_lengths = np.repeat(self.batch_sizes[:, None], stage.num_streams, 1)
@@ -970,7 +990,7 @@ class Trip(Multistreamable):
         stage = self.stage
         where.now = "input_dist", stage.path, monotonic()
         if self.routes.replicas:
-            self._select_replicas()
+            self.replicas = self.select(self.routes.replicas)
         if self._received is not None:
             bags_RS = self.received_lengths if self.num_bags is None else self.num_bags[0]
             bags = stage.unpack(self._received.wait(), self, int(bags_RS.sum()))
@@ -982,32 +1002,38 @@ class Trip(Multistreamable):
         elif self.routes.is_identity:
             own = self.bags
             bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
-            if stage.may_skip_header:  # there was no header
+            if stage.may_skip_header and self.routes.reads_whole:  # one lookup needs no counts
                 self.lookups = [bags]
             else:
                 bags_RS = np.full((1, len(self.counts_G)), self.batch_size)
                 self.lookups = stage.split_bags(bags, self.counts_G, bags_RS)
         return self
 
-    def _select_replicas(self) -> None:
-        """Select the bags of the replicated tables from this rank's own batch."""
-        stage, bags = self.stage, self.bags
+    def select(self, features: Sequence[Positions]) -> list[Bags]:
+        """Select bags from this rank's own batch.
+
+        Args:
+            features: per lookup those that it reads.
+        """
+        stage, bags, found = self.stage, self.bags, []
+        num_ids = bags.values.numel()
         lengths_KB = bags.lengths.view(self.routes.num_keys, self.batch_size)
         carried = bags.weights if stage.is_weighted else None
         if not stage.pooled:
-            carried = torch.arange(bags.values.numel(), device=stage.device)
-        for select, positions in zip(
-            self.routes.replicas, self.routes.replica_positions, strict=True
-        ):
-            total = int(self.counts_G[positions].sum())
+            carried = torch.arange(num_ids, device=stage.device)
+        for select, positions in features:
+            total = num_ids
+            if not self.routes.reads_whole:
+                total = int(self.counts_G[positions].sum())
             lengths, values, picked = ops.permute_2d(
                 select, lengths_KB, bags.values, carried, total
             )
             offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
-            self.replicas.append(Bags(values, offsets, picked if stage.is_weighted else None))
+            found.append(Bags(values, offsets, picked if stage.is_weighted else None))
             if not stage.pooled:
                 assert picked is not None
                 self._replica_places.append(picked)
+        return found
 
     def sent_places(self) -> Tensor:
         """Return the places in the batch of the ids sent, rank by rank and stream by stream.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from recsys.distributed.placement.layout import Layout, LookupGroup
 from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
+
+Positions: TypeAlias = tuple[Tensor, np.ndarray]
+"""Positions in the batch of a lookup's features: int32 on the device, and the same on the host."""
 
 
 def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
@@ -72,8 +75,8 @@ class Routes:
 
     rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are split
     split_keys: Tensor | None  # positions in the batch of the row-split slots' features
-    replicas: tuple[Tensor, ...]  # per replica group, positions in the batch of its features
-    replica_positions: tuple[np.ndarray, ...]
+    replicas: tuple[Positions, ...]  # per replica group, in the batch of its features
+    lookups: tuple[Positions, ...]  # per lookup of this rank; none where not all read the whole
     use_raw: bool  # whether any destination is sent whole features
     num_keys: int
     slot_keys: np.ndarray  # per slot the position in the batch of its feature
@@ -86,6 +89,7 @@ class Routes:
     min_rows: int  # the least of them
     unread: Tensor | None  # [K] bool: features that no table reads, None if there are none
     is_identity: bool  # one rank whose streams are the batch as it is
+    reads_whole: bool  # one rank whose lookups, and replicas', each read every feature once
 
 
 def index_tensor(values: np.ndarray, device: torch.device) -> Tensor:
@@ -217,11 +221,17 @@ def build_routes(
         for group in layout.replica_groups
     )
     slot_keys = at[[slot.feature for slot in layout.slots]]
+    is_alone, whole = layout.world_size == 1 and not split, np.arange(num_keys)
+    own = [segments[0][list(group.streams)] for group in layout.groups[0]] if is_alone else []
+    reads_whole = is_alone and all(
+        np.array_equal(np.sort(positions), whole) for positions in (*own, *replicas)
+    )
     return Routes(
         rounds=rounds,
         split_keys=device_index(np.array(split)) if split else None,
-        replicas=tuple(device_index(r) for r in replicas),
-        replica_positions=replicas,
+        replicas=tuple((device_index(r), r) for r in replicas),
+        lookups=tuple((device_index(r), r) for r in own) if reads_whole else (),
+        reads_whole=reads_whole,
         use_raw=use_raw,
         num_keys=num_keys,
         slot_keys=slot_keys,
@@ -233,7 +243,5 @@ def build_routes(
         check_rows=torch.from_numpy(rows).to(device),
         min_rows=int(rows.min()),
         unread=torch.from_numpy(rows == no_limit).to(device) if (rows == no_limit).any() else None,
-        is_identity=layout.world_size == 1
-        and not split
-        and np.array_equal(segments[0], np.arange(num_keys)),
+        is_identity=is_alone and np.array_equal(segments[0], whole),
     )

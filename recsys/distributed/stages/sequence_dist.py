@@ -87,7 +87,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
             rows = rows.index_select(0, exchange.repeats(trip.inverse.split(counts_K.tolist())))
         if rows.dtype is not self.dtype:
             rows = rows.to(self.dtype)
-        lengths = trip.given.lengths().split_with_sizes(strides)
+        lengths = trip.safe.lengths().split_with_sizes(strides)
         indices = None
         if self._need_indices:
             parts = trip.given.values().split(counts_K.tolist())
@@ -114,7 +114,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         # ids of each slot, and places in the batch at which they begin
         self.slot_counts = counts_K[self.slot_keys]
         self.slot_starts = (np.cumsum(counts_K) - counts_K)[self.slot_keys]
-        of_replicas = [counts_K[positions] for positions in routes.replica_positions]
+        of_replicas = [counts_K[positions] for _, positions in routes.replicas]
         sent_counts = np.concatenate([trip.counts_G[routes.segments], *of_replicas])
         edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream

@@ -316,14 +316,19 @@ def _sequence(seed: int) -> None:
         for f in [layout.slots[s.slot].feature]
     ]
     received = [[counts[rank][f] for f in streams_of[env.rank]] for rank in range(env.world_size)]
+    batch = KeyedJaggedTensor(
+        [t.name for t in tables],
+        torch.zeros(int(own.sum()), dtype=torch.int64),
+        lengths=torch.tensor(own),
+    )
     trip: Any = SimpleNamespace(
         stage=STAGE,
         routes=SimpleNamespace(
             num_keys=num_features,
             slot_keys=np.arange(num_features),
             segments=np.array([f for features in streams_of for f in features], dtype=np.int64),
-            replica_positions=[
-                np.array([layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
+            replicas=[
+                (None, [layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
                 for g in layout.replica_groups
             ],
         ),
@@ -331,11 +336,9 @@ def _sequence(seed: int) -> None:
         received_counts=np.array(received, dtype=np.int64).reshape(env.world_size, -1),
         inverse=None,
         sent_places=lambda: torch.cat(places),
-        given=KeyedJaggedTensor(
-            [t.name for t in tables], torch.zeros(int(own.sum()), dtype=torch.int64),
-            lengths=torch.tensor(own),
-        ),
-    )  # fmt: skip
+        given=batch,
+        safe=batch,
+    )
     found = stage.start(trip, iter(lookups), replicas, True)()
     for feature, table in enumerate(tables):
         expected = [row(env.rank, feature, n) for n in range(own[feature])]
