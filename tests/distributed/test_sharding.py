@@ -18,6 +18,7 @@ from torch import Tensor
 from recsys.distributed.ranks import comm
 from recsys.distributed.stages import input_dist
 from recsys.distributed.types import ShardingEnv, ShardingType
+from recsys.kernels import ops
 from recsys.optim import SGD, Adam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import (
@@ -287,6 +288,40 @@ def test_bags_are_short_where_those_of_all_ranks_are(
 ) -> None:
     # 8 columns: for each id, or for each bag of each of two row parts
     assert sum(ranks(2, _values_sent, case_name)) == samples * 8
+
+
+def _kept(case_name: str) -> tuple[list[bool], list[torch.Size]]:
+    """Return whether bucketizing was asked where ids went, and what is kept when they are sent."""
+    rank = torch.distributed.get_rank()
+    sharded = shard(EachType(0, 2, (ShardingType.ROW_WISE,))).module.ebc
+    number = 1 + 9 * (case_name == "both" or (case_name == "rank 0" and rank == 0))
+    lengths = torch.full((len(FEATURES) * 4,), number)
+    batch = KeyedJaggedTensor(
+        list(FEATURES), torch.arange(int(lengths.sum())) % 12, lengths=lengths
+    )
+    asked, bucketize = list[bool](), ops.block_bucketize
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs["return_positions"])
+        return bucketize(*args, **kwargs)
+
+    with (
+        mock.patch.multiple(input_dist, _MAX_IDS=4, _MIN_VALUES=0),
+        mock.patch.object(ops, "block_bucketize", noted),
+    ):
+        trip = sharded.input_stage.prepare(batch)
+        input_dist.start_together([trip])
+        trip.send()
+    assert trip.lengths == trip.values == []
+    return asked, [places.shape for places in trip.moved_to]
+
+
+@pytest.mark.parametrize("longer", ["both", "rank 0", "neither"])
+def test_places_of_ids_are_kept_where_rows_return_for_them(ranks: RankPool, longer: str) -> None:
+    found = ranks(2, _kept, longer)
+    assert [asked for asked, _ in found] == [[longer == "neither"], [longer != "both"]]
+    for _, kept in found:  # of the one feature that is read
+        assert kept == ([(4,)] if longer == "neither" else [])
 
 
 def _most_ids(adds_up: bool, node_size: int) -> float:

@@ -335,6 +335,7 @@ class InputDist:
             bags, trip.inverse = keep_distinct(bags)
             counts_K = bags.lengths
         trip.bags, trip.batch_size = bags, bags.stride
+        trip.is_short = self.goes_by_id and self._are_bags_short(trip)
         weights_N = None
         if self.is_weighted:
             assert bags.weights is not None
@@ -365,11 +366,14 @@ class InputDist:
     ) -> Tensor:
         """Add the segments of one round to the trip; return its blocks' bag lengths."""
         lengths_F, values_N = lengths_KB.flatten(), trip.bags.values
+        trip.split_offsets = trip.bags.offsets
         if round_.select is not None:
             lengths_FB, values_N, weights_N = ops.permute_2d(
                 round_.select, lengths_KB, values_N, weights_N
             )
             lengths_F = lengths_FB.flatten()
+            if trip.is_short:
+                trip.split_offsets = ops.complete_cumsum(lengths_F)
             if places_N is not None:
                 _, places_N, _ = ops.permute_2d(round_.select, lengths_KB, places_N)
         if values_N.dtype not in round_.blocks:  # int32 ids of a table beyond int32
@@ -382,8 +386,11 @@ class InputDist:
             block_sizes,
             self.layout.num_buckets,
             boundaries,
-            return_positions=places_N is not None,
+            return_positions=trip.is_short or places_N is not None,
         )
+        if trip.is_short:
+            assert moved_to is not None
+            trip.moved_to.append(moved_to)
         if places_N is not None:
             assert moved_to is not None
             places_N = torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N)
@@ -455,7 +462,7 @@ class InputDist:
             flag |= _IS_LAST
         if trip.own_bags is not None:
             flag |= _VARIABLE
-        if self.goes_by_id and self._are_bags_short(trip):
+        if trip.is_short:
             flag |= _SHORT
         trip.flag, if_ids = flag, 0
         if trip.has_bad_ids is not None:
@@ -753,7 +760,10 @@ class Trip(Multistreamable):
             this one's.
         received_lengths: `[R, S]` lengths that come of each stream.
         sent_lengths: `[streams of all destinations]` lengths sent, if not those of all bags.
-        lengths_PB: ids of each bag in each segment that may travel, flat, if they go by id.
+        is_short: whether this rank's bags are short.
+        moved_to: if they go by id, per round `[N]` of the ids' dtype: the place of each id of the
+            bags that were split among the round's ids, which are in the order of their segments.
+        split_offsets: `[F * B + 1]` of these bags, of F features, the same in each round.
         bag_counts: `[len(split_slots), B]` ids per bag of the row-split slots, or None if there
             are none.
         headers: what is on its way, for it and those that started with it; None once it was read.
@@ -773,6 +783,7 @@ class Trip(Multistreamable):
     checked: Parts
     bags: Parts
     batch_size: int
+    split_offsets: Tensor
     counts: Tensor
     counts_G: np.ndarray
     given_counts: np.ndarray
@@ -800,7 +811,8 @@ class Trip(Multistreamable):
         self.by_id: tuple[np.ndarray, np.ndarray] | None = None
         self.num_bags: tuple[np.ndarray, np.ndarray] | None = None
         self.sent_lengths: np.ndarray | None = None
-        self.lengths_PB: Tensor | None = None
+        self.is_short = False
+        self.moved_to: list[Tensor] = []
         self.headers: tuple[comm.Pending, Sequence[Trip], _Copied | None] | None = None
         self.lookups: Sequence[Bags] = ()
         self.replicas: list[Bags] = []
@@ -873,9 +885,9 @@ class Trip(Multistreamable):
                 send_sizes,
                 recv_sizes.tolist(),
             )
-        if self.by_id is not None:
-            self.lengths_PB = joined(self.lengths)
         self.lengths = self.values = self.weights = []  # what was sent is not kept
+        if self.by_id is None:
+            self.moved_to = []
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return self

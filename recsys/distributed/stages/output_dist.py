@@ -36,7 +36,12 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.bags import joined
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
 from recsys.distributed.stages.input_dist import Trip
-from recsys.distributed.stages.ragged_gather import NO_PART, RaggedBatch, RaggedGather
+from recsys.distributed.stages.ragged_gather import (
+    NO_SEGMENT,
+    RaggedBatch,
+    RaggedGather,
+    SplitIds,
+)
 from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
@@ -571,14 +576,22 @@ class _RaggedExchange(Exchange["OutputDist"]):
         looked_up_RS = received_RS * given.own_dims
         self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
         rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), trip.batch_size)])
-        part_K = np.full_like(rows_K, NO_PART)
-        if trip.by_id is not None:
-            part_K[: len(own_S)] = np.where(trip.by_id[1], trip.routes.sent, NO_PART)
-        self._arriving = RaggedBatch(stage.ragged, rows_K, trip.batch_size, part_K, trip.lengths_PB)
+        ids = None if trip.by_id is None else self._split_ids(trip, trip.by_id[1], len(rows_K))
+        self._arriving = RaggedBatch(stage.ragged, rows_K, trip.batch_size, ids)
         sends = self._looked_up_RL.sum(1).tolist()
         receives = given.per_rank(own_S * given.sent_dims)
         super().__init__(stage, env, sends, receives, trip.stage.path)
         self._bag_counts = trip.bag_counts
+
+    @staticmethod
+    def _split_ids(trip: Trip, by_id_S: np.ndarray, num_blocks: int) -> SplitIds:
+        """Return where the ids of bags went, some of which return as rows."""
+        routes, segment_K = trip.routes, np.full(num_blocks, NO_SEGMENT)
+        of_streams = routes.segments - routes.num_keys  # whole features are before the others
+        segment_K[: len(by_id_S)] = np.where(by_id_S, of_streams, NO_SEGMENT)
+        shape = len(routes.rounds), trip.stage.layout.num_buckets, -1
+        counts_XWF = trip.counts_G[routes.num_keys :].reshape(shape)
+        return SplitIds(segment_K, counts_XWF, joined(trip.moved_to), trip.split_offsets)
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""

@@ -1,20 +1,23 @@
 """Lays out what arrived of a batch whose blocks do not all have a row for each of its samples.
 
 A block is what comes of one stream. It has a *row per bag*, for the bags that its feature has in
-the batch, and nothing in place of those that it has not. Or it has a *row per id*: the ids of all
-bags, one after the other, whose rows are added up here. Laid out, there is a row for each sample,
-which is 0 where nothing came. Columns that several blocks hold, parts of row-split tables, are
-added up in the order of the blocks.
+the batch, and nothing in place of those that it has not. Or it has a *row per id*: those of the ids
+of one segment, whose rows are added up here. Laid out, there is a row for each sample, which is 0
+where nothing came. Columns that several blocks hold, parts of row-split tables, are added up.
 
-Shape names: `K` blocks, `B` samples, `D` columns, `E` chunks in the blocks, `P` parts of which
-lengths are known.
+No list of the bags of each segment is kept: there are as many as ranks times bags, with or without
+ids. A bag's ids are known by its offsets in the batch, and its rows by where each id went.
+
+Shape names: `K` blocks, `B` samples, `D` columns, `C` chunks of them, `E` chunks in the blocks, `Q`
+groups of blocks that hold the same columns, `M` chunks of the buffer, `N` ids of the bags, `F`
+their features, `W` buckets that these are split into, `X` rounds of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import torch
@@ -25,10 +28,48 @@ from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Rang
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
-    from recsys.kernels.output_triton import Columns
+    from recsys.kernels.ragged_triton import Ragged
 
-NO_PART = -1
-"""In place of a part, where a block has a row per bag."""
+NO_SEGMENT = -1
+"""In place of a segment, where a block has a row per bag."""
+
+
+@final
+class SplitIds(NamedTuple):
+    """Where the ids of bags went, which were split into segments: bucket by bucket, in rounds."""
+
+    segment_K: np.ndarray
+    """`[K]` the segment whose ids a block has a row for each of, in the order `[round][bucket]
+    [feature]`, else `NO_SEGMENT`."""
+    counts_XWF: np.ndarray
+    """Ids of each segment."""
+    places: Tensor
+    """`[X * N]` int32 or int64: for each round the place of each id among all of the round, which
+    are in the order of the segments."""
+    offsets: Tensor
+    """`[F * B + 1]` int32 or int64, of the bags' ids: the same in each round."""
+
+    def starts(self) -> np.ndarray:
+        """Return the ids before each segment."""
+        counts: np.ndarray = self.counts_XWF.ravel()
+        starts: np.ndarray = np.cumsum(counts) - counts
+        return starts
+
+    def samples(self, num_samples: int) -> Tensor:
+        """Return, on a host, `[X * N]` int32 the samples of all ids in the order of the segments.
+
+        Args:
+            num_samples: B.
+        """
+        num_rounds = len(self.counts_XWF)
+        places_XN = self.places.view(num_rounds, -1)
+        sample_B = torch.arange(num_samples, dtype=torch.int32)
+        lengths = self.offsets.diff()
+        sample_N = sample_B.repeat(len(lengths) // num_samples).repeat_interleave(
+            lengths, output_size=places_XN.shape[1]
+        )
+        found = torch.empty(places_XN.shape, dtype=torch.int32)
+        return found.scatter_(1, places_XN.long(), sample_N.expand_as(found)).view(-1)
 
 
 @final
@@ -36,7 +77,7 @@ class RaggedGather:
     """The blocks of such batches, and where their columns go.
 
     Args:
-        blocks: as for `ColumnGather`.
+        blocks: as for `ColumnGather`; those that share columns hold the same.
         width: D.
         device: of the buffers.
         mean_slots: what is divided by the lengths of bags.
@@ -50,23 +91,52 @@ class RaggedGather:
         mean_slots: Sequence[MeanSlot] = (),
     ) -> None:
         self.columns = ColumnGather(blocks, width, device, mean_slots)
-        self.width, self.chunk = width, self.columns.chunk or 1
+        self.width, self.chunk, self._device = width, self.columns.chunk or 1, device
         widths = [sum(end - start for start, end in block) for block in blocks]
         self.widths_K = np.array(widths, dtype=np.int64)
         # the chunks before an entry's block tell which it is
         chunks_K = self.widths_K // self.chunk
-        first_K, filled = np.cumsum(chunks_K) - chunks_K, np.flatnonzero(chunks_K)
+        first_K, self._filled = np.cumsum(chunks_K) - chunks_K, np.flatnonzero(chunks_K)
         first_E, _, place_E, chunk_E = self.columns.host_entries_4E
-        self.block_E: np.ndarray = filled[np.searchsorted(first_K[filled], first_E)]
+        self._block_E: np.ndarray = self._filled[np.searchsorted(first_K[self._filled], first_E)]
         # on a host: the chunks of one row of each block, block by block, and how many before each
-        self.chunks_K = torch.from_numpy(chunks_K)
-        self.first_K = torch.from_numpy(first_K)
-        self.output_chunks = torch.from_numpy(chunk_E[np.argsort(first_E + place_E)])
+        self.chunks_K = torch.from_numpy(chunks_K.astype(np.int32))
+        self.first_K = torch.from_numpy(first_K.astype(np.int32))
+        output_chunks = chunk_E[np.argsort(first_E + place_E)]
+        self.output_chunks = torch.from_numpy(output_chunks.astype(np.int32))
 
     @cached_property
-    def block_on_device_E(self) -> Tensor:
-        """The block of each entry."""
-        return ops.upload(self.block_E, self.columns.entries_4E.device)
+    def groups(self) -> Groups:
+        """The blocks by the columns that they hold."""
+        _, width_E, place_E, chunk_E = self.columns.host_entries_4E
+        chosen_C = np.searchsorted(chunk_E, np.arange(self.columns.num_chunks))
+        _, group_C = np.unique(self._block_E[chosen_C], return_inverse=True)
+        group_K = np.full(len(self.widths_K), -1)
+        group_K[self._block_E] = group_C[chunk_E]
+        alike = np.stack([group_K[self._block_E], width_E, place_E])
+        of_chunks = np.stack([group_C, width_E[chosen_C], place_E[chosen_C]])
+        assert np.array_equal(alike, of_chunks[:, chunk_E])  # blocks that share columns hold these
+        order = self._filled[np.argsort(group_K[self._filled], kind="stable")]
+        sizes_Q = np.bincount(group_K[order])
+        first_Q = np.cumsum(sizes_Q) - sizes_Q
+        chunks_4C = np.concatenate([of_chunks, first_Q[None, group_C]])
+        return Groups(ops.upload(chunks_4C, self._device), group_K, order, first_Q)
+
+
+@final
+class Groups(NamedTuple):
+    """Blocks in groups that hold the same columns."""
+
+    chunks_4C: Tensor
+    """`[4, C]` int64 on the device, of each chunk of the output: the group of the blocks that hold
+    it; chunks of a row of such a block; the place in it; and how many blocks are in earlier
+    groups."""
+    group_K: np.ndarray
+    """`[K]` the group of each block, -1 for one without columns."""
+    order: np.ndarray
+    """The blocks that have columns, group by group."""
+    first_Q: np.ndarray
+    """`[Q]` the blocks in earlier groups."""
 
 
 @final
@@ -77,9 +147,8 @@ class RaggedBatch:
         gather: whose blocks it has.
         rows_K: `[K]` rows of each block.
         num_samples: B.
-        part_K: `[K]` the part that a block with a row per id is of, else `NO_PART`.
-        lengths_PB: `[P * B]` int32 or int64: ids of each part in each bag; None: all blocks have a
-            row per bag.
+        ids: where they went, of which blocks have a row for each; None: all blocks have a row per
+            bag.
 
     Attributes:
         num_values: of the buffer.
@@ -90,56 +159,73 @@ class RaggedBatch:
         gather: RaggedGather,
         rows_K: np.ndarray,
         num_samples: int,
-        part_K: np.ndarray,
-        lengths_PB: Tensor | None = None,
+        ids: SplitIds | None = None,
     ) -> None:
         self._gather, self._rows_K, self._num_samples = gather, rows_K, num_samples
-        self._part_K, self._lengths_PB = part_K, lengths_PB
+        self._ids = ids
         self.num_values = int(rows_K @ gather.widths_K)
+
+    @cached_property
+    def _on_device(self) -> Ragged:
+        """What kernels are told of the columns and of the batch."""
+        from recsys.kernels.ragged_triton import Ids, Ragged
+
+        gather, ids, rows_K = self._gather, self._ids, self._rows_K
+        chunks_4C, group_K, order, first_Q = gather.groups
+        num_groups = len(first_Q)
         chunks_K = rows_K * (gather.widths_K // gather.chunk)
-        self._before_K = np.cumsum(chunks_K) - chunks_K
+        before_K = np.cumsum(chunks_K) - chunks_K
+        segment_Q, nothing = np.full(num_groups, NO_SEGMENT), np.zeros(0, dtype=np.int64)
+        starts, of_buckets, goes_by_bag, known = nothing, nothing, rows_K > 0, None
+        if ids is not None:
+            _, num_buckets, num_features = ids.counts_XWF.shape
+            starts, of_buckets = ids.starts(), np.full(len(order), -1)
+            goes_by_id = ids.segment_K != NO_SEGMENT
+            goes_by_bag &= ~goes_by_id
+            blocks = order[goes_by_id[order]]
+            groups, segments = group_K[blocks], ids.segment_K[blocks]
+            # a group's blocks are of the first buckets, which are all that its table has
+            buckets = segments // num_features % num_buckets
+            of_buckets[first_Q[groups] + buckets] = before_K[blocks]
+            segment_Q[groups] = segments - buckets * num_features
+            known = Ids(ids.places, ids.offsets, *ids.counts_XWF.shape)
+        blocks = order[goes_by_bag[order]]
+        by_bag = np.stack([before_K[blocks], rows_K[blocks]], axis=1).ravel()
+        lists = np.bincount(group_K[blocks] + 1, minlength=num_groups + 1).cumsum() * 2
+        parts = [lists, segment_Q, starts, of_buckets, by_bag]
+        lists += sum(map(len, parts[:-1]))
+        batch = ops.upload(np.concatenate(parts), chunks_4C.device)
+        return Ragged(gather.columns.columns, chunks_4C, batch, len(segment_Q), known)
 
     @cached_property
-    def _on_device(self) -> tuple[Columns, Tensor, Tensor, Tensor | None]:
-        """What kernels are told of the columns, of their blocks, and of the batch."""
-        gather, parts = self._gather, (self._before_K, self._rows_K, self._part_K)
-        columns = gather.columns.columns
-        uploaded = ops.upload(np.concatenate(parts), columns.entries_4E.device)
-        lengths = self._lengths_PB
-        offsets = None if lengths is None else ops.complete_cumsum(lengths)
-        return columns, gather.block_on_device_E, uploaded, offsets
-
-    @cached_property
-    def _index(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gathers in PyTorch, on the host.
-
-        For each chunk of the rectangle, the chunks of the buffer that add up to it, end to end;
-        where each list begins; and for each chunk of the buffer, the chunk of the rectangle.
-        """
-        gather, num_samples = self._gather, self._num_samples
-        num_chunks, rows_K = gather.columns.num_chunks, torch.from_numpy(self._rows_K)
-        sample_B = torch.arange(num_samples)
-        if self._lengths_PB is None:
-            rows_KB = (sample_B < rows_K.unsqueeze(1)).long()
-        else:
-            part_K = torch.from_numpy(self._part_K)
-            rows_KB = self._lengths_PB.view(-1, num_samples).index_select(0, part_K.clamp(min=0))
-            by_bag = (part_K == NO_PART).nonzero().squeeze(1)
-            if by_bag.numel():
-                rows_KB[by_bag] = (sample_B < rows_K[by_bag].unsqueeze(1)).to(rows_KB.dtype)
-        # of each row its block and its sample, then of each chunk the row
-        block_N = torch.arange(len(rows_K)).repeat_interleave(rows_K)
-        sample_N = sample_B.repeat(len(rows_K)).repeat_interleave(
-            rows_KB.flatten(), output_size=len(block_N)
+    def _spread_M(self) -> Tensor:
+        """For each chunk of the buffer, the chunk of the rectangle; on the host."""
+        gather, ids, num_samples = self._gather, self._ids, self._num_samples
+        num_chunks, rows_K = gather.columns.num_chunks, self._rows_K
+        # rows are those of all samples in turn, or of the samples of a segment's ids
+        samples = torch.arange(num_samples, dtype=torch.int32)
+        first_K = np.zeros_like(rows_K)
+        if ids is not None:
+            samples = torch.cat([samples, ids.samples(num_samples)])
+            starts = num_samples + ids.starts()
+            first_K = np.where(ids.segment_K == NO_SEGMENT, 0, starts[ids.segment_K])
+        rows, num_rows = torch.from_numpy(rows_K.astype(np.int32)), int(rows_K.sum())
+        shift_K = torch.from_numpy(first_K - (np.cumsum(rows_K) - rows_K))
+        fits = max(num_samples * num_chunks, self.num_values) < 2**31
+        dtype = torch.int32 if fits else torch.int64
+        block_N = torch.repeat_interleave(rows, output_size=num_rows)
+        sample_N = samples.index_select(
+            0, shift_K.index_select(0, block_N) + torch.arange(num_rows)
         )
-        chunks_N = gather.chunks_K[block_N]
-        row = torch.arange(len(block_N)).repeat_interleave(chunks_N)
-        within = torch.arange(len(row)) - (chunks_N.cumsum(0) - chunks_N)[row]
-        spread = gather.output_chunks[gather.first_K[block_N][row] + within]
-        spread += sample_N[row] * num_chunks
-        collect = torch.sort(spread, stable=True).indices
-        offsets = ops.complete_cumsum(torch.bincount(spread, minlength=num_samples * num_chunks))
-        return collect, offsets, spread
+        chunks_N, num = gather.chunks_K.index_select(0, block_N), self.num_values // gather.chunk
+        shift_N = (
+            gather.first_K.index_select(0, block_N) + chunks_N - chunks_N.cumsum(0, dtype=dtype)
+        )
+        chunk_M = shift_N.repeat_interleave(chunks_N, output_size=num)
+        chunk_M += torch.arange(num, dtype=dtype)
+        spread_M = sample_N.to(dtype).mul_(num_chunks).repeat_interleave(chunks_N, output_size=num)
+        self._ids = None  # not needed again
+        return spread_M.add_(gather.output_chunks.index_select(0, chunk_M))
 
     def collect(self, buffer: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the rectangle.
@@ -157,8 +243,12 @@ class RaggedBatch:
         if buffer.is_cuda:
             from recsys.kernels.ragged_triton import collect_ragged
 
-            return collect_ragged(buffer, num_samples, *self._on_device, counts)
-        index, offsets, _ = self._index
+            return collect_ragged(buffer, num_samples, self._on_device, counts)
+        # for each chunk of the rectangle, the chunks of the buffer that add up to it, end to end
+        spread_M, num_chunks = self._spread_M, num_samples * gather.columns.num_chunks
+        numbers = torch.bincount(spread_M, minlength=num_chunks)
+        offsets = functional.pad(numbers.cumsum(0, dtype=spread_M.dtype), (1, 0))
+        index = torch.sort(spread_M, stable=True).indices.to(spread_M.dtype)
         rows = functional.embedding_bag(
             index, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True
         )
@@ -180,8 +270,8 @@ class RaggedBatch:
         if grad_BD.is_cuda:
             from recsys.kernels.ragged_triton import spread_ragged
 
-            return spread_ragged(grad_BD, self.num_values, *self._on_device, counts)
+            return spread_ragged(grad_BD, self.num_values, self._on_device, counts)
         if gather.columns.mean_slots:
             grad_BD = grad_BD.clone()
             gather.columns.divide(grad_BD, counts)
-        return grad_BD.reshape(-1, gather.chunk).index_select(0, self._index[2]).view(-1)
+        return grad_BD.reshape(-1, gather.chunk).index_select(0, self._spread_M).view(-1)
