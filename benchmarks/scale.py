@@ -3,10 +3,11 @@
     python -m benchmarks.scale --out benchmarks/results/scale-cpu.json
 
 PyTorch's fake process group says that there are 8, 64 or 512 ranks; every other rank is taken to
-send what this one sends to itself. So layouts, headers, plans of moves and buffers are those of
-such a job, while transport, skew and errors are not. Host time is the step's time less what its
-operators take, which are those of a tiny batch; it is Python, numpy and PyTorch's dispatch. Bytes
-are the most that a step's tensors hold at once, beside the tables, as a multiple of the output's.
+send what this one sends to itself, and ids are spread evenly. So layouts, headers, plans of moves
+and buffers are those of such a job, while transport, skew and errors are not. Host time is that of
+a step of 16 samples, less what its operators take; it is Python, numpy and PyTorch's dispatch.
+Bytes are the most that a step of 256 samples holds in tensors at once, beside the tables, as a
+multiple of the output's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from recsys.distributed.types import ShardingEnv, ShardingPlan
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 
 CPU = torch.device("cpu")
-TABLES, ROWS, DIM, BATCH, STEPS = 26, 4096, 64, 16, 15
+TABLES, ROWS, DIM, STEPS = 26, 4096, 128, 15
+FEW, MANY = 16, 256  # samples of a rank: host time is that of few, memory that of many
 KEYS = [f"f{i}" for i in range(TABLES)]
 PLANS: dict[str, Callable[[int, int], Any]] = {
     "table_wise": lambda i, world: table_wise(rank=i % world),
@@ -175,10 +177,11 @@ def measure(plan: str, world: int) -> dict[str, float]:
             if plan == "row_wise by bag":
                 model.module.input_stage.goes_by_id = False
             generator = torch.Generator().manual_seed(0)
-            lengths = torch.ones(TABLES * BATCH, dtype=torch.int32)
 
-            def step(watch: Watch) -> float:
-                ids = torch.randint(0, ROWS, (TABLES * BATCH,), generator=generator)
+            def step(watch: Watch, samples: int) -> float:
+                lengths = torch.ones(TABLES * samples, dtype=torch.int32)
+                rows = torch.randint(0, ROWS // world, lengths.shape, generator=generator)
+                ids = torch.arange(len(rows)) % world * (ROWS // world) + rows
                 batch = KeyedJaggedTensor(keys=KEYS, values=ids, lengths=lengths)
                 echo.seconds = 0.0
                 began = time.perf_counter()
@@ -187,17 +190,17 @@ def measure(plan: str, world: int) -> dict[str, float]:
                 return time.perf_counter() - began - watch.seconds - echo.seconds
 
             for _ in range(3):
-                step(Watch())
+                step(Watch(), FEW)
             watches = [Watch() for _ in range(STEPS)]
-            hosts = [step(watch) for watch in watches]
+            hosts = [step(watch, FEW) for watch in watches]
+            step(whole := Watch(), MANY)
     finally:
         dist.destroy_process_group()
-    output = 4 * BATCH * TABLES * DIM
     return {
         "build_s": built,
         "host_ms": 1e3 * statistics.median(hosts),
         "operators_ms": 1e3 * statistics.median(watch.seconds for watch in watches),
-        "peak_of_output": max(watch.peak for watch in watches) / output,
+        "peak_of_output": whole.peak / (4 * MANY * TABLES * DIM),
     }
 
 

@@ -17,13 +17,7 @@ from recsys.kernels.deferred import DeferredGradients
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import (
-    Batch,
-    TorchKernel,
-    rows_by_feature,
-    rows_by_rank,
-    split_by_table,
-)
+from recsys.kernels.tbe_torch import Batch, RankedBags, TorchKernel, split_by_table
 from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,
@@ -337,7 +331,7 @@ class TableBatchedEmbedding:
 
     def _checked_bags(
         self, bags: np.ndarray, offsets: Tensor
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    ) -> tuple[np.ndarray, RankedBags | None]:
         """Return `bags` and `by_rank` of a `Batch`, or raise ValueError.
 
         They are copies: backward may read them however late.
@@ -357,7 +351,7 @@ class TableBatchedEmbedding:
         bags = np.array(bags, dtype=np.int64)
         if bags.ndim == 1:
             return bags, None
-        return bags.sum(1), bags if bags.shape[1] > 1 else None
+        return bags.sum(1), RankedBags(bags) if bags.shape[1] > 1 else None
 
     def _look_up_by_rank(self, batch: Batch) -> Tensor:
         """Look up bags of several ranks, without autograd."""
@@ -366,7 +360,7 @@ class TableBatchedEmbedding:
         if looker.takes_ranks:
             return looker.lookup(batch)
         rows = looker.lookup(batch._replace(by_rank=None))
-        return rows_by_rank(rows, by_rank, self.layout.dims_F)
+        return by_rank.rows_by_rank(rows, self.layout.dims_F)
 
     # -- called by backward -------------------------------------------------------------------
 
@@ -426,7 +420,7 @@ class _Lookup(torch.autograd.Function):
         offsets: Tensor,
         weights: Tensor | None,
         bags: np.ndarray | None,
-        by_rank: np.ndarray | None,
+        by_rank: RankedBags | None,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.metadata[TABLE_UPDATES] = tbe._updates
@@ -443,7 +437,7 @@ class _Lookup(torch.autograd.Function):
         batch = Batch(indices, offsets, weights, *ctx.bags)
         _, _, _, _, needs_weights, _, _, *trained = ctx.needs_input_grad
         if batch.by_rank is not None and (needs_weights or not tbe._updates_by_rank(trained)):
-            grad = rows_by_feature(grad, batch.by_rank, tbe.layout.dims_F)
+            grad = batch.by_rank.rows_by_feature(grad, tbe.layout.dims_F)
             batch = batch._replace(by_rank=None)
         weights_grad = None
         if needs_weights:  # before the update: it reads the rows the forward read

@@ -21,17 +21,17 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.ops import move_segments, upload
+from recsys.kernels.ops import upload
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
     FeatureParts,
+    RankedBags,
     RowGradients,
     RowStatistics,
     TorchKernel,
     distinct_rows,
     inverse_bag_length,
-    rank_order,
     row_ids_of,
     sum_bags,
 )
@@ -332,9 +332,13 @@ class FbgemmCpuKernel(TorchKernel):
     def _of_one_table(self, batch: Batch) -> tuple[Geometry, Batch]:
         """Return all tables as one, and a ragged batch, or sequences, of which ids are its rows."""
         assert self._one_table is not None
-        rows = row_ids_of(self.layout.used_groups[0], batch)
-        batch = batch._replace(indices=rows)
-        return self._one_table, batch if batch.by_rank is None else _rank_by_rank(batch)
+        ranked = batch.by_rank
+        if ranked is not None and ranked.in_order is not None:
+            return self._one_table, ranked.in_order
+        batch = batch._replace(indices=row_ids_of(self.layout.used_groups[0], batch))
+        if ranked is not None:
+            batch = ranked.in_order = _rank_by_rank(batch, ranked)
+        return self._one_table, batch
 
     def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
         """Return the batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
@@ -381,18 +385,16 @@ def _statistics_by_row(
     return rows, norms.square_()
 
 
-def _rank_by_rank(batch: Batch) -> Batch:
+def _rank_by_rank(batch: Batch, ranked: RankedBags) -> Batch:
     """Return a batch on the CPU with the bags of one rank, of all features, after another's."""
-    assert batch.by_rank is not None
-    bags_FR, order = batch.by_rank.ravel(), rank_order(*batch.by_rank.shape)
+    bags_FR, move = ranked.bags_FR, ranked.segments_by_rank
     edges = np.concatenate([[0], np.cumsum(bags_FR)])
-    ids_FR = np.diff(batch.offsets.numpy()[edges]).astype(np.int64)
-    lengths = move_segments(batch.offsets.diff(), order, bags_FR)
-    weights = batch.weights
-    return batch._replace(
-        indices=move_segments(batch.indices, order, ids_FR),
-        offsets=ops.complete_cumsum(lengths),
-        weights=None if weights is None else move_segments(weights, order, ids_FR),
+    ids_FR = np.diff(batch.offsets.numpy()[edges]).astype(np.int64).reshape(bags_FR.shape)
+    return Batch(
+        move(batch.indices, ids_FR),
+        ops.complete_cumsum(move(batch.offsets.diff(), bags_FR)),
+        None if batch.weights is None else move(batch.weights, ids_FR),
+        batch.bags,
     )
 
 

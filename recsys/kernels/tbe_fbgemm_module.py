@@ -26,12 +26,11 @@ from recsys.kernels.tbe_fbgemm import Geometry, as_rectangle, flat_blocks, has_o
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
+    RankedBags,
     Rates,
     TorchKernel,
     inverse_bag_length,
     row_ids_of,
-    rows_by_feature,
-    rows_by_rank,
 )
 from recsys.kernels.types import (
     EmbeddingLocation,
@@ -225,7 +224,8 @@ class FbgemmCudaKernel(TorchKernel):
         if batch.bags is not None and as_taken.bags is None:
             out = flat_blocks(out, batch.bags, self.layout)
             if batch.by_rank is not None:
-                out = _RowsByRank.apply(out, batch.by_rank, self.layout)  # type: ignore[no-untyped-call]
+                ranked = batch.by_rank, self.layout.dims_F
+                out = _RowsByRank.apply(out, *ranked)  # type: ignore[no-untyped-call]
         elif as_taken.bags is not batch.bags:  # the bags that were missing are the last
             out = out[: int(batch.bags @ self.layout.dims_F)]
         if self._counts_steps and out.requires_grad:
@@ -254,8 +254,9 @@ class FbgemmCudaKernel(TorchKernel):
         bags, by_rank = batch.bags.copy(), batch.by_rank
         bags[-1] += missing
         if by_rank is not None:
-            by_rank = by_rank.copy()
-            by_rank[-1, -1] += missing
+            bags_FR = by_rank.bags_FR.copy()
+            bags_FR[-1, -1] += missing
+            by_rank = RankedBags(bags_FR)
         offsets = functional.pad(batch.offsets, (0, missing), value=batch.indices.numel())
         return batch._replace(offsets=offsets, bags=bags, by_rank=by_rank)
 
@@ -322,7 +323,7 @@ class _Sizes(list[list[int]]):
     def __init__(self, batch: Batch) -> None:
         assert batch.bags is not None
         super().__init__([[count] for count in batch.bags.tolist()])
-        self.by_rank = batch.bags[:, None] if batch.by_rank is None else batch.by_rank
+        self.bags_FR = batch.bags[:, None] if batch.by_rank is None else batch.by_rank.bags_FR
 
 
 def _sizes_of(batch: Batch) -> dict[str, _Sizes]:
@@ -334,13 +335,13 @@ class _RowsByRank(torch.autograd.Function):
     """What a ragged lookup gives, feature by feature, to the same rank by rank."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, by_rank: np.ndarray, layout: StorageLayout) -> Tensor:
-        ctx.of_batch = by_rank, layout.dims_F
-        return rows_by_rank(rows, by_rank, layout.dims_F)
+    def forward(ctx: Any, rows: Tensor, by_rank: RankedBags, dims_F: np.ndarray) -> Tensor:
+        ctx.by_rank, ctx.dims_F = by_rank, dims_F
+        return by_rank.rows_by_rank(rows, dims_F)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return rows_by_feature(grad, *ctx.of_batch), None, None
+        return ctx.by_rank.rows_by_feature(grad, ctx.dims_F), None, None
 
 
 def _module_of(
@@ -408,7 +409,7 @@ def _without_waits(module: Any) -> Any:
         made = module._generate_vbe_metadata(self, offsets, None, *rest, **named)
         if sizes is None:
             return made
-        bags_FR, dims_F = sizes.by_rank, self.feature_dims.numpy()  # on the host by now
+        bags_FR, dims_F = sizes.bags_FR, self.feature_dims.numpy()  # on the host by now
         num_features, num_ranks = bags_FR.shape
         rows = np.zeros(bags_FR.size + 1, dtype=np.int64)  # where those of a rank and feature begin
         np.cumsum((bags_FR * dims_F[:, None]).T, out=rows[1:])

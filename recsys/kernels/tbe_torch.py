@@ -26,6 +26,51 @@ from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import LookupSettings, PoolingType
 
 
+@final
+class RankedBags:
+    """The bags that each of R ranks has of each feature of one batch.
+
+    Args:
+        bags_FR: [F, R] int64, on the host: those of each feature stand one rank's after another's.
+
+    Attributes:
+        in_order: The batch as a kernel reads it rank by rank, kept from lookup to update.
+    """
+
+    def __init__(self, bags_FR: np.ndarray) -> None:
+        self.bags_FR = bags_FR
+        self.in_order: Batch | None = None
+
+    def segments_by_rank(self, values: Tensor, sizes_FR: np.ndarray) -> Tensor:
+        """Return segments that stand feature by feature, in each rank by rank, the other way round.
+
+        Args:
+            values: Of all segments.
+            sizes_FR: [F, R] values of each.
+        """
+        return move_segments(values, _swapped(*sizes_FR.shape), sizes_FR.ravel())
+
+    def rows_by_rank(self, rows: Tensor, dims_F: np.ndarray) -> Tensor:
+        """Return what a ragged lookup gives, flat, with the rows of one rank after another's.
+
+        Args:
+            rows: Feature by feature.
+            dims_F: Columns of each feature.
+        """
+        return self.segments_by_rank(rows, self.bags_FR * dims_F[:, None])
+
+    def rows_by_feature(self, rows: Tensor, dims_F: np.ndarray) -> Tensor:
+        """Return what `rows_by_rank` was given, or its gradient, from what it returned."""
+        sizes_RF = (self.bags_FR * dims_F[:, None]).T
+        return move_segments(rows, _swapped(*sizes_RF.shape), sizes_RF.ravel())
+
+
+def _swapped(num_outer: int, num_inner: int) -> np.ndarray:
+    """Return the places [inner][outer] of what stands [outer][inner]."""
+    places = np.arange(num_outer * num_inner, dtype=np.int32)
+    return places.reshape(num_outer, num_inner).T.ravel()
+
+
 class Batch(NamedTuple):
     """What is looked up."""
 
@@ -40,9 +85,9 @@ class Batch(NamedTuple):
 
     With it a batch is ragged: what is pooled, and its gradient, are flat, one feature's [bags, D]
     after the other's."""
-    by_rank: np.ndarray | None = None
-    """[F, R] int64, on the host: the bags of each feature are those of R ranks, one after the
-    other, and what is pooled stands rank by rank, of each feature by feature; None: as above.
+    by_rank: RankedBags | None = None
+    """If the bags are those of several ranks: what is pooled stands rank by rank then, of each
+    feature by feature.
 
     Only kernels that `takes_ranks`, and `look_up_and_update`, are given it."""
 
@@ -510,30 +555,6 @@ def starts_of_features(offsets: Tensor, bags_F: np.ndarray) -> Tensor:
     starts = np.zeros(len(bags_F) + 1, dtype=np.int64)
     np.cumsum(bags_F, out=starts[1:])
     return offsets.index_select(0, upload(starts, offsets.device))
-
-
-def rank_order(num_features: int, num_ranks: int) -> np.ndarray:
-    """Of parts feature by feature, of each rank by rank, the places rank by rank: [R * F] int32."""
-    places = np.arange(num_features * num_ranks, dtype=np.int32)
-    return places.reshape(num_features, num_ranks).T.ravel()
-
-
-def rows_by_rank(rows: Tensor, by_rank: np.ndarray, dims_F: np.ndarray) -> Tensor:
-    """Return what a ragged lookup gives, flat, with the rows of one rank after another's.
-
-    Args:
-        rows: Feature by feature.
-        by_rank: As in `Batch`.
-        dims_F: Columns of each feature.
-    """
-    sizes_FR = by_rank * dims_F[:, None]
-    return move_segments(rows, rank_order(*by_rank.shape), sizes_FR.ravel())
-
-
-def rows_by_feature(rows: Tensor, by_rank: np.ndarray, dims_F: np.ndarray) -> Tensor:
-    """Return what `rows_by_rank` was given, or its gradient, from what it returned."""
-    sizes_RF = (by_rank * dims_F[:, None]).T
-    return move_segments(rows, rank_order(*sizes_RF.shape), sizes_RF.ravel())
 
 
 def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:

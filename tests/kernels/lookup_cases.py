@@ -14,6 +14,7 @@ from recsys.kernels.backend import POOLING_CODES
 from recsys.kernels.support import BACKENDS
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
+from recsys.kernels.tbe_torch import RankedBags
 from recsys.kernels.types import OptimizerSpec, PoolingType, TableSpec, UpdateMode
 
 CPU = torch.device("cpu")
@@ -45,18 +46,18 @@ class Case:
         return None if self.bags is None else np.array(self.bags)
 
     @property
-    def by_rank(self) -> np.ndarray | None:
-        """`[F, R]` bags of each rank, if there are several."""
+    def by_rank(self) -> RankedBags | None:
+        """Those of each rank, if there are several."""
         if self.bags is None or self.num_ranks == 1:
             return None
         draws = np.random.default_rng(self.seed)
         share = [1 / self.num_ranks] * self.num_ranks
-        return np.stack([draws.multinomial(count, share) for count in self.bags])
+        return RankedBags(np.stack([draws.multinomial(count, share) for count in self.bags]))
 
     @property
     def given_bags(self) -> np.ndarray | None:
         """As `TableBatchedEmbedding` takes them."""
-        return self.bags_F if self.by_rank is None else self.by_rank
+        return self.bags_F if self.by_rank is None else self.by_rank.bags_FR
 
     def slices(self) -> list[slice]:
         """Of each bag, feature by feature, what is its own of the flat output."""

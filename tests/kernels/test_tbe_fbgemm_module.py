@@ -439,7 +439,7 @@ def test_the_module_is_given_as_many_bags_as_features(
     indices, offsets, _ = case.batch(0)
     module.look_up_and_update(Batch(indices, offsets, None, case.bags_F, case.by_rank))
     ((given, sizes),) = seen
-    assert sizes.by_rank.sum(1).tolist() == [n for (n,) in sizes]  # type: ignore[attr-defined]
+    assert sizes.bags_FR.sum(1).tolist() == [n for (n,) in sizes]  # type: ignore[attr-defined]
     assert sizes == [[bags[0]], [bags[1]], [bags[2]], [bags[3] + 4 - sum(bags)]]
     assert torch.equal(given, torch.cat([offsets, offsets[-1:].expand(4 - sum(bags))]))
 
@@ -456,8 +456,8 @@ def test_what_is_said_of_bags_is_uploaded_once_without_waiting(
 
     monkeypatch.setattr(tbe_fbgemm_module, "upload", upload)
     inner, case = module.module, replace(RAGGED, num_ranks=num_ranks)
-    bags = case.bags_F[:, None] if case.by_rank is None else case.by_rank  # type: ignore[index]
-    plain = type(inner).__mro__[1]._generate_vbe_metadata(inner, torch.zeros(11), bags.tolist())
+    bags = case.given_bags.reshape(4, num_ranks).tolist()  # type: ignore[union-attr]
+    plain = type(inner).__mro__[1]._generate_vbe_metadata(inner, torch.zeros(11), bags)
     sizes = _sizes_of(Batch(torch.zeros(0), torch.zeros(11), None, case.bags_F, case.by_rank))
     inner.current_device = torch.device("meta")
     (told,) = sizes.values()
