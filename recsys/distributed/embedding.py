@@ -44,6 +44,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         qcomm_codecs_registry: what embeddings and gradients look like while they travel.
         use_index_dedup: whether each id of a feature travels, and is looked up, once per batch.
             The result is the same; it pays where ids repeat, and costs a sort where they do not.
+            Without other ranks nothing travels, and it means nothing.
 
     Raises:
         ValueError: as `ShardedCollection` does.

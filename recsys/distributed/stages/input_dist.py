@@ -137,7 +137,8 @@ class InputDist:
         device: where batches and tables are.
         mode: what to do with an id outside its table.
         is_weighted: whether the features carry weights.
-        distinct: whether each id of a feature travels once, where embeddings return to their ids.
+        distinct: whether each id of a feature travels once, where embeddings return to their ids;
+            means nothing without other ranks.
         trains: whether any of the tables does.
         owner: who looks up, for messages.
         path: of the module in its model, for messages, and to tell modules apart.
@@ -167,13 +168,13 @@ class InputDist:
         self.path, self.trains = path, trains
         self._mark = (crc32(path.encode()) & 0xFFFFFF) << 8
         _paths[self._mark] = path
-        self.is_weighted, self.distinct = is_weighted, distinct
+        self.is_weighted, self.distinct = is_weighted, distinct and env.world_size > 1
         self.is_ordered = device.type == "cuda" and env.exchanges_in_streams
         self.pooled = pooled = layout.is_pooled
         self.late = LateChecks()
         is_alone = device.type == "cuda" and env.world_size == 1
-        # how many ids are distinct, or in a block of rows, only the device knows
-        self.may_skip_header = is_alone and not distinct and not layout.split_slots
+        # how many ids are in a block of rows only the device knows
+        self.may_skip_header = is_alone and not layout.split_slots
         self.last_batches: LastBatches | None = None
         self.num_streams = len(layout.send_segments[env.rank])
         self.header_width = self.num_streams + COUNTS  # words that each rank sends this one
