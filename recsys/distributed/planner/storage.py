@@ -67,8 +67,7 @@ class StorageModel:
             return 0.0
         # each sends its share of every sum; means are divided in a copy of the gradients
         sent = ids if load.by_id else bags if load.adds_up else bags * part.row_parts
-        of_ranks = load.rows * part.cols if load.by_id else 0.0  # gradients as they arrive
-        return (sent - bags + bags * table.is_mean) * table.dim + of_ranks
+        return (sent - bags + bags * table.is_mean) * table.dim
 
     def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Return the memory of a copy of the whole table, and of the sum of its gradients."""
