@@ -202,7 +202,7 @@ def calculate_shard_storages(
         ...     SharderData(fused_params={"optimizer": "ADAM"}), "row_wise", weight, "cuda",
         ...     "fused", [[500, 8]] * 2, [16], 2, 2, [1.0], [1.0], 0.2, True,
         ... )[0]
-        Storage(hbm=49220, ddr=0, ssd=0)
+        Storage(hbm=48708, ddr=0, ssd=0)
     """
     batch_size = max(batch_sizes)
     bags = [n * size / batch_size for n, size in zip(num_poolings, batch_sizes, strict=True)]
