@@ -427,7 +427,13 @@ class _Lookup(torch.autograd.Function):
         ctx.tbe, ctx.ids_of_tables, ctx.bags = tbe, ids_of_tables, (bags, by_rank)
         ctx.save_for_backward(indices, offsets, weights)
         batch = Batch(indices, offsets, weights, bags, by_rank)
-        return tbe._looker.lookup(batch) if by_rank is None else tbe._look_up_by_rank(batch)
+        if by_rank is None:
+            return tbe._looker.lookup(batch)
+        out = tbe._look_up_by_rank(batch)
+        _, _, _, _, needs_weights, _, _, *trained = ctx.needs_input_grad
+        if needs_weights or not tbe._updates_by_rank(trained):
+            by_rank.in_order = None  # backward does not read it
+        return out
 
     @staticmethod
     @once_differentiable
@@ -448,4 +454,6 @@ class _Lookup(torch.autograd.Function):
                 gradients = tbe._parameter_gradients(grad, batch, trained)
             else:
                 tbe._update(grad, batch, trained, ctx.ids_of_tables)
+        if batch.by_rank is not None:  # outputs may outlive the batch; saved tensors do not
+            batch.by_rank.in_order = None
         return (None, None, None, None, weights_grad, None, None, *gradients)

@@ -12,7 +12,7 @@ from torch import Tensor
 from recsys.kernels.row_update import update_rows
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
-from recsys.kernels.tbe_torch import TorchKernel
+from recsys.kernels.tbe_torch import RankedBags, TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -757,6 +757,79 @@ def test_bags_of_their_own_of_half_tables_and_outputs(
         assert a.dtype is b.dtype
         torch.testing.assert_close(a, b)
     assert_same(*pair)
+
+
+APART = replace(
+    RAGGED,
+    dims=(4, 4, 4),
+    feature_table_map=(0, 1, 2),
+    bags=(9, 4, 5),
+    num_ranks=3,
+    weighted=False,
+)
+"""Tables of one width, no two features of which share one: a kernel may read them rank by rank."""
+RATES = {"one": (0.1, 0.1, 0.1), "several": (0.1, 0.5, 0.2)}
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("before", RATES)
+@pytest.mark.parametrize("after", RATES)
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def test_bags_of_several_ranks_train_at_rates_that_change_between_forward_and_backward(
+    pooling: PoolingType, after: str, before: str, backend: str
+) -> None:
+    case = replace(APART, pooling=pooling)
+    tbe = case.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED, backend)
+    tbe.learning_rates = RATES[before]
+    indices, offsets, _ = case.batch(0)
+    out = tbe.forward(indices, offsets, bags=case.given_bags)
+    tbe.learning_rates = RATES[after]
+    grad = output_gradient(case, 0, out.shape)
+    out.backward(grad)
+    oracle = ragged_oracle(case, case.init(), case.batch(0), grad)
+    np.testing.assert_allclose(out.detach(), oracle.out, rtol=1e-5, atol=1e-6)
+    rates = zip(tbe.weights, case.init(), oracle.of_tables, RATES[after], strict=True)
+    for weight, initial, gradient, rate in rates:
+        np.testing.assert_allclose(weight, initial.numpy() - rate * gradient, rtol=1e-5, atol=1e-5)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_a_batch_in_the_order_of_ranks_is_kept_no_longer_than_it_is_read(
+    mode: UpdateMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, init = list[RankedBags](), RankedBags.__init__
+
+    def noted(bags: RankedBags, bags_FR: np.ndarray) -> None:
+        init(bags, bags_FR)
+        kept.append(bags)
+
+    monkeypatch.setattr(RankedBags, "__init__", noted)
+    optimizer = None if mode is UpdateMode.GRADIENT else spec_of(EmbOptimType.SGD)
+    tbe = APART.build(optimizer, mode, "fbgemm")
+    parameters = [w.detach().requires_grad_() for w in tbe.weights]
+    indices, offsets, _ = APART.batch(0)
+    out = tbe.forward(indices, offsets, None, parameters, bags=APART.given_bags)
+    of_forward = kept[-1]
+    assert (of_forward.in_order is not None) is (mode is UpdateMode.FUSED)
+    out.backward(torch.ones_like(out))
+    assert of_forward.in_order is None
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
+def test_bags_of_several_ranks_leave_frozen_tables_alone(mode: UpdateMode, backend: str) -> None:
+    tbe = APART.build(spec_of(EmbOptimType.SGD), mode, backend)
+    parameters = [w.detach().requires_grad_(i != 1) for i, w in enumerate(tbe.weights)]
+    indices, offsets, _ = APART.batch(0)
+    out = tbe.forward(indices, offsets, None, parameters, bags=APART.given_bags)
+    grad = output_gradient(APART, 0, out.shape)
+    out.backward(grad)
+    tbe.deferred.step()
+    oracle = ragged_oracle(APART, APART.init(), APART.batch(0), grad)
+    for i, (weight, initial) in enumerate(zip(tbe.weights, APART.init(), strict=True)):
+        wanted = initial.numpy() - 0.1 * (i != 1) * oracle.of_tables[i]
+        np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

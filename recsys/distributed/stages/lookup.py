@@ -165,6 +165,8 @@ def needs_one_width(
         device: the GPU.
         replicated: whether the tables are replicated.
     """
+    if settings.pooling is PoolingType.NONE:  # no kernel takes several
+        return True
     optimizer, mode = _updates(settings, replicated)
     choice = choose_backend(
         LookupSettings(
