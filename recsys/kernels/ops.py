@@ -203,6 +203,24 @@ def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) ->
     return move(source_N, upload(plan, device), total)
 
 
+def swap_segments(values_N: Tensor, sizes_OI: np.ndarray) -> Tensor:
+    """Return segments that stand `[outer][inner]` in the order `[inner][outer]`.
+
+    Args:
+        values_N: `[N]` values of any dtype, one dim, segment by segment.
+        sizes_OI: `[O, I]` int64: values of each segment.
+
+    Returns:
+        `[N]`; no autograd. To swap them back, give it and `sizes_OI.T`.
+
+    Example:
+        >>> swap_segments(torch.tensor([1, 2, 2, 3, 4]), np.array([[1, 2], [1, 1]]))
+        tensor([1, 3, 2, 2, 4])
+    """
+    order = np.arange(sizes_OI.size, dtype=np.int32).reshape(sizes_OI.shape).T.ravel()
+    return move_segments(values_N, order, sizes_OI.ravel())
+
+
 def plan_of_moves(order_P: np.ndarray, sizes_M: np.ndarray) -> tuple[np.ndarray, int]:
     """Return where picked segments begin and how far they come; see `ops_triton`.
 

@@ -364,10 +364,15 @@ class TableBatchedEmbedding:
 
     # -- called by backward -------------------------------------------------------------------
 
-    def _updates_by_rank(self, trained: Sequence[bool]) -> bool:
-        """Return whether the update takes the gradient rank by rank."""
-        is_fused = self.update_mode is UpdateMode.FUSED and all(trained)
-        return is_fused and self._updater.takes_ranks
+    def _updates_by_rank(self, needs_input_grad: Sequence[bool]) -> bool:
+        """Return whether backward does no more than an update that takes gradients rank by rank.
+
+        Args:
+            needs_input_grad: As autograd says it of `_Lookup`.
+        """
+        _, _, _, _, needs_weights, _, _, *trained = needs_input_grad
+        is_update = self.update_mode is UpdateMode.FUSED and all(trained) and not needs_weights
+        return is_update and self._updater.takes_ranks
 
     def _update(
         self,
@@ -430,8 +435,7 @@ class _Lookup(torch.autograd.Function):
         if by_rank is None:
             return tbe._looker.lookup(batch)
         out = tbe._look_up_by_rank(batch)
-        _, _, _, _, needs_weights, _, _, *trained = ctx.needs_input_grad
-        if needs_weights or not tbe._updates_by_rank(trained):
+        if not tbe._updates_by_rank(ctx.needs_input_grad):
             by_rank.in_order = None  # backward does not read it
         return out
 
@@ -442,7 +446,7 @@ class _Lookup(torch.autograd.Function):
         indices, offsets, weights = ctx.saved_tensors
         batch = Batch(indices, offsets, weights, *ctx.bags)
         _, _, _, _, needs_weights, _, _, *trained = ctx.needs_input_grad
-        if batch.by_rank is not None and (needs_weights or not tbe._updates_by_rank(trained)):
+        if batch.by_rank is not None and not tbe._updates_by_rank(ctx.needs_input_grad):
             grad = batch.by_rank.rows_by_feature(grad, tbe.layout.dims_F)
             batch = batch._replace(by_rank=None)
         weights_grad = None

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.ops import upload
+from recsys.kernels.ops import swap_segments, upload
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import (
     Batch,
@@ -387,13 +387,13 @@ def _statistics_by_row(
 
 def _rank_by_rank(batch: Batch, ranked: RankedBags) -> Batch:
     """Return a batch on the CPU with the bags of one rank, of all features, after another's."""
-    bags_FR, move = ranked.bags_FR, ranked.segments_by_rank
+    bags_FR, weights = ranked.bags_FR, batch.weights
     edges = np.concatenate([[0], np.cumsum(bags_FR)])
     ids_FR = np.diff(batch.offsets.numpy()[edges]).astype(np.int64).reshape(bags_FR.shape)
     return Batch(
-        move(batch.indices, ids_FR),
-        ops.complete_cumsum(move(batch.offsets.diff(), bags_FR)),
-        None if batch.weights is None else move(batch.weights, ids_FR),
+        swap_segments(batch.indices, ids_FR),
+        ops.complete_cumsum(swap_segments(batch.offsets.diff(), bags_FR)),
+        None if weights is None else swap_segments(weights, ids_FR),
         batch.bags,
     )
 
@@ -406,7 +406,8 @@ def as_rectangle(batch: Batch) -> Batch:
     starts_F1, ends_F1 = upload(np.stack([ends_F - bags_F, ends_F]), device).unsqueeze(2).unbind()
     places_FB = torch.minimum(starts_F1 + torch.arange(int(bags_F.max()), device=device), ends_F1)
     offsets = batch.offsets.index_select(0, places_FB.flatten())
-    return batch._replace(offsets=torch.cat([offsets, batch.offsets[-1:]]), bags=None)
+    offsets = torch.cat([offsets, batch.offsets[-1:]])
+    return batch._replace(offsets=offsets, bags=None, by_rank=None)
 
 
 def flat_blocks(pooled: Tensor, bags_F: np.ndarray, layout: StorageLayout) -> Tensor:

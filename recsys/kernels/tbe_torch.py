@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import Backend
-from recsys.kernels.ops import move_segments, permute_1d, upload
+from recsys.kernels.ops import move_segments, permute_1d, swap_segments, upload
 from recsys.kernels.row_update import advance_step, apply_dense_update, update_rows
 from recsys.kernels.tbe_layout import DimGroup, StorageLayout
 from recsys.kernels.types import LookupSettings, PoolingType
@@ -41,15 +41,6 @@ class RankedBags:
         self.bags_FR = bags_FR
         self.in_order: Batch | None = None
 
-    def segments_by_rank(self, values: Tensor, sizes_FR: np.ndarray) -> Tensor:
-        """Return segments that stand feature by feature, in each rank by rank, the other way round.
-
-        Args:
-            values: Of all segments.
-            sizes_FR: [F, R] values of each.
-        """
-        return move_segments(values, _swapped(*sizes_FR.shape), sizes_FR.ravel())
-
     def rows_by_rank(self, rows: Tensor, dims_F: np.ndarray) -> Tensor:
         """Return what a ragged lookup gives, flat, with the rows of one rank after another's.
 
@@ -57,18 +48,11 @@ class RankedBags:
             rows: Feature by feature.
             dims_F: Columns of each feature.
         """
-        return self.segments_by_rank(rows, self.bags_FR * dims_F[:, None])
+        return swap_segments(rows, self.bags_FR * dims_F[:, None])
 
     def rows_by_feature(self, rows: Tensor, dims_F: np.ndarray) -> Tensor:
         """Return what `rows_by_rank` was given, or its gradient, from what it returned."""
-        sizes_RF = (self.bags_FR * dims_F[:, None]).T
-        return move_segments(rows, _swapped(*sizes_RF.shape), sizes_RF.ravel())
-
-
-def _swapped(num_outer: int, num_inner: int) -> np.ndarray:
-    """Return the places [inner][outer] of what stands [outer][inner]."""
-    places = np.arange(num_outer * num_inner, dtype=np.int32)
-    return places.reshape(num_outer, num_inner).T.ravel()
+        return swap_segments(rows, (self.bags_FR * dims_F[:, None]).T)
 
 
 class Batch(NamedTuple):

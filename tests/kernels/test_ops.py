@@ -84,6 +84,19 @@ def test_segments_move_where_their_plan_says(batch, data):
         assert torch.equal(expected[begin:][: sizes[segment]], segments[segment])
 
 
+@SHARED
+@given(jagged())
+def test_segments_swap_and_swap_back(batch):
+    lengths_FB, values, _ = batch
+    sizes = lengths_FB.long().numpy()
+    segments = torch.split(values, sizes.ravel().tolist())
+    places = np.arange(sizes.size).reshape(sizes.shape)
+    expected = torch.cat([values[:0], *[segments[place] for place in places.T.ravel()]])
+    swapped = ops.swap_segments(values, sizes)
+    assert torch.equal(swapped, expected)
+    assert torch.equal(ops.swap_segments(swapped, sizes.T), values)
+
+
 @needs_fbgemm
 @SHARED
 @given(jagged(), st.data())

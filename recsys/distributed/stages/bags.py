@@ -18,14 +18,12 @@ from recsys.sparse.keyed_jagged import Parts
 
 def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
     """Pad the features of fewer samples with empty bags."""
-    longest, num_keys = max(strides, default=0), len(strides)
+    longest = max(strides, default=0)
     bags_K = np.array(strides, dtype=np.int64)
     # behind the lengths stand the zeros of each feature, which come after its own
     empty_K = longest - bags_K
-    sizes = np.concatenate([bags_K, empty_K])
-    order = np.arange(2 * num_keys, dtype=np.int32).reshape(2, num_keys).T.ravel()
     with_zeros = torch.nn.functional.pad(bags.lengths, (0, int(empty_K.sum())))
-    lengths = ops.move_segments(with_zeros, order, sizes)
+    lengths = ops.swap_segments(with_zeros, np.stack([bags_K, empty_K]))
     return bags._replace(
         lengths=lengths,
         offsets=ops.complete_cumsum(lengths),

@@ -450,14 +450,6 @@ class OutputDist(OutputStage[KeyedTensor]):
         blocks = [*arriving, *self.replica_blocks]
         return RaggedGather(blocks, self.layout.width, self.device, self.means)
 
-    @cached_property
-    def ragged_orders(self) -> tuple[np.ndarray, np.ndarray]:
-        """What lookups give rank by rank, lookup by lookup, with all of a rank in one; and back."""
-        num_ranks, num_lookups = self.env.world_size, len(self.layout.groups[self.env.rank])
-        places = np.arange(num_ranks * num_lookups, dtype=np.int32)
-        to_ranks = places.reshape(num_lookups, num_ranks).T.ravel()
-        return to_ranks, places.reshape(num_ranks, num_lookups).T.ravel()
-
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], KeyedTensor]:
@@ -598,8 +590,7 @@ class _RaggedExchange(Exchange["OutputDist"]):
         stage = self.stage
         sent = joined(lookups) if lookups else torch.empty(0, device=stage.device)
         if len(lookups) > 1:
-            to_ranks, _ = stage.ragged_orders
-            sent = ops.move_segments(sent, to_ranks, self._looked_up_RL.T.ravel())
+            sent = ops.swap_segments(sent, self._looked_up_RL.T)
         return self.start_sending(sent, replicas)
 
     def place(self, buffer: Tensor) -> Tensor:
@@ -619,8 +610,7 @@ class _RaggedExchange(Exchange["OutputDist"]):
             return self.replica_grads(grad)
         sizes = self._looked_up_RL.sum(0).tolist()
         if len(sizes) > 1:
-            _, to_lookups = self.stage.ragged_orders
-            arrived = ops.move_segments(arrived, to_lookups, self._looked_up_RL.ravel())
+            arrived = ops.swap_segments(arrived, self._looked_up_RL)
         return [*arrived.split(sizes), *self.replica_grads(grad)]
 
 

@@ -195,7 +195,7 @@ class RaggedBatch:
         parts = [lists, segment_Q, starts, of_buckets, by_bag]
         lists += sum(map(len, parts[:-1]))
         batch = ops.upload(np.concatenate(parts), chunks_4C.device)
-        return Ragged(gather.columns.columns, chunks_4C, batch, len(segment_Q), known)
+        return Ragged(gather.columns.columns, chunks_4C, batch, num_groups, known)
 
     @cached_property
     def _spread_M(self) -> Tensor:
