@@ -298,6 +298,10 @@ class FbgemmCpuKernel(TorchKernel):
 
         The kernel adds the moment of the columns it sees, so the state is lowered by that much
         before; after, it is set to what it must be, to the bit.
+
+        A row whose gradients cancel out, of which only what rounding leaves is known, may get less
+        from the kernel than was taken, and then be divided by the root of next to nothing, or of
+        less than nothing. Such a row has no gradient, and keeps its weights.
         """
         final = []
         for group, (rows, statistic), moment in zip(
@@ -305,10 +309,18 @@ class FbgemmCpuKernel(TorchKernel):
         ):
             state = group.rows(self.states["sum"])
             wanted = state.index_select(0, rows).add_(moment)
-            state.index_copy_(0, rows, wanted.sub(statistic, alpha=1.0 / group.dim))
-            final.append((state, rows, wanted))
+            lowered = wanted.sub(statistic, alpha=1.0 / group.dim)
+            state.index_copy_(0, rows, lowered)
+            below_zero = (lowered < 0).nonzero().flatten()
+            weights = group.matrix(self.storage)
+            kept = weights.index_select(0, rows.index_select(0, below_zero))
+            final.append((state, rows, wanted, below_zero, weights, kept))
         self.update(grad, batch)
-        for state, rows, wanted in final:
+        for state, rows, wanted, below_zero, weights, kept in final:
+            if below_zero.numel():
+                at = rows.index_select(0, below_zero)
+                cancelled = state.index_select(0, at) < wanted.index_select(0, below_zero) / 4
+                weights.index_copy_(0, at[cancelled], kept[cancelled])
             state.index_copy_(0, rows, wanted)
 
     def _in_rows(self, grad: Tensor, batch: Batch, bags_F: np.ndarray) -> tuple[Tensor, Batch]:

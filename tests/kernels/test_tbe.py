@@ -356,6 +356,28 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
         torch.testing.assert_close(mine["sum"], theirs["sum"])
 
 
+@needs_fbgemm
+@pytest.mark.parametrize("residue", [1e-15, 1e-9])
+def test_a_row_whose_gradients_cancel_out_keeps_its_weights(residue: float) -> None:
+    """Whatever rounding leaves of the gradients in the statistics, and the kernel then finds."""
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    case = replace(SMALL, rows=(4,), dims=(8,), feature_table_map=(0,))
+    tbe = case.build(spec, UpdateMode.DEFERRED, "fbgemm")
+    tbe.deferred.keeps_batch = True
+    before = tbe.weights[0].clone()
+    out = tbe.forward(torch.tensor([1, 2, 1, 3]), torch.arange(5))
+    out.backward(torch.tensor([1.0, 1.0, -1.0, 2.0]).view(4, 1).expand(4, 8))
+    (statistic,) = tbe.deferred.row_statistics()
+    torch.testing.assert_close(statistic, torch.tensor([0.0, 8.0, 32.0]))
+    statistic[0] = residue
+    tbe.deferred.step([statistic / 16])  # other columns have no gradient
+
+    expected = before.clone()
+    expected[2:] -= 0.1 * torch.tensor([[1.0], [2.0]]) / torch.tensor([[0.5], [2.0]]).sqrt()
+    torch.testing.assert_close(tbe.weights[0], expected)
+    torch.testing.assert_close(tbe.states[0]["sum"], torch.tensor([0, residue / 16, 0.5, 2.0]))
+
+
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_two_backward_passes_before_a_step_add_up_where_batches_are_kept(backend: str) -> None:
     """As of a model that calls a module twice: the first batch's gradients must not be lost."""
