@@ -38,6 +38,7 @@ from tests.fast_scans import fast_scans
 KERNELS = {
     "ops_triton": (
         "build_header",
+        "complete_cumsum",
         "make_safe",
         "move_segments",
         "pack",

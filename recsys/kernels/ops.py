@@ -55,6 +55,7 @@ HAS_TRITON = (
 )
 """Whether kernels on CUDA can be Triton's, which comes with PyTorch's builds for CUDA on Linux."""
 
+_CUDA = frozenset(("cuda",))
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
 _VALUE_DTYPES = frozenset((torch.int32, torch.int64, torch.float32))
 _BUCKET_WEIGHT_DTYPES = frozenset((torch.float32, torch.float64))
@@ -73,7 +74,12 @@ def complete_cumsum(lengths_M: Tensor) -> Tensor:
         >>> complete_cumsum(torch.tensor([2, 0, 3]))
         tensor([0, 2, 2, 5])
     """
-    if lengths_M.device.type in FBGEMM_DEVICES:
+    device_type = lengths_M.device.type  # a proxy's of `torch.fx` is neither
+    if HAS_TRITON and device_type in _CUDA and not torch.compiler.is_compiling():
+        from recsys.kernels import ops_triton
+
+        return ops_triton.complete_cumsum(lengths_M)
+    if device_type in FBGEMM_DEVICES:
         return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_M)  # type: ignore[no-any-return]
     return torch.nn.functional.pad(lengths_M.cumsum(0, dtype=lengths_M.dtype), (1, 0))
 

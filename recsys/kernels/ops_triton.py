@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024  # ids of a program
+_SCANNED = 4096  # lengths of a program
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -62,6 +63,52 @@ def _own_places(sorted_ptr, stride, number, total, STEPS: tl.constexpr, BLOCK: t
 
 # `do_not_specialize`: numbers that differ from batch to batch must not make Triton compile anew (it
 # would for 1, and for multiples of 16).
+@triton.jit(do_not_specialize=["total"])
+def _sum_blocks(sums_ptr, values_ptr, total, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    places = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(values_ptr + places, mask=places < total, other=0)
+    tl.store(sums_ptr + program, tl.sum(values))
+
+
+@triton.jit(do_not_specialize=["total"])
+def _add_up_blocks(out_ptr, sums_ptr, values_ptr, total, BLOCK: tl.constexpr):
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
+    first = 0
+    while first < program:
+        before += tl.load(sums_ptr + first + lanes, mask=first + lanes < program, other=0)
+        first += BLOCK
+    places = program.to(tl.int64) * BLOCK + lanes
+    values = tl.load(values_ptr + places, mask=places < total, other=0)
+    tl.store(out_ptr + 1 + places, tl.cumsum(values) + tl.sum(before), mask=places < total)
+    if program == 0:
+        tl.store(out_ptr, 0)
+
+
+def complete_cumsum(lengths_M: Tensor) -> Tensor:
+    """Return the running sum with a leading zero; its twin is `ops.complete_cumsum`.
+
+    One launch for up to 4,096 values, and two for more: each block of them is added up, and what
+    stands before it is the sum of these sums.
+
+    Args:
+        lengths_M: `[M]` int32 or int64.
+
+    Returns:
+        `[M + 1]` of the same dtype.
+    """
+    lengths_M, total = lengths_M.contiguous(), lengths_M.numel()
+    out = lengths_M.new_empty(total + 1)
+    number = max(1, triton.cdiv(total, _SCANNED))
+    sums = lengths_M.new_empty(number)
+    with _current(out.device):
+        if number > 1:
+            _sum_blocks[number,](sums, lengths_M, total, BLOCK=_SCANNED)
+        _add_up_blocks[number,](out, sums, lengths_M, total, BLOCK=_SCANNED)
+    return out
+
+
 @triton.jit(do_not_specialize=["num_segments", "total"])
 def _move_segments(
     out_ptr,

@@ -303,7 +303,7 @@ class FbgemmCpuKernel(TorchKernel):
         from the kernel than was taken, and then be divided by the root of next to nothing, or of
         less than nothing. Such a row has no gradient, and keeps its weights.
         """
-        final = []
+        final, in_danger = [], []
         for group, (rows, statistic), moment in zip(
             self.layout.groups, statistics, row_moments, strict=True
         ):
@@ -311,16 +311,17 @@ class FbgemmCpuKernel(TorchKernel):
             wanted = state.index_select(0, rows).add_(moment)
             lowered = wanted.sub(statistic, alpha=1.0 / group.dim)
             state.index_copy_(0, rows, lowered)
+            final.append((state, rows, wanted))
             below_zero = (lowered < 0).nonzero().flatten()
-            weights = group.matrix(self.storage)
-            kept = weights.index_select(0, rows.index_select(0, below_zero))
-            final.append((state, rows, wanted, below_zero, weights, kept))
-        self.update(grad, batch)
-        for state, rows, wanted, below_zero, weights, kept in final:
             if below_zero.numel():
-                at = rows.index_select(0, below_zero)
-                cancelled = state.index_select(0, at) < wanted.index_select(0, below_zero) / 4
-                weights.index_copy_(0, at[cancelled], kept[cancelled])
+                at, matrix = rows.index_select(0, below_zero), group.matrix(self.storage)
+                least = wanted.index_select(0, below_zero) / 4
+                in_danger.append((state, at, least, matrix, matrix.index_select(0, at)))
+        self.update(grad, batch)
+        for state, at, least, matrix, weights in in_danger:
+            cancelled = state.index_select(0, at) < least
+            matrix.index_copy_(0, at[cancelled], weights[cancelled])
+        for state, rows, wanted in final:
             state.index_copy_(0, rows, wanted)
 
     def _in_rows(self, grad: Tensor, batch: Batch, bags_F: np.ndarray) -> tuple[Tensor, Batch]:

@@ -14,9 +14,11 @@ from tests.kernels.compiled import num_compiled
 if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
 
+from recsys.kernels import ops_triton
 from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
 from recsys.kernels.ops_triton import (
     build_header,
+    complete_cumsum,
     make_safe,
     move_segments,
     pack,
@@ -36,6 +38,23 @@ def _case(seed: int) -> tuple[np.ndarray, np.ndarray]:
     sizes *= rng.random(sizes.size) < 0.7
     order = rng.integers(0, sizes.size, rng.integers(0, 80)).astype(np.int32)
     return order, sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("number", [0, 1, 7, 4095, 4096, 4097, 50_000])
+def test_lengths_add_up_to_offsets(number: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(number)
+    lengths = rng.integers(-3, 2**31 if dtype is torch.int64 else 9, number)
+    given = torch.from_numpy(np.repeat(lengths, 2)).to(dtype).to(DEVICE)[::2]
+    found = complete_cumsum(given)
+    assert found.dtype is dtype
+    assert found.tolist() == [0, *lengths.cumsum().tolist()]
+
+
+def test_blocks_of_sums_are_added_up_in_several_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_triton, "_SCANNED", 16)  # of 150 blocks, of which 16 at once are read
+    lengths = torch.arange(16 * 150 - 5, device=DEVICE)
+    assert torch.equal(complete_cumsum(lengths)[1:], lengths.cumsum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float16])
@@ -201,6 +220,11 @@ def test_rows_of_tables_end_to_end(seed: int, dtypes: tuple[torch.dtype, torch.d
 
 
 COMPILES = """
+size = {"BLOCK": 4096}
+compile(ops_triton._sum_blocks, "*i32 *i32 i32", **size)
+compile(ops_triton._sum_blocks, "*i64 *i64 i64", **size)
+compile(ops_triton._add_up_blocks, "*i32 *i32 *i32 i32", **size)
+compile(ops_triton._add_up_blocks, "*i64 *i64 *i64 i64", **size)
 size = {"BLOCK": 1024}
 compile(ops_triton._move_segments, "*i32 *i32 *i64 i32 i64", STEPS=9, **size)
 compile(ops_triton._move_segments, "*fp16 *fp16 *i64 i32 i32", STEPS=1, **size)
@@ -228,4 +252,4 @@ compile(ops_triton._pack, f"*i32 *i64 *i64 *i64 *i64 {sizes}", **known)
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    assert num_compiled(COMPILES, tmp_path) == 13
+    assert num_compiled(COMPILES, tmp_path) == 17
