@@ -101,7 +101,8 @@ class StepReport:
     def __enter__(self) -> Self:
         self._wrap_stages()
         if self._trace is not None:
-            self._profiler = torch.profiler.profile()
+            # one cycle; without this, torch 2.11 warns that only the last is kept
+            self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         self._at = time.perf_counter()
         return self

@@ -192,7 +192,7 @@ def test_a_profiler_of_the_users_shows_the_stages() -> None:
     table = EmbeddingBagConfig(10, 4, "t", feature_names=["f"])
     ebc = shard(EmbeddingBagCollection(tables=[table]), {"t": table_wise(0)}, device=CPU)
     ids = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int64))
-    with StepReport() as report, torch.profiler.profile() as profiler:
+    with StepReport() as report, torch.profiler.profile(acc_events=True) as profiler:
         ebc(ids).values()
         report.step(samples=3)
     names = {event.key for event in profiler.key_averages()}
