@@ -15,6 +15,14 @@ from torch import Tensor
 
 from recsys.kernels.types import BoundsCheckMode
 
+NO_LIMIT: int = torch.iinfo(torch.int64).max
+"""Rows of the table that a feature reads, where no table does."""
+OVERWRITTEN = (
+    "Ids must be in range for their table; an earlier batch had others, and its memory has been "
+    "written to since. Leave it alone until the next call to hear which."
+)
+"""Said of bad ids that are no longer there."""
+
 
 def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
     """Return whether a length is negative, the sum wrong, or both disagree; no device sync.
@@ -232,6 +240,22 @@ class IdGuard:
     def check(self) -> None:
         """Wait for the device and raise (or warn) about bad ids of earlier batches."""
         self._late.read_all()
+
+    def complain(self, indices: Tensor, offsets: Tensor) -> bool:
+        """Raise (or warn) about bad ids of a batch; waits for the device.
+
+        Args:
+            indices: [N] int32 or int64.
+            offsets: [F * B + 1].
+
+        Returns:
+            Whether there were any.
+        """
+        bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
+        is_any = bool(bad_N.any())
+        if is_any:
+            self._complain(bad_N, indices, offsets)
+        return is_any
 
     def _check_on_device(self, indices: Tensor, offsets: Tensor) -> Tensor:
         self._late.read_arrived()

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recsys.kernels.bounds import NO_LIMIT
+
 _BLOCK = 1024  # ids of a program
 _SCANNED = 4096  # lengths of a program
 
@@ -363,7 +365,7 @@ def make_safe(
             num_features,
             num_bags // num_features,
             IS_TOLD=is_told,
-            NO_LIMIT=torch.iinfo(torch.int64).max,
+            NO_LIMIT=NO_LIMIT,
             STEPS=num_features.bit_length(),
             BLOCK=_BLOCK,
         )

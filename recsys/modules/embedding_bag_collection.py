@@ -119,9 +119,12 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
             size = features.stride(), sum(self._dims)
             return KeyedTensor.from_parts(self._names, self._dims, torch.empty(size, device="meta"))
         groups = self._groups()
-        features = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
+        features, are_safe = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
         weights = features.weights_or_none() if self._is_weighted else None
-        pooled = [group.lookup(*group.selector.select(features, weights)) for group in groups]
+        pooled = [
+            group.lookup(*group.selector.select(features, weights), are_safe=are_safe)
+            for group in groups
+        ]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
         if features.variable_stride_per_key():
             values_BD = expand_bags(values_BD, self._bag_dims, self._bag_features, features)

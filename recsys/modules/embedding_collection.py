@@ -101,13 +101,15 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         if self.device.type == "meta" and is_on_meta(features):
             return self._on_meta(features)
         groups = self._groups()
-        features = self._checked(features, is_pooled=False, is_weighted=False)
+        features, are_safe = self._checked(
+            features, is_pooled=False, is_weighted=False, keeps_ids=self._need_indices
+        )
         sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
         lengths = features.lengths().split_with_sizes(strides_per_key)
         found: dict[str, JaggedTensor] = {}
         for group in groups:
             bags = group.selector.select(features, None)
-            rows_ND = group.lookup(*bags)
+            rows_ND = group.lookup(*bags, are_safe=are_safe)
             positions = group.selector.positions
             views = FeatureViews(
                 rows_ND,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import gcd
 from typing import NamedTuple, final
 
@@ -16,13 +17,17 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.bounds import are_bags_bad, safe_lengths
+from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import Parts
 from recsys.sparse.validate import check_length_per_key, check_total, preview
 
 __all__ = [
     "FeatureSelector",
     "SelectedBags",
+    "are_checked_by_triton",
     "expand_bags",
+    "make_safe",
     "positions_of",
     "safe_features",
 ]
@@ -67,6 +72,7 @@ class FeatureSelector:
         self.positions: list[int] = []
         """Of the features among the batch's keys, for the batch seen last."""
         self._permute_F: Tensor | None = None
+        self._is_whole = False  # whether every feature of the batch is read, and once
 
     def select(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
         """Pick the features.
@@ -89,8 +95,11 @@ class FeatureSelector:
         if self._permute_F is None:
             return SelectedBags(batch.values(), batch.offsets(), weights)
         lengths_FB = batch.lengths().view(len(batch.keys()), -1)
-        known = batch.length_per_key_or_none()
-        total = None if known is None else sum(known[position] for position in self.positions)
+        known, total = batch.length_per_key_or_none(), None
+        if self._is_whole:
+            total = batch.values().numel()
+        elif known is not None:
+            total = sum(known[position] for position in self.positions)
         lengths_FB, indices, weights = ops.permute_2d(
             self._permute_F, lengths_FB, batch.values(), weights, total
         )
@@ -115,6 +124,7 @@ class FeatureSelector:
         keys, device = batch.keys(), batch.device()
         self.positions = positions_of(self._features, keys, self._owner, self._tables)
         self._permute_F = None
+        self._is_whole = sorted(self.positions) == list(range(len(keys)))
         if self.positions != list(range(len(keys))):
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device
@@ -147,6 +157,50 @@ def positions_of(
             "them (empty bags will do), or leave them out of the tables' feature_names."
         )
     return [place[feature] for feature in features]
+
+
+def are_checked_by_triton(bags: Parts, mode: BoundsCheckMode) -> bool:
+    """Return whether `make_safe` takes a batch, and does what the mode says.
+
+    Args:
+        bags: Of a batch that `check_features` has seen.
+        mode: What happens to bad ids.
+    """
+    return (
+        bags.values.is_cuda
+        and ops.HAS_TRITON
+        and mode is not BoundsCheckMode.NONE
+        and bags.stride_per_key_per_rank is None
+        and bags.lengths.numel() > 0
+        and bags.inverse_indices is None
+    )
+
+
+def make_safe(bags: Parts, num_rows_F: Tensor) -> tuple[Tensor, Parts, Tensor]:
+    """Return a batch that can be read whatever its bags and ids are; no sync.
+
+    Args:
+        bags: Of a batch that Triton checks.
+        num_rows_F: [F] int64 rows of the table that each feature reads; the largest number where
+            any id is good.
+
+    Returns:
+        [2] int32, whether bags are bad, and whether ids are; the batch, with other bags where they
+        are, and 0 in place of bad ids; and [F] int64 how many ids each feature has now.
+
+    Raises:
+        ValueError: A `length_per_key` that cannot be.
+    """
+    from recsys.kernels.ops_triton import make_safe as launch
+
+    told, first_ids = bags.length_per_key, None
+    if told is not None:
+        check_length_per_key(bags.keys, told, bags.values)
+        first_ids = ops.upload([0, *accumulate(told)], bags.values.device)
+    found, lengths, offsets, values, counts = launch(
+        bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids
+    )
+    return found, bags._replace(lengths=lengths, offsets=offsets, values=values), counts
 
 
 def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:

@@ -11,14 +11,17 @@ parameters win: they are gathered into new storages, and the tables' optimizer s
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.bounds import IdGuard, LateChecks
+from recsys.kernels import ops
+from recsys.kernels.bounds import NO_LIMIT, OVERWRITTEN, IdGuard, LateChecks
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
@@ -36,7 +39,12 @@ from recsys.modules.embedding_configs import (
     data_type_to_dtype,
 )
 from recsys.modules.embedding_init import draw_seed, init_rows
-from recsys.modules.embedding_inputs import FeatureSelector, safe_features
+from recsys.modules.embedding_inputs import (
+    FeatureSelector,
+    are_checked_by_triton,
+    make_safe,
+    safe_features,
+)
 from recsys.modules.traced import add_collection, is_exporting, is_proxy, record
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
@@ -166,11 +174,15 @@ class LookupGroup:
             self._owners.setdefault(owner, []).append(table)
         self._rates: list[float | None] = []  # of the owners, as the lookup knows them
 
-    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Check ids and look up: [B, sum of dims], or [N, D] without pooling."""
+    def lookup(
+        self, indices: Tensor, offsets: Tensor, weights: Tensor | None, *, are_safe: bool
+    ) -> Tensor:
+        """Check ids, if nobody has, and look up: [B, sum of dims], or [N, D] without pooling."""
         if self._owners:
             self._follow_owners()
-        return self.tbe.forward(self.guard(indices, offsets), offsets, weights, self.parameters)
+        if not are_safe:
+            indices = self.guard(indices, offsets)
+        return self.tbe.forward(indices, offsets, weights, self.parameters)
 
     def _follow_owners(self) -> None:
         """Take over learning rates that were changed."""
@@ -195,6 +207,8 @@ class _Link:
     def __init__(self, tables: Sequence[EmbeddingTable], groups: Sequence[LookupGroup]) -> None:
         self.groups = tuple(groups)
         self.late = LateChecks()
+        self.keys: list[str] | None = None  # of the batch seen last, and what reads them
+        self.rows_K: Tensor | None = None
         self._slots = [table._parameters for table in tables]
         self._weights = [table.weight for table in tables]
         self._pointers = list(map(Tensor.data_ptr, self._weights))
@@ -422,10 +436,25 @@ class TableCollection(nn.Module):
         return link.groups
 
     def _checked(
-        self, features: KeyedJaggedTensor, *, is_pooled: bool, is_weighted: bool
-    ) -> KeyedJaggedTensor:
-        """Check a batch; on CUDA what is wrong with its bags is raised with a later one."""
-        check_features(
+        self,
+        features: KeyedJaggedTensor,
+        *,
+        is_pooled: bool,
+        is_weighted: bool,
+        keeps_ids: bool = False,
+    ) -> tuple[KeyedJaggedTensor, bool]:
+        """Check a batch; on CUDA what is wrong with it is raised with a later one.
+
+        Args:
+            features: The batch.
+            is_pooled: Whether there is a row per sample.
+            is_weighted: Whether ids are weighted.
+            keeps_ids: Whether its ids, also bad ones, are asked for later.
+
+        Returns:
+            The batch, with bags that can be read; and whether its ids can be read, too.
+        """
+        bags = check_features(
             features,
             type(self).__name__,
             self.device,
@@ -433,13 +462,58 @@ class TableCollection(nn.Module):
             is_weighted=is_weighted,
         )
         if features.values().is_cpu:
-            return features
-        safe, is_bad = safe_features(features)
-        if is_bad is not None:
-            late = self._current_link().late
-            late.read_arrived()
-            late.add(is_bad, features.validate)
-        return safe
+            return features, False
+        link, mode, rows_K = self._current_link(), self._bounds_check_mode, None
+        if not keeps_ids and are_checked_by_triton(bags, mode):
+            rows_K = self._rows_of(bags.keys)
+        if rows_K is None:
+            safe, is_bad = safe_features(features)
+            if is_bad is not None:
+                link.late.read_arrived()
+                link.late.add(is_bad, features.validate)
+            return safe, False
+        link.late.read_arrived()
+        found, bags, _ = make_safe(bags, rows_K)
+        found = found[:1] if mode is BoundsCheckMode.IGNORE else found
+        link.late.add(found, partial(self._complain, features))
+        safe = KeyedJaggedTensor.from_parts(
+            bags.keys,
+            bags.values,
+            bags.weights,
+            bags.lengths,
+            bags.offsets,
+            stride=bags.stride,
+            length_per_key=bags.length_per_key,
+        )
+        return safe, True
+
+    def _rows_of(self, keys: list[str]) -> Tensor | None:
+        """Return [K] rows of the table that reads each key; None if tables of several sizes do."""
+        link = self._current_link()
+        if keys != link.keys:
+            sizes: dict[str, set[int]] = {}
+            for config in self._configs:
+                for feature in config.feature_names:
+                    sizes.setdefault(feature, set()).add(config.num_embeddings)
+            link.keys, link.rows_K = list(keys), None
+            if all(len(of_feature) == 1 for of_feature in sizes.values()):
+                rows = [min(sizes.get(key, {NO_LIMIT})) for key in keys]
+                link.rows_K = ops.upload(rows, self.device)
+        return link.rows_K
+
+    def _complain(self, features: KeyedJaggedTensor) -> None:
+        """Raise, or warn of, what the device found wrong with a batch."""
+        features.validate()
+        groups = self._groups()
+        bags = [group.selector.select(features, None) for group in groups]
+        were_bad = [
+            group.guard.complain(of_group.indices, of_group.offsets)
+            for group, of_group in zip(groups, bags, strict=True)
+        ]
+        if not any(were_bad):
+            if self._bounds_check_mode is BoundsCheckMode.FATAL:
+                raise IndexError(OVERWRITTEN)
+            warnings.warn(f"{OVERWRITTEN} Row 0 is read instead.", UserWarning, stacklevel=5)
 
     def _current_link(self) -> _Link:
         if self._link is None or not self._link.is_current():

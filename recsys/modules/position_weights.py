@@ -14,12 +14,10 @@ from typing import NamedTuple, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.bounds import LateChecks
+from recsys.kernels.bounds import NO_LIMIT, LateChecks
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["PositionGather", "PositionWeights", "with_weights"]
-
-_NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 @final
@@ -192,7 +190,7 @@ class PositionGather:
             for name, length in self._lengths.items():
                 places[name] = (end, end + length - 1, length)
                 end += length
-            rows = [places.get(key, (end, end, _NO_LIMIT)) for key in keys]
+            rows = [places.get(key, (end, end, NO_LIMIT)) for key in keys]
             table_3K = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3).T
             has_others = any(key not in places for key in keys)
             self._route = _Route(table_3K.contiguous(), [row[2] for row in rows], has_others)

@@ -790,10 +790,11 @@ def test_replicas_beside_a_lookup_of_the_whole_batch_need_counts() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str) -> None:
+def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str, triton: bool) -> None:
     bad, text = FAULTS[fault]
-    with PretendedCuda():
+    with PretendedCuda(triton):
         tables = _bags()
         for table in tables.embedding_bags.values():
             table.weight = nn.Parameter(torch.ones(3, 4, device=CUDA))
@@ -801,6 +802,100 @@ def test_a_bad_batch_on_a_device_is_raised_later_unsharded(fault: str) -> None:
         assert found.values().shape[1] == 8
         with pytest.raises((ValueError, IndexError), match=text):
             tables.check_ids()
+
+
+READERS = {"readers alike": "g", "readers of two sizes": "f"}  # of the third table
+
+
+def _unsharded(kind: str) -> EmbeddingBagCollection | EmbeddingCollection:
+    """Three tables, the first smaller than the others; each feature has one reader, or not."""
+    given = zip((3, 5, 5), "tuv", ("f", "g", READERS.get(kind, "h")), strict=True)
+    torch.manual_seed(1)
+    if kind.startswith("sequence"):
+        return EmbeddingCollection(
+            tables=[EmbeddingConfig(n, 4, name, feature_names=[key]) for n, name, key in given],
+            need_indices=kind == "sequence with ids",
+        )
+    return EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(n, 4, name, feature_names=[key]) for n, name, key in given],
+        is_weighted=kind == "weighted",
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("keys", ["hfg", "xhfg"])
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("mode", ["IGNORE", "FATAL"])
+@pytest.mark.parametrize(
+    "kind", ["one reader", *READERS, "weighted", "sequence", "sequence with ids"]
+)
+def test_unsharded_batches_are_checked_by_kernels(
+    kind: str, mode: str, is_told: bool, keys: str
+) -> None:
+    """Equal to the CPU's, in another order than the tables, with keys that nobody reads."""
+    lengths = torch.tensor([[1, 2], [0, 1], [3, 0], [2, 1]])
+    ids = torch.tensor([9, 9, 9, 4, 0, 2, 1, 0, 1, 2])
+    if mode == "IGNORE":
+        ids[3], ids[4], ids[-1] = -1, 2**40, 5  # of h, f and g
+    if keys == "hfg":
+        lengths, ids = lengths[1:], ids[3:]
+    weights = torch.rand(len(ids))
+    batch = KeyedJaggedTensor([*keys], ids, weights, lengths=lengths.flatten().int())
+    if is_told:
+        batch.length_per_key()
+    reference, tables = _unsharded(kind), _unsharded(kind)
+    reference._bounds_check_mode = tables._bounds_check_mode = BoundsCheckMode[mode]
+    expected = reference(KeyedJaggedTensor([*keys], ids, weights, lengths=lengths.flatten()))
+    with PretendedCuda(triton=True) as cuda:
+        for table in tables._tables():
+            table.weight = nn.Parameter(table.weight.detach().to(CUDA))
+        tables(batch.to(CUDA))
+        moved = batch.to(CUDA)
+        cuda.forget()
+        cuda.launched.clear()
+        cuda.is_behind = True
+        found = tables(moved)
+        by_kernels = kind not in ("readers of two sizes", "sequence with ids")
+        assert ("make_safe" in cuda.launched) is by_kernels
+        reads = [kind for kind, _, _ in cuda.notes if kind != "upload"]
+        is_whole = keys == "hfg" and kind not in READERS
+        assert len(reads) == (not is_told and not (is_whole and not kind.startswith("sequence")))
+        tables.check_ids()
+    if isinstance(expected, dict):
+        for name, jagged in expected.items():
+            assert torch.equal(found[name].values(), jagged.values())
+            if kind == "sequence with ids":
+                assert torch.equal(found[name].weights(), jagged.weights())
+    else:
+        torch.testing.assert_close(found.values(), expected.values())
+
+
+@needs_triton
+@pytest.mark.parametrize("are_overwritten", [False, True])
+@pytest.mark.parametrize("mode", ["WARNING", "FATAL"])
+def test_bad_ids_of_unsharded_tables_do_what_the_mode_says(
+    mode: str, are_overwritten: bool
+) -> None:
+    with PretendedCuda(triton=True) as cuda:
+        tables = _bags()
+        tables._bounds_check_mode = BoundsCheckMode[mode]
+        for table in tables.embedding_bags.values():
+            table.weight = nn.Parameter(torch.arange(12.0, device=CUDA).view(3, 4))
+        cuda.is_behind = True
+        batch = _good((1, 30)).to(CUDA)
+        found = tables(batch).values()
+        assert torch.equal(found[0], torch.tensor([4.0, 5, 6, 7, 0, 1, 2, 3]))
+        text = "Id 30 of feature 'g' is out of range for table 'u' with 3 rows"
+        if are_overwritten:
+            batch.values().fill_(0)
+            text = "its memory has been written to since"
+        if mode == "WARNING":
+            with pytest.warns(UserWarning, match=f"{text}.* Row 0 is read instead"):
+                tables.check_ids()
+        else:
+            with pytest.raises(IndexError, match=text):
+                tables.check_ids()
+        tables.check_ids()  # it was told
 
 
 @pytest.mark.parametrize("sizes", [None, [1, 1], [2, 0]])

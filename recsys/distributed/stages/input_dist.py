@@ -21,7 +21,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import accumulate
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, cast, final
@@ -52,12 +51,11 @@ from recsys.distributed.stages.routes import (
     lookup_order,
 )
 from recsys.kernels import ops
-from recsys.kernels.bounds import LateChecks, bad_id_message, find_bad_ids
+from recsys.kernels.bounds import OVERWRITTEN, LateChecks, bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.embedding_inputs import safe_features
+from recsys.modules.embedding_inputs import are_checked_by_triton, make_safe, safe_features
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
-from recsys.sparse.validate import check_length_per_key
 from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
@@ -259,7 +257,7 @@ class InputDist:
             self._keys = list(keys)
         routes = trip.routes = self._routes
         if self.device.type != "cpu":  # there check_features has raised
-            if self._goes_to_triton(features, bags):
+            if are_checked_by_triton(bags, self.mode):
                 return self._made_safe(trip, bags)
             trip.safe, trip.has_bad_bags = safe_features(features)
             features, bags = trip.safe, trip.safe.parts()
@@ -276,36 +274,16 @@ class InputDist:
         # no table has these: the batch can be taken apart, and nothing foreign is read
         return bags._replace(values=bags.values.masked_fill(bad_N, 0))
 
-    def _goes_to_triton(self, features: KeyedJaggedTensor, bags: Parts) -> bool:
-        """Return whether kernels check the batch, without what is said of it besides its bags."""
-        return (
-            self.device.type == "cuda"
-            and ops.HAS_TRITON
-            and self.mode is not BoundsCheckMode.NONE
-            and bags.stride_per_key_per_rank is None
-            and bags.lengths.numel() > 0
-            and features.inverse_indices_or_none() is None
-        )
-
     def _made_safe(self, trip: Trip, bags: Parts) -> Parts:
         """Return bags that can be read, as `_checked` does, by kernels."""
-        from recsys.kernels.ops_triton import make_safe
-
         trip.checked = bags
-        rows, told, first_ids = trip.routes.check_rows, bags.length_per_key, None
-        if told is not None:
-            check_length_per_key(bags.keys, told, bags.values)
-            first_ids = ops.upload([0, *accumulate(told)], self.device)
-        trip.found, lengths, offsets, values, trip.counts = make_safe(
-            bags.lengths, bags.offsets, bags.values, rows, first_ids
-        )
+        trip.found, safe, trip.counts = make_safe(bags, trip.routes.check_rows)
         trip.has_bad_bags, trip.has_bad_ids = trip.found.unbind()
         if not self.pooled:  # whose output has lengths, too
-            given = trip.given
             trip.safe = KeyedJaggedTensor.from_parts(
-                bags.keys, given.values(), None, lengths, offsets, stride=bags.stride
+                bags.keys, bags.values, None, safe.lengths, safe.offsets, stride=bags.stride
             )
-        return bags._replace(lengths=lengths, offsets=offsets, values=values)
+        return safe
 
     @staticmethod
     def _without_unread(bad_N: Tensor, bags: Parts, routes: Routes) -> Tensor:
@@ -984,10 +962,7 @@ class Trip(Multistreamable):
         bad_N = find_bad_ids(bags.values, bags.offsets, self.routes.check_rows)
         bad_N = stage._without_unread(bad_N, bags, self.routes)
         if not bool(bad_N.any()):
-            return (
-                "Ids must be in range for their table; an earlier batch had others, and its memory "
-                "has been written to since. Leave it alone until the next call to hear which."
-            )
+            return OVERWRITTEN
         tables = [smallest_table(stage.layout, stage.feature_names, key) for key in keys]
         return bad_id_message(
             bad_N,
