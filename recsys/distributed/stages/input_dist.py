@@ -1004,20 +1004,27 @@ class Trip(Multistreamable):
             features: per lookup those that it reads.
         """
         stage, bags, found = self.stage, self.bags, []
-        num_ids = bags.values.numel()
-        lengths_KB = bags.lengths.view(self.routes.num_keys, self.batch_size)
+        num_ids, num_keys = bags.values.numel(), self.routes.num_keys
+        lengths_KB = bags.lengths.view(num_keys, self.batch_size)
         carried = bags.weights if stage.is_weighted else None
         if not stage.pooled:
             carried = torch.arange(num_ids, device=stage.device)
+        is_plan = not self.routes.reads_whole and (carried is None or not carried.requires_grad)
         for select, positions in features:
-            total = num_ids
-            if not self.routes.reads_whole:
-                total = int(self.counts_G[positions].sum())
-            lengths, values, picked = ops.permute_2d(
-                select, lengths_KB, bags.values, carried, total
-            )
-            offsets = ops.complete_cumsum(lengths.flatten()).to(values.dtype)
-            found.append(Bags(values, offsets, picked if stage.is_weighted else None))
+            values, offsets, picked = bags.values, bags.offsets, carried
+            if select is not None and is_plan:
+                counts = self.counts_G[:num_keys]
+                values = ops.move_segments(values, positions, counts)
+                picked = None if carried is None else ops.move_segments(carried, positions, counts)
+                offsets = ops.complete_cumsum(lengths_KB.index_select(0, select).flatten())
+            elif select is not None:
+                total = num_ids
+                if not self.routes.reads_whole:
+                    total = int(self.counts_G[positions].sum())
+                lengths, values, picked = ops.permute_2d(select, lengths_KB, values, carried, total)
+                offsets = ops.complete_cumsum(lengths.flatten())
+            weights = picked if stage.is_weighted else None
+            found.append(Bags(values, offsets.to(values.dtype), weights))
             if not stage.pooled:
                 assert picked is not None
                 self._replica_places.append(picked)

@@ -20,8 +20,9 @@ from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
 
-Positions: TypeAlias = tuple[Tensor, np.ndarray]
-"""Positions in the batch of a lookup's features: int32 on the device, and the same on the host."""
+Positions: TypeAlias = tuple[Tensor | None, np.ndarray]
+"""Positions in the batch of a lookup's features: int32 on the device, or None for the whole batch
+as it is; and the same on the host."""
 
 
 def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
@@ -226,11 +227,16 @@ def build_routes(
     reads_whole = is_alone and all(
         np.array_equal(np.sort(positions), whole) for positions in (*own, *replicas)
     )
+
+    def selection(positions: np.ndarray) -> Positions:
+        is_whole = np.array_equal(positions, whole)
+        return None if is_whole else device_index(positions), positions.astype(np.int32)
+
     return Routes(
         rounds=rounds,
         split_keys=device_index(np.array(split)) if split else None,
-        replicas=tuple((device_index(r), r) for r in replicas),
-        lookups=tuple((device_index(r), r) for r in own) if reads_whole else (),
+        replicas=tuple(map(selection, replicas)),
+        lookups=tuple(map(selection, own)) if reads_whole else (),
         reads_whole=reads_whole,
         use_raw=use_raw,
         num_keys=num_keys,
