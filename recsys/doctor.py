@@ -74,6 +74,8 @@ class Kernels:
     load_error: str | None = None
     has_cpu_kernels: bool = False
     has_cuda_kernels: bool = False
+    why_triton_fails: str = ""
+    """Why kernels on GPUs cannot be Triton's though it is installed."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Device type to what serves a table of fp32 trained by row-wise Adagrad on it, and why."""
 
@@ -223,6 +225,9 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
         return
     for device, served in facts.kernels.backends.items():
         yield Finding("ok", f"Lookups on {device} are served by {served}.")
+    why = facts.kernels.why_triton_fails
+    if facts.gpus and why:
+        yield Finding("note", f"Steps on a GPU launch several times as many kernels: {why}.")
 
 
 def _judge_process_groups(facts: Facts) -> Iterator[Finding]:
@@ -337,7 +342,7 @@ def _probe_kernels() -> Kernels:
 def print_kernels() -> None:
     """Load the kernels in this process and print what `Kernels` holds, as JSON."""
     warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns when FBGEMM does not load
-    from recsys.kernels import support, tbe_fbgemm, tbe_fbgemm_module
+    from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(
@@ -356,6 +361,7 @@ def print_kernels() -> None:
         fbgemm=getattr(sys.modules.get("fbgemm_gpu"), "__version__", None),
         has_cpu_kernels=tbe_fbgemm.has_cpu_ops(),
         has_cuda_kernels=tbe_fbgemm_module.has_cuda_ops(),
+        why_triton_fails=ops.WHY_TRITON_FAILS,
         backends={d: serves(d) for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()},
     )
     print(json.dumps(asdict(kernels)))

@@ -72,6 +72,14 @@ def test_every_known_pair_fits() -> None:
         )
 
 
+def test_triton_that_cannot_compile() -> None:
+    kernels = replace(CUDA_KERNELS, why_triton_fails="Triton finds no C compiler")
+    facts = Facts(**GPU, distributions={"fbgemm-gpu": "1.8.0"}, kernels=kernels)
+    [note] = notes(facts)
+    assert note.text.endswith("several times as many kernels: Triton finds no C compiler.")
+    assert not notes(replace(facts, gpus=()))
+
+
 def test_without_fbgemm() -> None:
     assert not problems(Facts())
     [note] = notes(Facts())

@@ -10,6 +10,8 @@ Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segme
 
 import importlib.util
 import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Sequence
 from typing import cast
@@ -49,10 +51,25 @@ FBGEMM_DEVICES = frozenset(
 Functions ask for it themselves, not by a helper: a batch calls them often.
 """
 
-HAS_TRITON = (
-    importlib.util.find_spec("triton") is not None
-    and os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
-)
+
+def _why_triton_fails() -> str:
+    """Return what Triton lacks to compile what launches a kernel, or nothing."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler; install gcc or clang, or set CC"
+    scheme = sysconfig.get_default_scheme()
+    header = sysconfig.get_path("include", scheme.replace("posix_local", "posix_prefix"))
+    if not os.path.exists(os.path.join(header, "Python.h")):
+        return f"Triton finds no {header}/Python.h; install Python's headers, such as python3-dev"
+    return ""
+
+
+_HAS_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+_IS_TRITON_WANTED = os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
+WHY_TRITON_FAILS = ""
+"""Why kernels cannot be Triton's though it is installed."""
+if _HAS_TRITON_INSTALLED and _IS_TRITON_WANTED and os.environ.get("TRITON_INTERPRET") != "1":
+    WHY_TRITON_FAILS = _why_triton_fails()
+HAS_TRITON = _HAS_TRITON_INSTALLED and _IS_TRITON_WANTED and not WHY_TRITON_FAILS
 """Whether kernels on CUDA can be Triton's, which comes with PyTorch's builds for CUDA on Linux."""
 
 _CUDA = frozenset(("cuda",))

@@ -10,11 +10,13 @@ in `BACKENDS`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
 
+from recsys.kernels import ops
 from recsys.kernels.backend import Backend, Role
 from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.tbe_fbgemm import FbgemmCpuKernel
@@ -69,6 +71,9 @@ def choose_backend(
         'torch'
     """
     device_type, refused = settings.device.type, dict[str, str]()
+    if device_type == "cuda" and ops.WHY_TRITON_FAILS:
+        text = f"Steps on a GPU launch several times as many kernels: {ops.WHY_TRITON_FAILS}."
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     for kernel in BACKENDS:
         has_device = kernel.device_types is None or device_type in kernel.device_types
         if kernel.reads_quantized is not bool(settings.bits) or not has_device:

@@ -39,7 +39,9 @@ class TritonKernel(TorchKernel):
     device_types = ("cuda",)
     lookup_limits: ClassVar[Limits] = {"it updates only": lambda s: True}
     update_limits: ClassVar[Limits] = {
-        "Triton is not installed, or RECSYS_KERNELS=torch": lambda s: not ops.HAS_TRITON,
+        ops.WHY_TRITON_FAILS or "Triton is not installed, or RECSYS_KERNELS=torch": (
+            lambda s: not ops.HAS_TRITON
+        ),
         "it updates by SGD and row-wise Adagrad only": lambda s: (
             s.owned is None or s.owned.algorithm not in _UPDATES
         ),

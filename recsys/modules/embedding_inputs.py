@@ -191,13 +191,13 @@ def make_safe(bags: Parts, num_rows_F: Tensor) -> tuple[Tensor, Parts, Tensor]:
     Raises:
         ValueError: A `length_per_key` that cannot be.
     """
-    from recsys.kernels.ops_triton import make_safe as launch
+    from recsys.kernels import ops_triton
 
     told, first_ids = bags.length_per_key, None
     if told is not None:
         check_length_per_key(bags.keys, told, bags.values)
         first_ids = ops.upload([0, *accumulate(told)], bags.values.device)
-    found, lengths, offsets, values, counts = launch(
+    found, lengths, offsets, values, counts = ops_triton.make_safe(
         bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids
     )
     return found, bags._replace(lengths=lengths, offsets=offsets, values=values), counts

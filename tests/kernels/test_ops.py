@@ -258,3 +258,52 @@ def test_works_without_fbgemm(tmp_path, failure, warning):
     assert done.stdout.strip() == "False [] [0, 1, 3]"
     assert warning in done.stderr
     assert bool(done.stderr) == bool(warning)
+
+
+SEES_TRITON = """
+import sysconfig, warnings
+{change}
+import torch
+from recsys.kernels import ops
+from recsys.kernels.support import choose_backend
+from recsys.kernels.types import LookupSettings, PoolingType, UpdateMode
+settings = LookupSettings(
+    device=torch.device("cuda"), dims=[4], feature_table_map=[0], pooling=PoolingType.SUM,
+    optimizer=None, update_mode=UpdateMode.GRADIENT,
+)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    choose_backend(settings)
+print(ops.HAS_TRITON, ops.WHY_TRITON_FAILS, *(str(w.message) for w in said), sep="|")
+"""
+
+
+@pytest.mark.skipif(not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'")
+@pytest.mark.parametrize(
+    ("variables", "change", "why"),
+    [
+        ({"CC": "cc"}, "", ""),
+        ({"PATH": "", "TRITON_INTERPRET": "1"}, "", ""),
+        ({"PATH": ""}, "", "no C compiler; install gcc"),
+        (
+            {"CC": "cc"},
+            "sysconfig.get_path = lambda name, scheme: '/nowhere'",
+            "no /nowhere/Python.h; install Python's headers",
+        ),
+    ],
+)
+def test_triton_is_used_where_it_can_compile(variables, change, why):
+    unset = ("CC", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SEES_TRITON.format(change=change)],
+        env=environment | variables | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    is_used, found, *said = done.stdout.strip().split("|")
+    assert is_used == str(not why)
+    assert why in found
+    assert len(said) == bool(why)
+    assert all(why in text for text in said)
