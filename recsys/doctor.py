@@ -341,8 +341,9 @@ def _probe_kernels() -> Kernels:
 
 def print_kernels() -> None:
     """Load the kernels in this process and print what `Kernels` holds, as JSON."""
-    warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns when FBGEMM does not load
-    from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns if FBGEMM does not load
+        from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from recsys.doctor import (
     _namesakes,
     diagnose,
     format_report,
+    print_kernels,
 )
+from recsys.kernels import ops
 
 CPU_KERNELS = Kernels(fbgemm="1.8.0", has_cpu_kernels=True, backends={"cpu": "fbgemm (it can)"})
 CUDA_KERNELS = Kernels(fbgemm="1.8.0", has_cpu_kernels=True, has_cuda_kernels=True)
@@ -78,6 +81,18 @@ def test_triton_that_cannot_compile() -> None:
     [note] = notes(facts)
     assert note.text.endswith("several times as many kernels: Triton finds no C compiler.")
     assert not notes(replace(facts, gpus=()))
+
+
+def test_why_triton_fails_is_told_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(ops, "WHY_TRITON_FAILS", "Triton finds no C compiler")
+    with pytest.warns(RuntimeWarning, match="as many kernels: Triton finds no C compiler"):
+        print_kernels()
+    found = Kernels(**json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found.why_triton_fails == "Triton finds no C compiler"
+    assert found.backends.keys() == {"cpu", "cuda"}
 
 
 def test_without_fbgemm() -> None:
