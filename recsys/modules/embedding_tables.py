@@ -474,8 +474,8 @@ class TableCollection(nn.Module):
             return safe, False
         link.late.read_arrived()
         found, bags, _ = make_safe(bags, rows_K)
-        found = found[:1] if mode is BoundsCheckMode.IGNORE else found
-        link.late.add(found, partial(self._complain, features))
+        is_told = found[:1] if mode is BoundsCheckMode.IGNORE else found
+        link.late.add(is_told, partial(self._complain, features, found))
         safe = KeyedJaggedTensor.from_parts(
             bags.keys,
             bags.values,
@@ -501,17 +501,24 @@ class TableCollection(nn.Module):
                 link.rows_K = ops.upload(rows, self.device)
         return link.rows_K
 
-    def _complain(self, features: KeyedJaggedTensor) -> None:
-        """Raise, or warn of, what the device found wrong with a batch."""
+    def _complain(self, features: KeyedJaggedTensor, found: Tensor) -> None:
+        """Raise, or warn of, what the device found wrong with a batch.
+
+        Args:
+            features: The batch.
+            found: [2], whether bags are bad, and whether ids are.
+        """
         features.validate()
-        groups = self._groups()
+        mode, groups = self._bounds_check_mode, self._groups()
+        if mode is BoundsCheckMode.IGNORE or not bool(found[1]):
+            return
         bags = [group.selector.select(features, None) for group in groups]
         were_bad = [
             group.guard.complain(of_group.indices, of_group.offsets)
             for group, of_group in zip(groups, bags, strict=True)
         ]
         if not any(were_bad):
-            if self._bounds_check_mode is BoundsCheckMode.FATAL:
+            if mode is BoundsCheckMode.FATAL:
                 raise IndexError(OVERWRITTEN)
             warnings.warn(f"{OVERWRITTEN} Row 0 is read instead.", UserWarning, stacklevel=5)
 
