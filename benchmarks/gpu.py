@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks import dlrm
 from examples.dlrm.graphed import graph_dense
+from recsys.kernels import ops
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
@@ -255,6 +256,19 @@ def bandwidth(bench: Bench, dim: int, batch_size: int, pooling: int, kind: str) 
     }
 
 
+def offsets(bench: Bench, num_bags: int) -> dict[str, Any]:
+    """Compare the running sum of lengths with FBGEMM's and PyTorch's."""
+    lengths = torch.randint(0, 5, (num_bags,), dtype=torch.int32, device=bench.device)
+    contenders: dict[str, Call] = {
+        "ours": lambda i: ops.complete_cumsum(lengths),
+        "torch": lambda i: nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+    }
+    if bench.device.type in ops.FBGEMM_DEVICES:
+        kernel = torch.ops.fbgemm.asynchronous_complete_cumsum
+        contenders["fbgemm"] = lambda i: kernel(lengths)
+    return {"bags": num_bags, "times_ms": bench.in_turns(contenders, repeats=64)}
+
+
 def dlrm_step(bench: Bench, plan: str, batch_size: int) -> dict[str, Any]:
     """Compare a DLRM step with one whose dense parts are CUDA graphs, and with TorchRec's."""
     batch_size = bench.batch_size(batch_size)
@@ -340,6 +354,9 @@ def main() -> None:
             bandwidth(bench, dim, 8_192, pooling, kind)
             for kind, pooling in (("pooled", 1), ("pooled", 20), ("sequence", 20))
             for dim in (64, 128)
+        ],
+        "offsets": lambda: [
+            offsets(bench, 26 * bench.batch_size(size)) for size in (64, 8_192, 8_192 * 64)
         ],
         "dlrm_step": lambda: [
             dlrm_step(bench, plan, size) for plan in dlrm.PLANS for size in (8_192, 64)
