@@ -78,6 +78,12 @@ _VALUE_DTYPES = frozenset((torch.int32, torch.int64, torch.float32))
 _BUCKET_WEIGHT_DTYPES = frozenset((torch.float32, torch.float64))
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a kernel of Triton can run now: nothing is traced, and no tensor is fake."""
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return type(tensor) is Tensor and not is_traced
+
+
 def complete_cumsum(lengths_M: Tensor) -> Tensor:
     """Turn lengths into offsets: the running sum with a leading zero.
 
@@ -92,7 +98,7 @@ def complete_cumsum(lengths_M: Tensor) -> Tensor:
         tensor([0, 2, 2, 5])
     """
     device_type = lengths_M.device.type  # a proxy's of `torch.fx` is neither
-    if HAS_TRITON and device_type in _CUDA and not torch.compiler.is_compiling():
+    if HAS_TRITON and device_type in _CUDA and _has_memory(lengths_M):
         from recsys.kernels import ops_triton
 
         return ops_triton.complete_cumsum(lengths_M)

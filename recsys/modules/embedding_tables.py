@@ -227,6 +227,34 @@ class _Link:
         )
 
 
+def _complain(
+    features: KeyedJaggedTensor,
+    found: Tensor,
+    groups: Sequence[LookupGroup],
+    mode: BoundsCheckMode,
+) -> None:
+    """Raise, or warn of, what the device found wrong with a batch.
+
+    Args:
+        features: The batch.
+        found: [2], whether bags are bad, and whether ids are.
+        groups: The lookups that read it.
+        mode: What happens to bad ids.
+    """
+    features.validate()
+    if mode is BoundsCheckMode.IGNORE or not bool(found[1]):
+        return
+    bags = [group.selector.select(features, None) for group in groups]
+    were_bad = [
+        group.guard.complain(of_group.indices, of_group.offsets)
+        for group, of_group in zip(groups, bags, strict=True)
+    ]
+    if not any(were_bad):
+        if mode is BoundsCheckMode.FATAL:
+            raise IndexError(OVERWRITTEN)
+        warnings.warn(f"{OVERWRITTEN} Row 0 is read instead.", UserWarning, stacklevel=5)
+
+
 class TableCollection(nn.Module):
     """Tables as parameters, and fused lookups over them.
 
@@ -475,7 +503,8 @@ class TableCollection(nn.Module):
         link.late.read_arrived()
         found, bags, _ = make_safe(bags, rows_K)
         is_told = found[:1] if mode is BoundsCheckMode.IGNORE else found
-        link.late.add(is_told, partial(self._complain, features, found))
+        # not `self`: tables must not live until a garbage collection finds them in a cycle
+        link.late.add(is_told, partial(_complain, features, found, link.groups, mode))
         safe = KeyedJaggedTensor.from_parts(
             bags.keys,
             bags.values,
@@ -500,27 +529,6 @@ class TableCollection(nn.Module):
                 rows = [min(sizes.get(key, {NO_LIMIT})) for key in keys]
                 link.rows_K = ops.upload(rows, self.device)
         return link.rows_K
-
-    def _complain(self, features: KeyedJaggedTensor, found: Tensor) -> None:
-        """Raise, or warn of, what the device found wrong with a batch.
-
-        Args:
-            features: The batch.
-            found: [2], whether bags are bad, and whether ids are.
-        """
-        features.validate()
-        mode, groups = self._bounds_check_mode, self._groups()
-        if mode is BoundsCheckMode.IGNORE or not bool(found[1]):
-            return
-        bags = [group.selector.select(features, None) for group in groups]
-        were_bad = [
-            group.guard.complain(of_group.indices, of_group.offsets)
-            for group, of_group in zip(groups, bags, strict=True)
-        ]
-        if not any(were_bad):
-            if mode is BoundsCheckMode.FATAL:
-                raise IndexError(OVERWRITTEN)
-            warnings.warn(f"{OVERWRITTEN} Row 0 is read instead.", UserWarning, stacklevel=5)
 
     def _current_link(self) -> _Link:
         if self._link is None or not self._link.is_current():
