@@ -80,7 +80,7 @@ _BUCKET_WEIGHT_DTYPES = frozenset((torch.float32, torch.float64))
 
 def _has_memory(tensor: Tensor) -> bool:
     """Return whether a kernel of Triton can run now: nothing is traced, and no tensor is fake."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     return type(tensor) is Tensor and not is_traced
 
 
