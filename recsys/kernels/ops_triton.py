@@ -299,7 +299,7 @@ def _make_safe(
     if first < num_ids:
         is_real = places < num_ids
         ids = tl.load(ids_ptr + places, mask=is_real, other=0)
-        if is_bad:  # nothing is looked up of such a batch
+        if is_bad:  # whose ids they are is not known
             tl.store(safe_ids_ptr + places, tl.zeros_like(ids), mask=is_real)
         else:
             last = tl.minimum(first + BLOCK, num_ids) - 1

@@ -242,7 +242,7 @@ def _complain(
         mode: What happens to bad ids.
     """
     features.validate()
-    if mode is BoundsCheckMode.IGNORE or not bool(found[1]):
+    if not bool(found[1]):  # as of bad bags, and nobody is told of ids that are ignored
         return
     bags = [group.selector.select(features, None) for group in groups]
     were_bad = [
@@ -517,7 +517,10 @@ class TableCollection(nn.Module):
         return safe, True
 
     def _rows_of(self, keys: list[str]) -> Tensor | None:
-        """Return [K] rows of the table that reads each key; None if tables of several sizes do."""
+        """Return [K] rows of the table that reads each key.
+
+        None if tables of several sizes do, or keys lack a feature: who selects it will say so.
+        """
         link = self._current_link()
         if keys != link.keys:
             sizes: dict[str, set[int]] = {}
@@ -525,7 +528,8 @@ class TableCollection(nn.Module):
                 for feature in config.feature_names:
                     sizes.setdefault(feature, set()).add(config.num_embeddings)
             link.keys, link.rows_K = list(keys), None
-            if all(len(of_feature) == 1 for of_feature in sizes.values()):
+            is_one_size = all(len(of_feature) == 1 for of_feature in sizes.values())
+            if is_one_size and sizes.keys() <= set(keys):
                 rows = [min(sizes.get(key, {NO_LIMIT})) for key in keys]
                 link.rows_K = ops.upload(rows, self.device)
         return link.rows_K

@@ -5,7 +5,9 @@ Seen on a device that is pretended.
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -896,6 +898,80 @@ def test_bad_ids_of_unsharded_tables_do_what_the_mode_says(
             with pytest.raises(IndexError, match=text):
                 tables.check_ids()
         tables.check_ids()  # it was told
+
+
+def _on_device(*tables: EmbeddingBagConfig) -> EmbeddingBagCollection:
+    collection = EmbeddingBagCollection(tables=list(tables))
+    for table in collection._tables():
+        table.weight = nn.Parameter(table.weight.detach().to(CUDA))
+    return collection
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+def test_a_later_batch_raises_for_an_earlier_one_unsharded(triton: bool) -> None:
+    with PretendedCuda(triton):
+        tables = _on_device(EmbeddingBagConfig(3, 4, "t", feature_names=["f", "g"]))
+        tables(_good((1, 30)).to(CUDA))
+        with pytest.raises(IndexError, match="Id 30 of feature 'g'"):
+            tables(_good().to(CUDA))
+        tables(_good().to(CUDA))  # it was told
+
+
+@needs_triton
+def test_an_unsharded_batch_may_have_its_keys_in_another_order_than_the_last() -> None:
+    with PretendedCuda(triton=True) as cuda:
+        tables = _on_device(
+            EmbeddingBagConfig(3, 4, "t", feature_names=["f"]),
+            EmbeddingBagConfig(9, 4, "u", feature_names=["g"]),
+        )
+        lengths, ids = torch.tensor([1, 1]), torch.tensor([2, 8])
+        expected = tables(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths).to(CUDA)).values()
+        turned = KeyedJaggedTensor(["g", "f"], ids.flip(0), lengths=lengths).to(CUDA)
+        assert torch.equal(tables(turned).values(), expected)
+        assert "make_safe" in cuda.launched
+        tables.check_ids()
+
+
+@needs_triton
+def test_a_batch_that_lacks_a_feature_is_told_of_once() -> None:
+    with PretendedCuda(triton=True):
+        tables = _on_device(EmbeddingBagConfig(3, 4, "t", feature_names=["f", "g"]))
+        lacking = KeyedJaggedTensor(["f"], torch.tensor([1, 30]), lengths=torch.tensor([1, 1]))
+        with pytest.raises(KeyError, match="lacks the features"):
+            tables(lacking.to(CUDA))
+        tables(_good().to(CUDA))
+        tables.check_ids()
+
+
+@needs_triton
+def test_bad_ids_of_one_of_two_lookups_are_warned_of_once() -> None:
+    with PretendedCuda(triton=True):
+        tables = _on_device(
+            EmbeddingBagConfig(3, 4, "t", feature_names=["f"]),
+            EmbeddingBagConfig(3, 4, "u", feature_names=["g"], pooling=PoolingType.MEAN),
+        )
+        tables._bounds_check_mode = BoundsCheckMode.WARNING
+        tables(_good((1, 30)).to(CUDA))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            tables.check_ids()
+        assert ["Id 30" in str(warning.message) for warning in said] == [True]
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+def test_what_was_not_yet_told_keeps_no_tables_alive(triton: bool) -> None:
+    with PretendedCuda(triton) as cuda:
+        tables = _on_device(EmbeddingBagConfig(3, 4, "t", feature_names=["f", "g"]))
+        cuda.is_behind = True
+        tables(_good().to(CUDA))
+        is_there = weakref.ref(tables)
+        gc.collect()
+        gc.disable()
+        try:
+            del tables
+            assert is_there() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("sizes", [None, [1, 1], [2, 0]])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recsys.kernels import ops
 from tests.kernels.compiled import num_compiled
@@ -58,6 +59,17 @@ def test_blocks_of_sums_are_added_up_in_several_goes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ops_triton, "_SCANNED", 16)  # of 150 blocks, of which 16 at once are read
     lengths = torch.arange(16 * 150 - 5, device=DEVICE)
     assert torch.equal(complete_cumsum(lengths)[1:], lengths.cumsum(0))
+
+
+def test_what_is_traced_or_fake_is_not_given_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_CUDA", frozenset((torch.device(DEVICE).type,)))
+    lengths = torch.tensor([1, 2], device=DEVICE)
+    traced = torch.jit.trace(ops.complete_cumsum, lengths, check_trace=False)
+    assert traced(lengths.flip(0)).tolist() == [0, 2, 3]
+    exact = torch.compile(ops.complete_cumsum, backend="eager", fullgraph=True)
+    assert exact(lengths).tolist() == [0, 1, 3]
+    with FakeTensorMode():
+        assert ops.complete_cumsum(torch.ones(4, dtype=torch.int64, device=DEVICE)).shape == (5,)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float16])

@@ -378,6 +378,21 @@ def test_a_row_whose_gradients_cancel_out_keeps_its_weights(residue: float) -> N
     torch.testing.assert_close(tbe.states[0]["sum"], torch.tensor([0, residue / 16, 0.5, 2.0]))
 
 
+@needs_fbgemm
+def test_rows_whose_gradients_do_not_cancel_out_are_updated_whatever_rounding_does() -> None:
+    """The state is below 0 meanwhile, and comes back to a little more or less than it must be."""
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    case = replace(SMALL, rows=(100,), dims=(8,), feature_table_map=(0,))
+    tbe = case.build(spec, UpdateMode.DEFERRED, "fbgemm")
+    tbe.deferred.keeps_batch = True
+    before, grad = tbe.weights[0].clone(), torch.randn(100, 8)
+    tbe.forward(torch.arange(100), torch.arange(101)).backward(grad)
+    (statistic,) = tbe.deferred.row_statistics()
+    tbe.deferred.step([statistic / 16])
+    expected = before - 0.1 * grad / (grad.square().sum(1, keepdim=True) / 16).sqrt()
+    torch.testing.assert_close(tbe.weights[0], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_two_backward_passes_before_a_step_add_up_where_batches_are_kept(backend: str) -> None:
     """As of a model that calls a module twice: the first batch's gradients must not be lost."""
