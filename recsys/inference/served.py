@@ -23,6 +23,7 @@ from recsys.inference.quantized_tables import (
     read_sizes,
     to_device,
 )
+from recsys.kernels.bounds import NO_LIMIT
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
@@ -198,7 +199,7 @@ class PositionProcessor(Served):
         # the first and the last weight of each feature, and how many; at the end those of others
         rows = [(end - len(p), end - 1, len(p)) for end, p in zip(ends, parts, strict=True)]
         total = sum(map(len, parts))
-        rows.append((total, total, torch.iinfo(torch.int64).max))
+        rows.append((total, total, NO_LIMIT))
         device = parts[0].device if parts else None
         self.register_buffer("weights", torch.cat([*parts, torch.ones(1, device=device)]))
         self.register_buffer("rows", torch.tensor(rows, dtype=torch.int64, device=device))

@@ -124,8 +124,9 @@ class FeatureSelector:
         keys, device = batch.keys(), batch.device()
         self.positions = positions_of(self._features, keys, self._owner, self._tables)
         self._permute_F = None
-        self._is_whole = sorted(self.positions) == list(range(len(keys)))
-        if self.positions != list(range(len(keys))):
+        whole = list(range(len(keys)))
+        self._is_whole = sorted(self.positions) == whole
+        if self.positions != whole:
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device
 

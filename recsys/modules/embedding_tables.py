@@ -493,7 +493,7 @@ class TableCollection(nn.Module):
             return features, False
         link, mode, rows_K = self._current_link(), self._bounds_check_mode, None
         if not keeps_ids and are_checked_by_triton(bags, mode):
-            rows_K = self._rows_of(bags.keys)
+            rows_K = self._rows_of(link, bags.keys)
         if rows_K is None:
             safe, is_bad = safe_features(features)
             if is_bad is not None:
@@ -505,23 +505,13 @@ class TableCollection(nn.Module):
         is_told = found[:1] if mode is BoundsCheckMode.IGNORE else found
         # not `self`: tables must not live until a garbage collection finds them in a cycle
         link.late.add(is_told, partial(_complain, features, found, link.groups, mode))
-        safe = KeyedJaggedTensor.from_parts(
-            bags.keys,
-            bags.values,
-            bags.weights,
-            bags.lengths,
-            bags.offsets,
-            stride=bags.stride,
-            length_per_key=bags.length_per_key,
-        )
-        return safe, True
+        return KeyedJaggedTensor.from_parts(**bags._asdict()), True
 
-    def _rows_of(self, keys: list[str]) -> Tensor | None:
+    def _rows_of(self, link: _Link, keys: list[str]) -> Tensor | None:
         """Return [K] rows of the table that reads each key.
 
         None if tables of several sizes do, or keys lack a feature: who selects it will say so.
         """
-        link = self._current_link()
         if keys != link.keys:
             sizes: dict[str, set[int]] = {}
             for config in self._configs:

@@ -824,6 +824,17 @@ def _unsharded(kind: str) -> EmbeddingBagCollection | EmbeddingCollection:
     )
 
 
+def _move_to_device(collection: EmbeddingBagCollection | EmbeddingCollection) -> None:
+    for table in collection._tables():
+        table.weight = nn.Parameter(table.weight.detach().to(CUDA))
+
+
+def _on_device(*tables: EmbeddingBagConfig) -> EmbeddingBagCollection:
+    collection = EmbeddingBagCollection(tables=list(tables))
+    _move_to_device(collection)
+    return collection
+
+
 @needs_triton
 @pytest.mark.parametrize("keys", ["hfg", "xhfg"])
 @pytest.mark.parametrize("is_told", [False, True])
@@ -849,8 +860,7 @@ def test_unsharded_batches_are_checked_by_kernels(
     reference._bounds_check_mode = tables._bounds_check_mode = BoundsCheckMode[mode]
     expected = reference(KeyedJaggedTensor([*keys], ids, weights, lengths=lengths.flatten()))
     with PretendedCuda(triton=True) as cuda:
-        for table in tables._tables():
-            table.weight = nn.Parameter(table.weight.detach().to(CUDA))
+        _move_to_device(tables)
         tables(batch.to(CUDA))
         moved = batch.to(CUDA)
         cuda.forget()
@@ -898,13 +908,6 @@ def test_bad_ids_of_unsharded_tables_do_what_the_mode_says(
             with pytest.raises(IndexError, match=text):
                 tables.check_ids()
         tables.check_ids()  # it was told
-
-
-def _on_device(*tables: EmbeddingBagConfig) -> EmbeddingBagCollection:
-    collection = EmbeddingBagCollection(tables=list(tables))
-    for table in collection._tables():
-        table.weight = nn.Parameter(table.weight.detach().to(CUDA))
-    return collection
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])

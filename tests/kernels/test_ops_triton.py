@@ -16,7 +16,7 @@ if not ops.HAS_TRITON:
     pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
 
 from recsys.kernels import ops_triton
-from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
+from recsys.kernels.bounds import NO_LIMIT, are_bags_bad, find_bad_ids, safe_lengths
 from recsys.kernels.ops_triton import (
     build_header,
     complete_cumsum,
@@ -144,9 +144,6 @@ def test_a_payload_is_packed_as_by_copies(
     found = pack(*on_device, total, dtype).cpu()  # type: ignore[arg-type]
     assert found.dtype is dtype
     assert torch.equal(found, ops.move_segments(torch.cat(words), order, sizes_M))
-
-
-NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 FAULTS = "none", "negative length", "wrong sum", "offsets differ"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout, LookupGroup
+from recsys.kernels.bounds import NO_LIMIT
 from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
@@ -212,8 +213,7 @@ def build_routes(
     payload = np.concatenate(
         [s - skipped + part * num_segments for s in segments for part in range(parts)]
     )
-    no_limit = np.iinfo(np.int64).max
-    rows = np.full(len(keys), no_limit)
+    rows = np.full(len(keys), NO_LIMIT)
     for slot in layout.slots:
         place = at[slot.feature]
         rows[place] = min(rows[place], layout.tables[slot.table].ids.end)
@@ -248,6 +248,6 @@ def build_routes(
         sent=(np.concatenate(segments) - skipped).astype(np.int32),
         check_rows=torch.from_numpy(rows).to(device),
         min_rows=int(rows.min()),
-        unread=torch.from_numpy(rows == no_limit).to(device) if (rows == no_limit).any() else None,
+        unread=torch.from_numpy(rows == NO_LIMIT).to(device) if (rows == NO_LIMIT).any() else None,
         is_identity=is_alone and np.array_equal(segments[0], whole),
     )
