@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -425,6 +426,37 @@ def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
     return env.for_ids is not env
 
 
+def _groups_of_lopsided_nodes() -> None:
+    """The first ranks of two nodes are in one group more than the others; then nodes sum up."""
+    dist.new_group([0, 2])
+    rank, whole = dist.get_rank(), ShardingEnv.default()
+    half = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(ValueError, match=r"Ranks \[0, 1\] of 2 .* equally many groups"):
+            ShardingEnv.from_process_group(half).of_node(2)
+    for _ in range(2):
+        node = whole.of_node(2)
+        found = torch.tensor([rank])
+        dist.all_reduce(found, group=node.process_group)
+        assert found.item() == (1 if rank < 2 else 5)
+    assert whole.of_node(2).process_group is node.process_group
+
+
+def _groups_that_some_ranks_know() -> None:
+    """Ranks 0 and 1 have made the group of their node before all ranks of the job ask."""
+    assert dist.group.WORLD is not None
+    timeout = dist.group.WORLD._get_backend(CPU).options._timeout
+    half = dist.new_group([0, 1], timeout=timeout, use_local_synchronization=True)
+    if dist.get_rank() < 2:
+        known = ShardingEnv.from_process_group(half).of_node(2).process_group
+    node = ShardingEnv.default().of_node(2)
+    found = torch.tensor([dist.get_rank()])
+    dist.all_reduce(found, group=node.process_group)
+    if dist.get_rank() < 2:
+        assert node.process_group is known
+    assert found.item() == (1 if dist.get_rank() < 2 else 5)
+
+
 @as_in_streams
 def _groups_of_exchanges(members: list[int]) -> None:
     """Two models over some of the ranks; the others take no part in anything."""
@@ -500,6 +532,12 @@ class TestEnv:
         found = ranks(3, _groups_of_lopsided_ranks, members)
         # a part of the ranks stays in the group it was given
         assert found == [None if rank not in members else len(members) == 3 for rank in range(3)]
+
+    @pytest.mark.parametrize("of_all", [_groups_of_lopsided_nodes, _groups_that_some_ranks_know])
+    def test_nodes_have_groups_where_ranks_are_in_unequally_many(
+        self, ranks: RankPool, of_all: Callable[[], None]
+    ) -> None:
+        ranks(4, of_all)
 
     @as_in_streams
     def test_a_part_of_a_bound_job_makes_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,10 +120,9 @@ class ShardingEnv:
         own = self._beside("saves", "gloo")
         if own is self and self.world_size > 1:
             raise ValueError(
-                "To save beside training, ranks need a process group of their own. PyTorch makes "
-                "one for a part of a job's ranks only if each is in equally many groups, and "
-                f"numbers them in ascending order; received a group of {self.world_size} ranks for "
-                "which this does not hold. Make groups on all ranks alike, or use save_checkpoint."
+                "To save beside training, ranks need a process group of their own. "
+                f"{_NEEDS}; received a group of {self.world_size} ranks for which this does not "
+                "hold. Make groups on all ranks alike, or use save_checkpoint."
             )
         return own
 
@@ -131,41 +130,76 @@ class ShardingEnv:
         """Return the same ranks with a group of their own; itself if it can have none."""
         if self.process_group is None or self.world_size == 1:
             return self
-        if not _may_have_groups(self.process_group, backend):
-            return self
-        ranks = range(self.world_size)
-        return ShardingEnv(self.world_size, self.rank, self.group_of(ranks, backend, purpose))
+        whole = torch.distributed.group.WORLD
+        assert whole is not None
+        if whole.bound_device_id and backend is None and self.world_size < whole.size():
+            return self  # new groups are split off the bound one: all of its ranks must take part
+        own = self._group_of(range(self.world_size), backend, purpose)
+        return self if own is None else ShardingEnv(self.world_size, self.rank, own)
 
     def group_of(
-        self, ranks: Sequence[int], backend: str | None = None, purpose: str = ""
+        self, ranks: Sequence[int], backend: str | None = None
     ) -> torch.distributed.ProcessGroup:
         """Return the process group of some of these ranks, this one among them.
 
-        Each of them must ask in the same order as the others; the group is made once, also for
-        another environment of the same ranks. It has the timeout of this environment's group, and
-        ends with the default group: PyTorch names groups of some ranks by these and by how many
-        groups there are, so that one made anew would find in the store what the old one left there.
+        Every rank of this environment must ask, in the same order, each for ranks of its own. The
+        group is made once, also for another environment of the same ranks. It has the timeout of
+        this environment's group, and ends with the default group: PyTorch names groups of some
+        ranks by these and by how many groups there are, so that one made anew would find in the
+        store what the old one left there.
 
         Args:
             ranks: numbers in this environment.
             backend: of the group, such as "gloo"; that of this environment's group if None.
+
+        Raises:
+            ValueError: on all ranks, if PyTorch cannot make it.
+        """
+        found = self._group_of(ranks, backend)
+        if found is None:
+            raise ValueError(
+                f"Ranks {list(ranks)} of {self.world_size} need a process group of their own. "
+                f"{_NEEDS}; received a group for which this does not hold. Make groups on all "
+                "ranks alike."
+            )
+        return found
+
+    def _group_of(
+        self, ranks: Sequence[int], backend: str | None, purpose: str = ""
+    ) -> torch.distributed.ProcessGroup | None:
+        """Return what `group_of` does; None on all ranks if PyTorch cannot make it.
+
+        Args:
+            ranks: numbers in this environment.
+            backend: of the group; that of this environment's group if None.
             purpose: tells groups of the same ranks apart.
         """
         group, whole = self.process_group, torch.distributed.group.WORLD
         assert group is not None
         assert whole is not None
-        known = _groups.setdefault(whole, {})
         members = torch.distributed.get_process_group_ranks(group)
+        if members != sorted(members):
+            return None  # a new group would number its ranks otherwise
         backend = backend or str(torch.distributed.get_backend_config(group))
         timeout = _timeout_of(group)
-        key = tuple(members[rank] for rank in ranks), backend, timeout, purpose
-        if key not in known:
-            known[key] = torch.distributed.new_group(
-                key[0],
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=len(key[0]) < whole.size(),
-            )
+        wanted = tuple(members[rank] for rank in ranks)
+        key = wanted, backend, timeout, purpose
+        agreed, known = _agreed.setdefault(group, {}), _groups.setdefault(whole, {})
+        if key in agreed:
+            return agreed[key]
+        missing, alone = [wanted], len(wanted) < whole.size()
+        if alone:
+            missing, alone = _missing(group, wanted, key in known)
+            if not alone and len(members) < whole.size():
+                return None
+        for one in missing:
+            if not alone or one == wanted:
+                made = torch.distributed.new_group(
+                    one, timeout=timeout, backend=backend, use_local_synchronization=alone
+                )
+                if one == wanted:
+                    known[key] = made
+        agreed[key] = known[key]
         return known[key]
 
     @classmethod
@@ -233,6 +267,10 @@ def _let_threads_finish() -> None:
 
 
 _LAST_MOMENT = 0.1  # seconds; the threads need one turn each
+_NEEDS = (
+    "PyTorch makes one for a part of a job's ranks only if each is in equally many groups, and "
+    "numbers them in ascending order"
+)
 
 
 def _check_rank(world_size: int, rank: int) -> None:
@@ -243,11 +281,14 @@ def _check_rank(world_size: int, rank: int) -> None:
         )
 
 
-_groups: WeakKeyDictionary[
+_Groups = WeakKeyDictionary[
     torch.distributed.ProcessGroup,
     dict[tuple[tuple[int, ...], str, timedelta | None, str], torch.distributed.ProcessGroup],
-] = WeakKeyDictionary()
+]
+_groups: _Groups = WeakKeyDictionary()
 """Those that were made under a default group, by ranks in it, backend, timeout and purpose."""
+_agreed: _Groups = WeakKeyDictionary()
+"""Those of them that all ranks of a group have asked for."""
 
 
 def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
@@ -259,26 +300,25 @@ def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     return None
 
 
-def _may_have_groups(group: torch.distributed.ProcessGroup, backend: str | None) -> bool:
-    """Return, on all ranks of a group alike, whether they can make others of the same ranks.
+def _missing(
+    group: torch.distributed.ProcessGroup, ranks: tuple[int, ...], known: bool
+) -> tuple[list[tuple[int, ...]], bool]:
+    """Return, to all ranks of a group alike, which of the groups that they want are to be made.
+
+    And whether the ranks of each can make it without the others: PyTorch then tells groups apart
+    by how many a rank is in, which must be equal for all ranks of it.
 
     Args:
         group: whose ranks all ask.
-        backend: of the other groups; None: the group's own.
+        ranks: those that this rank wants a group of.
+        known: that they have it already.
     """
-    whole, members = torch.distributed.group.WORLD, torch.distributed.get_process_group_ranks(group)
-    assert whole is not None
-    if members != sorted(members):
-        return False  # a new group would number its ranks otherwise
-    if len(members) == whole.size():
-        return True
-    if whole.bound_device_id and backend is None:
-        return False  # new groups are split off the bound one: all of its ranks must take part
-    # without the other ranks, PyTorch tells groups apart by how many a rank is in: see `group_of`
-    numbers = [0] * len(members)
-    own = len(torch.distributed.distributed_c10d._world.pg_names)
-    torch.distributed.all_gather_object(numbers, own, group=group)
-    return len(set(numbers)) == 1
+    own = ranks, None if known else len(torch.distributed.distributed_c10d._world.pg_names)
+    told = [own] * group.size()
+    torch.distributed.all_gather_object(told, own, group=group)
+    asked = dict.fromkeys(one for one in told if one[1] is not None)
+    missing = list(dict.fromkeys(ranks for ranks, _ in asked))
+    return missing, len(missing) == len(asked)
 
 
 def node_size_of(world_size: int) -> int:
