@@ -457,13 +457,15 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self._is_identity:
             (whole,) = lookups
             return lambda: self._keyed(whole, trip)
-        outputs: list[Tensor] = []
-        if self.hop is not None and self.hop.width:
-            in_node = list(islice(lookups, len(self.hop.group_widths)))
-            sums = self.hop.start(trip, in_node, trains)
-            outputs = [*lookups, sums()]  # looked up while the node's parts travel
-        else:
-            outputs = list(lookups)
+        sums: Callable[[], Tensor] | None = None
+        if self.hop is not None:
+            node = self.hop.env  # asked for by all ranks, also of nodes that add up nothing
+            if self.hop.width:
+                in_node = list(islice(lookups, len(self.hop.group_widths)))
+                sums = self.hop.start(node, trip, in_node, trains)
+        outputs = list(lookups)  # looked up while the node's parts travel
+        if sums is not None:
+            outputs.append(sums())
         env = self.env.for_embeddings
         exchange: Exchange[OutputDist] | Exchange[PooledStage]
         if trip.num_bags is not None:
@@ -665,7 +667,6 @@ class NodeHop:
     ) -> None:
         self.device = device
         self._whole_env, self.size = env, layout.node_size
-        self._env: ShardingEnv | None = None  # of the node
         node, place = divmod(env.rank, self.size)
         self.stands_for = range(place, env.world_size, self.size)
         self.group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
@@ -685,10 +686,18 @@ class NodeHop:
         if _may_add_up(parts, env, device, self.codecs):
             self.sums = ColumnGather(parts[:1], self.width, device)
 
-    def start(self, trip: Trip, lookups: Sequence[Tensor], trains: bool) -> Callable[[], Tensor]:
+    @cached_property
+    def env(self) -> ShardingEnv:
+        """The ranks of the node. Every rank asks first at an exchange, where all are sure to be."""
+        return self._whole_env.for_embeddings.of_node(self.size)
+
+    def start(
+        self, env: ShardingEnv, trip: Trip, lookups: Sequence[Tensor], trains: bool
+    ) -> Callable[[], Tensor]:
         """Start to turn this rank's parts into the node's sums.
 
         Args:
+            env: the ranks of the node.
             trip: of the batch.
             lookups: per lookup `[T, C_g]`, this rank's sums for the samples of all ranks.
             trains: as for `start`.
@@ -696,10 +705,8 @@ class NodeHop:
         Returns:
             What waits for `[samples of the ranks this one stands for, width]`, in rank order.
         """
-        if self._env is None:  # all ranks are here; while they are built, one may have failed
-            self._env = self._whole_env.for_embeddings.of_node(self.size)
         samples = trip.batch_sizes.reshape(-1, self.size).sum(0)
-        return _PooledExchange(self, self._env, trip, samples).start(lookups, (), trains)
+        return _PooledExchange(self, env, trip, samples).start(lookups, (), trains)
 
 
 def _within(outer: Ranges, inner: Ranges) -> Ranges:
