@@ -393,6 +393,32 @@ def test_rows_whose_gradients_do_not_cancel_out_are_updated_whatever_rounding_do
     torch.testing.assert_close(tbe.weights[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@needs_fbgemm
+@pytest.mark.parametrize(("found", "moves"), [(0.1, False), (0.2, False), (0.3, True), (0.5, True)])
+def test_a_row_moves_where_the_kernel_finds_a_quarter_of_its_state(
+    found: float, moves: bool
+) -> None:
+    """Less is what rounding leaves: divided by the root of it, a step would be too long."""
+    spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    case = replace(SMALL, rows=(4,), dims=(8,), feature_table_map=(0,))
+    tbe = case.build(spec, UpdateMode.DEFERRED, "fbgemm")
+    tbe.deferred.keeps_batch = True
+    before = tbe.weights[0].clone()
+    out = tbe.forward(torch.tensor([1, 1]), torch.arange(3))
+    rest = 0.125
+    out.backward(torch.tensor([[1.0], [rest - 1.0]]).expand(2, 8))
+    (statistic,) = tbe.deferred.row_statistics()
+    moment = rest**2 / (1 + found)  # the kernel adds rest^2, after twice the moment was taken
+    statistic[0] = 2 * 8 * moment
+    tbe.deferred.step([torch.full((1,), moment)])
+
+    expected = before.clone()
+    if moves:
+        expected[1] -= 0.1 * rest / (found * moment) ** 0.5
+    torch.testing.assert_close(tbe.weights[0], expected)
+    torch.testing.assert_close(tbe.states[0]["sum"], torch.tensor([0, moment, 0, 0]))
+
+
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_two_backward_passes_before_a_step_add_up_where_batches_are_kept(backend: str) -> None:
     """As of a model that calls a module twice: the first batch's gradients must not be lost."""
