@@ -30,6 +30,7 @@ __all__ = [
     "make_safe",
     "positions_of",
     "safe_features",
+    "safe_inverse_indices",
 ]
 
 
@@ -164,24 +165,25 @@ def are_checked_by_triton(bags: Parts, mode: BoundsCheckMode) -> bool:
     """Return whether `make_safe` takes a batch, and does what the mode says.
 
     Args:
-        bags: Of a batch that `check_features` has seen.
+        bags: Of a batch that `check_features` has seen; with batch sizes of their own, features are
+            to be padded to one size first.
         mode: What happens to bad ids.
     """
     return (
         bags.values.is_cuda
         and ops.HAS_TRITON
         and mode is not BoundsCheckMode.NONE
-        and bags.stride_per_key_per_rank is None
         and bags.lengths.numel() > 0
-        and bags.inverse_indices is None
     )
 
 
 def make_safe(bags: Parts, num_rows_F: Tensor) -> tuple[Tensor, Parts, Tensor]:
     """Return a batch that can be read whatever its bags and ids are; no sync.
 
+    Inverse indices stay as they are: see `safe_inverse_indices`.
+
     Args:
-        bags: Of a batch that Triton checks.
+        bags: Of a batch that Triton checks, with one batch size.
         num_rows_F: [F] int64 rows of the table that each feature reads; the largest number where
             any id is good.
 
@@ -234,16 +236,9 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
         first_bags, first_ids, sizes_F = _told_sizes(features, sizes)
         is_bad = is_bad | (features.offsets().index_select(0, first_bags) != first_ids).any()
         told = first_bags, sizes_F
-    inverse = features.inverse_indices_or_none()
-    if inverse is not None and inverse[1].numel():
-        keys, rows = inverse
-        strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-        numbers = torch.iinfo(rows.dtype)
-        limits = [(0, strides[k] - 1) if k in strides else (numbers.min, numbers.max) for k in keys]
-        low, high = ops.upload(np.array(limits), rows.device, rows.dtype).unbind(1)
-        safe_rows = torch.maximum(torch.minimum(rows, high.unsqueeze(1)), low.unsqueeze(1))
-        is_bad = is_bad | (safe_rows != rows).any()
-        inverse = keys, safe_rows
+    inverse, is_foreign = safe_inverse_indices(features)
+    if is_foreign is not None:
+        is_bad = is_bad | is_foreign
     safe = KeyedJaggedTensor.from_parts(
         features.keys(),
         values,
@@ -255,6 +250,29 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
         inverse_indices=inverse,
     )
     return safe, is_bad
+
+
+def safe_inverse_indices(
+    features: KeyedJaggedTensor,
+) -> tuple[tuple[list[str], Tensor] | None, Tensor | None]:
+    """On a device: inverse indices that name bags of the batch, and whether they did not; no sync.
+
+    Args:
+        features: A batch.
+
+    Returns:
+        The indices, if it has any; and [] bool, None for certainly not.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None or not inverse[1].numel():
+        return inverse, None
+    keys, rows = inverse
+    strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    numbers = torch.iinfo(rows.dtype)
+    limits = [(0, strides[k] - 1) if k in strides else (numbers.min, numbers.max) for k in keys]
+    low, high = ops.upload(np.array(limits), rows.device, rows.dtype).unbind(1)
+    safe_rows = torch.maximum(torch.minimum(rows, high.unsqueeze(1)), low.unsqueeze(1))
+    return (keys, safe_rows), (safe_rows != rows).any()
 
 
 def _told_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, ...]:

@@ -492,7 +492,8 @@ class TableCollection(nn.Module):
         if features.values().is_cpu:
             return features, False
         link, mode, rows_K = self._current_link(), self._bounds_check_mode, None
-        if not keeps_ids and are_checked_by_triton(bags, mode):
+        is_usual = bags.stride_per_key_per_rank is None and bags.inverse_indices is None
+        if not keeps_ids and is_usual and are_checked_by_triton(bags, mode):
             rows_K = self._rows_of(link, bags.keys)
         if rows_K is None:
             safe, is_bad = safe_features(features)

@@ -282,6 +282,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
         found = _train(plan, CUDA, samples, after_step)
         notes = list(cuda.notes)
     is_pooled = plan.kind not in ("sequence", "distinct")
+    assert ("make_safe" in cuda.launched) is triton
     lays_out = triton and is_pooled and not plan.alone
     if triton and not plan.alone:
         ragged = "_ragged" * (plan.kind == "variable" or plan.by_id)
@@ -405,6 +406,26 @@ FAULTS = {
     "ids": (
         lambda: KeyedJaggedTensor(
             ["f", "g"], torch.tensor([1, 2, 30]), lengths=torch.tensor([1, 1, 1, 0])
+        ),
+        "Id 30 of feature 'g' is out of range for table 'u' with 3 rows",
+    ),
+    "lengths of batch sizes of their own": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"],
+            torch.tensor([1, 2, 0]),
+            lengths=torch.tensor([2, -1, 2]),
+            stride_per_key=[1, 2],
+            inverse_indices=(["f", "g"], torch.tensor([[0, 0], [1, 0]])),
+        ),
+        'lengths must not be negative; received length -1 at bag 0 of feature "g"',
+    ),
+    "ids of batch sizes of their own": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"],
+            torch.tensor([1, 2, 30]),
+            lengths=torch.tensor([1, 0, 2]),
+            stride_per_key=[1, 2],
+            inverse_indices=(["f", "g"], torch.tensor([[0, 0], [1, 0]])),
         ),
         "Id 30 of feature 'g' is out of range for table 'u' with 3 rows",
     ),

@@ -53,7 +53,12 @@ from recsys.distributed.stages.routes import (
 from recsys.kernels import ops
 from recsys.kernels.bounds import OVERWRITTEN, LateChecks, bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.embedding_inputs import are_checked_by_triton, make_safe, safe_features
+from recsys.modules.embedding_inputs import (
+    are_checked_by_triton,
+    make_safe,
+    safe_features,
+    safe_inverse_indices,
+)
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
 from recsys.streamable import Multistreamable
@@ -256,17 +261,22 @@ class InputDist:
             )
             self._keys = list(keys)
         routes = trip.routes = self._routes
+        is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
         if self.device.type != "cpu":  # there check_features has raised
-            if are_checked_by_triton(bags, self.mode):
-                return self._made_safe(trip, bags)
-            trip.safe, trip.has_bad_bags = safe_features(features)
-            features, bags = trip.safe, trip.safe.parts()
-        if bags.stride_per_key_per_rank is not None:
+            # sequences give lengths back, which are not to be padded
+            fits = self.pooled or not is_variable
+            by_kernels = fits and are_checked_by_triton(bags, self.mode)
+            if not by_kernels:
+                trip.safe, trip.has_bad_bags = safe_features(features)
+                bags = trip.safe.parts()
+        if is_variable:
             strides = features.stride_per_key()
             bags = with_one_batch_size(bags, strides)
             if self.leaves_out and self.env.world_size > 1:
                 trip.own_bags = self._bags_of_streams(trip, np.array(strides), bags.stride)
         trip.checked = bags
+        if by_kernels:
+            return self._made_safe(trip, bags)
         bad_N = self._find_bad_ids(bags, routes)
         if bad_N is None:
             return bags
@@ -276,8 +286,12 @@ class InputDist:
 
     def _made_safe(self, trip: Trip, bags: Parts) -> Parts:
         """Return bags that can be read, as `_checked` does, by kernels."""
-        trip.checked = bags
         trip.found, safe, trip.counts = make_safe(bags, trip.routes.check_rows)
+        inverse, is_foreign = safe_inverse_indices(trip.given)
+        if is_foreign is not None:
+            trip.found[:1].logical_or_(is_foreign)
+            parts = trip.given.parts()._replace(inverse_indices=inverse)
+            trip.safe = KeyedJaggedTensor.from_parts(**parts._asdict())
         trip.has_bad_bags, trip.has_bad_ids = trip.found.unbind()
         if not self.pooled:  # whose output has lengths, too
             trip.safe = KeyedJaggedTensor.from_parts(
@@ -450,13 +464,14 @@ class InputDist:
         if trip.found is not None:
             from recsys.kernels.ops_triton import build_header
 
-            return build_header(header, trip.counts, trip.found, flag, size, _FAILED, if_ids)
-        head = ops.upload([flag, size], self.device)
-        if trip.has_bad_ids is not None:
-            head[FLAG] |= trip.has_bad_ids * if_ids
-        if trip.has_bad_bags is not None:
-            head[FLAG] |= trip.has_bad_bags * _FAILED
-        words = torch.cat([head, trip.counts])[header]
+            words = build_header(header, trip.counts, trip.found, flag, size, _FAILED, if_ids)
+        else:
+            head = ops.upload([flag, size], self.device)
+            if trip.has_bad_ids is not None:
+                head[FLAG] |= trip.has_bad_ids * if_ids
+            if trip.has_bad_bags is not None:
+                head[FLAG] |= trip.has_bad_bags * _FAILED
+            words = torch.cat([head, trip.counts])[header]
         if trip.own_bags is not None:
             words += ops.upload(self._bag_words(trip.own_bags), self.device)
         return words
