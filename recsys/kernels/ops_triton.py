@@ -320,6 +320,7 @@ def make_safe(
     ids_N: Tensor,
     num_rows_F: Tensor,
     told_F1: Tensor | None = None,
+    unpadded: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a batch that can be read whatever it holds; its twins are those of `bounds`.
 
@@ -331,6 +332,8 @@ def make_safe(
             none does: then any id is good, and becomes 0 if it is negative.
         told_F1: `[F + 1]` int64 where each feature's ids begin, and where the last one's end, if
             the host knows it: bags that say otherwise are bad.
+        unpadded: lengths and offsets before features were padded to one batch size; bad ones make
+            the whole batch so.
 
     Returns:
         `[2]` int32: whether bags are bad, and whether ids are. Then lengths and offsets, all ids in
@@ -348,6 +351,11 @@ def make_safe(
     told, is_told = num_rows_F if told_F1 is None else told_F1.contiguous(), told_F1 is not None
     sizes = num_bags, num_ids, num_bags // num_features
     with _current(found.device):
+        if unpadded is not None:
+            given, begins = (part.contiguous() for part in unpadded)
+            _find_bad_bags[(triton.cdiv(given.numel(), _BLOCK),)](
+                found, given, begins, told, given.numel(), num_ids, 1, IS_TOLD=False, BLOCK=_BLOCK
+            )
         _find_bad_bags[bag_grid](
             found, lengths, offsets, told, *sizes, IS_TOLD=is_told, BLOCK=_BLOCK
         )

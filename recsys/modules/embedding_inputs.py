@@ -177,7 +177,9 @@ def are_checked_by_triton(bags: Parts, mode: BoundsCheckMode) -> bool:
     )
 
 
-def make_safe(bags: Parts, num_rows_F: Tensor) -> tuple[Tensor, Parts, Tensor]:
+def make_safe(
+    bags: Parts, num_rows_F: Tensor, unpadded: Parts | None = None
+) -> tuple[Tensor, Parts, Tensor]:
     """Return a batch that can be read whatever its bags and ids are; no sync.
 
     Inverse indices stay as they are: see `safe_inverse_indices`.
@@ -186,6 +188,7 @@ def make_safe(bags: Parts, num_rows_F: Tensor) -> tuple[Tensor, Parts, Tensor]:
         bags: Of a batch that Triton checks, with one batch size.
         num_rows_F: [F] int64 rows of the table that each feature reads; the largest number where
             any id is good.
+        unpadded: The same bags before they were padded to one batch size, if they were.
 
     Returns:
         [2] int32, whether bags are bad, and whether ids are; the batch, with other bags where they
@@ -200,8 +203,9 @@ def make_safe(bags: Parts, num_rows_F: Tensor) -> tuple[Tensor, Parts, Tensor]:
     if told is not None:
         check_length_per_key(bags.keys, told, bags.values)
         first_ids = ops.upload([0, *accumulate(told)], bags.values.device)
+    given = None if unpadded is None else (unpadded.lengths, unpadded.offsets)
     found, lengths, offsets, values, counts = ops_triton.make_safe(
-        bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids
+        bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids, given
     )
     return found, bags._replace(lengths=lengths, offsets=offsets, values=values), counts
 

@@ -380,6 +380,20 @@ def test_a_rank_without_samples_launches_no_empty_kernel(ranks: RankPool, kind: 
         assert "launch" not in {what for what, _, _ in notes}, notes
 
 
+def _unchecked(lengths: list[int] | None, offsets: list[int]) -> KeyedJaggedTensor:
+    """A batch as it may be built on a device: features of one and of two samples."""
+    return KeyedJaggedTensor.from_parts(
+        ["f", "g"],
+        torch.tensor([1, 2, 0]),
+        None,
+        None if lengths is None else torch.tensor(lengths),
+        torch.tensor(offsets),
+        stride=2,
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["f", "g"], torch.tensor([[0, 0], [1, 0]])),
+    )
+
+
 FAULTS = {
     "lengths": (
         lambda: KeyedJaggedTensor(
@@ -418,6 +432,14 @@ FAULTS = {
             inverse_indices=(["f", "g"], torch.tensor([[0, 0], [1, 0]])),
         ),
         'lengths must not be negative; received length -1 at bag 0 of feature "g"',
+    ),
+    "offsets of batch sizes of their own": (
+        lambda: _unchecked(lengths=None, offsets=[1, 2, 2, 4]),
+        "offsets must run from 0 to the number of values, 3; received offsets from 1 to 4",
+    ),
+    "lengths and offsets of batch sizes of their own": (
+        lambda: _unchecked(lengths=[1, 0, 2], offsets=[0, 1, 2, 3]),
+        'received length 0 and offsets that say 1 at bag 0 of feature "g"',
     ),
     "ids of batch sizes of their own": (
         lambda: KeyedJaggedTensor(

@@ -458,6 +458,21 @@ def _groups_that_some_ranks_know() -> None:
 
 
 @as_in_streams
+def _groups_of_all_ranks() -> None:
+    """The job's own group, and others of all ranks with its timeout."""
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.default()
+    made = [env.for_ids.process_group, env.for_embeddings.process_group]
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(2):
+        again = dist.new_group(timeout=dist.group.WORLD._get_backend(CPU).options._timeout)
+        other = ShardingEnv.from_process_group(again)
+        assert [other.for_ids.process_group, other.for_embeddings.process_group] == made
+        dist.destroy_process_group(again)
+    assert len(dist.distributed_c10d._world.pg_map) == num_groups
+
+
+@as_in_streams
 def _groups_of_exchanges(members: list[int]) -> None:
     """Two models over some of the ranks; the others take no part in anything."""
     parent = dist.new_group(members, timeout=timedelta(seconds=50), use_local_synchronization=True)
@@ -524,6 +539,9 @@ class TestEnv:
         self, ranks: RankPool, members: list[int]
     ) -> None:
         ranks(3, _groups_of_exchanges, members)
+
+    def test_groups_of_all_ranks_are_made_once(self, ranks: RankPool) -> None:
+        ranks(2, _groups_of_all_ranks)
 
     @pytest.mark.parametrize("members", [[0, 1, 2], [1, 2]])
     def test_groups_are_made_where_ranks_are_in_unequally_many(

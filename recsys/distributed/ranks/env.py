@@ -88,7 +88,10 @@ class ShardingEnv:
         return self.of_ranks(range(first, first + node_size))
 
     def of_ranks(self, ranks: Sequence[int]) -> ShardingEnv:
-        """Return the environment of some of these ranks, this one among them; see `group_of`."""
+        """Return the environment of some of these ranks, this one among them; see `group_of`.
+
+        Where one rank asks for itself alone, all do.
+        """
         if len(ranks) == 1:
             return ShardingEnv(1, 0)
         return ShardingEnv(len(ranks), ranks.index(self.rank), self.group_of(ranks))
@@ -142,11 +145,11 @@ class ShardingEnv:
     ) -> torch.distributed.ProcessGroup:
         """Return the process group of some of these ranks, this one among them.
 
-        Every rank of this environment must ask, in the same order, each for ranks of its own. The
-        group is made once, also for another environment of the same ranks. It has the timeout of
-        this environment's group, and ends with the default group: PyTorch names groups of some
-        ranks by these and by how many groups there are, so that one made anew would find in the
-        store what the old one left there.
+        Every rank of this environment must ask, in the same order, each for its part of a split of
+        the ranks; no two splits may have a part in common. The group is made once, also for another
+        environment of the same ranks. It has the timeout of this environment's group, and ends with
+        the default group: PyTorch names groups of some ranks by these and by how many groups there
+        are, so that one made anew would find in the store what the old one left there.
 
         Args:
             ranks: numbers in this environment.
@@ -187,7 +190,7 @@ class ShardingEnv:
         agreed, known = _agreed.setdefault(group, {}), _groups.setdefault(whole, {})
         if key in agreed:
             return agreed[key]
-        missing, alone = [wanted], len(wanted) < whole.size()
+        missing, alone = [] if key in known else [wanted], len(wanted) < whole.size()
         if alone:
             missing, alone = _missing(group, wanted, key in known)
             if not alone and len(members) < whole.size():

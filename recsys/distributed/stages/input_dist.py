@@ -269,6 +269,7 @@ class InputDist:
             if not by_kernels:
                 trip.safe, trip.has_bad_bags = safe_features(features)
                 bags = trip.safe.parts()
+        given = bags
         if is_variable:
             strides = features.stride_per_key()
             bags = with_one_batch_size(bags, strides)
@@ -276,7 +277,7 @@ class InputDist:
                 trip.own_bags = self._bags_of_streams(trip, np.array(strides), bags.stride)
         trip.checked = bags
         if by_kernels:
-            return self._made_safe(trip, bags)
+            return self._made_safe(trip, bags, given if is_variable else None)
         bad_N = self._find_bad_ids(bags, routes)
         if bad_N is None:
             return bags
@@ -284,9 +285,9 @@ class InputDist:
         # no table has these: the batch can be taken apart, and nothing foreign is read
         return bags._replace(values=bags.values.masked_fill(bad_N, 0))
 
-    def _made_safe(self, trip: Trip, bags: Parts) -> Parts:
+    def _made_safe(self, trip: Trip, bags: Parts, unpadded: Parts | None) -> Parts:
         """Return bags that can be read, as `_checked` does, by kernels."""
-        trip.found, safe, trip.counts = make_safe(bags, trip.routes.check_rows)
+        trip.found, safe, trip.counts = make_safe(bags, trip.routes.check_rows, unpadded)
         inverse, is_foreign = safe_inverse_indices(trip.given)
         if is_foreign is not None:
             trip.found[:1].logical_or_(is_foreign)
