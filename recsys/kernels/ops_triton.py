@@ -332,8 +332,8 @@ def make_safe(
             none does: then any id is good, and becomes 0 if it is negative.
         told_F1: `[F + 1]` int64 where each feature's ids begin, and where the last one's end, if
             the host knows it: bags that say otherwise are bad.
-        unpadded: lengths and offsets before features were padded to one batch size; bad ones make
-            the whole batch so.
+        unpadded: lengths and offsets before features were padded to one batch size, which are
+            checked then; the padded ones only for what was told.
 
     Returns:
         `[2]` int32: whether bags are bad, and whether ids are. Then lengths and offsets, all ids in
@@ -356,9 +356,10 @@ def make_safe(
             _find_bad_bags[(triton.cdiv(given.numel(), _BLOCK),)](
                 found, given, begins, told, given.numel(), num_ids, 1, IS_TOLD=False, BLOCK=_BLOCK
             )
-        _find_bad_bags[bag_grid](
-            found, lengths, offsets, told, *sizes, IS_TOLD=is_told, BLOCK=_BLOCK
-        )
+        if unpadded is None or is_told:
+            _find_bad_bags[bag_grid](
+                found, lengths, offsets, told, *sizes, IS_TOLD=is_told, BLOCK=_BLOCK
+            )
         _make_safe[grid](
             found,
             lengths,

@@ -190,18 +190,19 @@ class ShardingEnv:
         agreed, known = _agreed.setdefault(group, {}), _groups.setdefault(whole, {})
         if key in agreed:
             return agreed[key]
-        missing, alone = [] if key in known else [wanted], len(wanted) < whole.size()
+        to_make, alone = [] if key in known else [wanted], len(wanted) < whole.size()
         if alone:
             missing, alone = _missing(group, wanted, key in known)
-            if not alone and len(members) < whole.size():
-                return None
-        for one in missing:
-            if not alone or one == wanted:
-                made = torch.distributed.new_group(
-                    one, timeout=timeout, backend=backend, use_local_synchronization=alone
-                )
-                if one == wanted:
-                    known[key] = made
+            if not alone:
+                if len(members) < whole.size():
+                    return None
+                to_make = missing
+        for one in to_make:
+            made = torch.distributed.new_group(
+                one, timeout=timeout, backend=backend, use_local_synchronization=alone
+            )
+            if one == wanted:
+                known[key] = made
         agreed[key] = known[key]
         return known[key]
 

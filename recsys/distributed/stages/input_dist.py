@@ -277,7 +277,7 @@ class InputDist:
                 trip.own_bags = self._bags_of_streams(trip, np.array(strides), bags.stride)
         trip.checked = bags
         if by_kernels:
-            return self._made_safe(trip, bags, given if is_variable else None)
+            return self._made_safe(trip, bags, given)
         bad_N = self._find_bad_ids(bags, routes)
         if bad_N is None:
             return bags
@@ -285,13 +285,14 @@ class InputDist:
         # no table has these: the batch can be taken apart, and nothing foreign is read
         return bags._replace(values=bags.values.masked_fill(bad_N, 0))
 
-    def _made_safe(self, trip: Trip, bags: Parts, unpadded: Parts | None) -> Parts:
+    def _made_safe(self, trip: Trip, bags: Parts, given: Parts) -> Parts:
         """Return bags that can be read, as `_checked` does, by kernels."""
+        unpadded = None if given is bags else given
         trip.found, safe, trip.counts = make_safe(bags, trip.routes.check_rows, unpadded)
         inverse, is_foreign = safe_inverse_indices(trip.given)
         if is_foreign is not None:
             trip.found[:1].logical_or_(is_foreign)
-            parts = trip.given.parts()._replace(inverse_indices=inverse)
+            parts = given._replace(inverse_indices=inverse)
             trip.safe = KeyedJaggedTensor.from_parts(**parts._asdict())
         trip.has_bad_bags, trip.has_bad_ids = trip.found.unbind()
         if not self.pooled:  # whose output has lengths, too
