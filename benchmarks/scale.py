@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from recsys.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 from recsys.distributed.types import ShardingEnv, ShardingPlan
@@ -54,27 +56,32 @@ CPU = torch.device("cpu")
 TABLES, ROWS, DIM, STEPS = 26, 4096, 128, 15
 FEW, MANY = 16, 256  # samples of a rank: host time is that of few, memory that of many
 KEYS = [f"f{i}" for i in range(TABLES)]
+NODE = 8  # ranks
 PLANS: dict[str, Callable[[int, int], Any]] = {
     "table_wise": lambda i, world: table_wise(rank=i % world),
     "row_wise": lambda i, world: row_wise(),
-    "row_wise by bag": lambda i, world: row_wise(),  # as where bags are long
+    "row_wise by bag": lambda i, world: row_wise(),
+    "row_wise by bag, 8 collections": lambda i, world: row_wise(),
+    "row_wise by bag, 26 collections": lambda i, world: row_wise(),
+    "table_row_wise by bag": lambda i, world: table_row_wise(host_index=i % (world // NODE)),
     "column_wise": lambda i, world: column_wise(ranks=[i % world, (i + 1) % world]),
 }
 
 
 class Watch(TorchDispatchMode):
-    """Adds up the time in operators, and follows the bytes of what they return."""
+    """Adds up the time in operators and their calls, and follows the bytes that they return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
-        self.live = self.peak = 0
+        self.calls = self.live = self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         self.seconds += time.perf_counter() - began
+        self.calls += 1
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf.untyped_storage())
@@ -143,24 +150,52 @@ class Echo:
         return _Done()
 
 
-def build(plan: str, world: int) -> nn.Module:
-    """Shard 26 tables over ranks that are not there."""
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{key}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[key]
+class Collections(nn.Module):
+    """Tables, in collections that are called one after another."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.keys = [part.tolist() for part in np.array_split(KEYS, count)]
+        self.parts = nn.ModuleList(
+            EmbeddingBagCollection(
+                tables=[
+                    EmbeddingBagConfig(
+                        name=f"t{key}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[key]
+                    )
+                    for key in keys
+                ],
+                device=torch.device("meta"),
+            )
+            for keys in self.keys
         )
-        for key in KEYS
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
-    placed = construct_module_sharding_plan(
-        collection,
-        {f"t{key}": PLANS[plan](i, world) for i, key in enumerate(KEYS)},
-        world_size=world,
-        local_size=8,
-        device_type="cpu",
-    )
-    return DistributedModelParallel(collection, device=CPU, plan=ShardingPlan({"": placed}))
+
+    def forward(self, batches: list[KeyedJaggedTensor]) -> Tensor:
+        """Look up a batch of each, and wait for its embeddings before the next."""
+        found = [part(batch).values() for part, batch in zip(self.parts, batches, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def build(plan: str, world: int) -> Any:
+    """Shard 26 tables over ranks that are not there."""
+    _, _, split = plan.partition(", ")
+    model = Collections(int(split.removesuffix(" collections") or 1))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    strategies = {f"t{key}": PLANS[plan](i, world) for i, key in enumerate(KEYS)}
+    placed = {
+        f"parts.{i}": construct_module_sharding_plan(
+            part,
+            {f"t{key}": strategies[f"t{key}"] for key in keys},
+            world_size=world,
+            local_size=NODE,
+            device_type="cpu",
+        )
+        for i, (part, keys) in enumerate(zip(model.parts, model.keys, strict=True))
+    }
+    sharded: Any = DistributedModelParallel(model, device=CPU, plan=ShardingPlan(placed))
+    if "by bag" in plan:  # as where bags are long
+        for part in sharded.module.parts:
+            part.input_stage.goes_by_id = False
+    return sharded
 
 
 def measure(plan: str, world: int) -> dict[str, float]:
@@ -172,25 +207,26 @@ def measure(plan: str, world: int) -> dict[str, float]:
             mock.patch.object(dist, "all_to_all_single", echo),
             mock.patch.object(comm, "_reduce_scatter", echo.reduce_scatter),
             mock.patch.object(comm, "_all_gather", echo.all_gather),
+            mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(NODE)}),
             # as NCCL does
             mock.patch.object(ShardingEnv, "adds_up_on_the_way", return_value=True),
         ):
             began = time.perf_counter()
-            model: Any = build(plan, world)
+            model = build(plan, world)
             built = time.perf_counter() - began
-            if plan == "row_wise by bag":
-                model.module.input_stage.goes_by_id = False
             generator = torch.Generator().manual_seed(0)
 
             def step(watch: Watch, samples: int) -> float:
-                lengths = torch.ones(TABLES * samples, dtype=torch.int32)
-                rows = torch.randint(0, ROWS // world, lengths.shape, generator=generator)
-                ids = torch.arange(len(rows)) % world * (ROWS // world) + rows
-                batch = KeyedJaggedTensor(keys=KEYS, values=ids, lengths=lengths)
+                batches = []
+                for keys in model.module.keys:
+                    lengths = torch.ones(len(keys) * samples, dtype=torch.int32)
+                    rows = torch.randint(0, ROWS // world, lengths.shape, generator=generator)
+                    ids = torch.arange(len(rows)) % world * (ROWS // world) + rows
+                    batches.append(KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths))
                 echo.seconds = 0.0
                 began = time.perf_counter()
                 with watch:
-                    model(batch).values().sum().backward()
+                    model(batches).sum().backward()
                 return time.perf_counter() - began - watch.seconds - echo.seconds
 
             for _ in range(3):
@@ -204,6 +240,7 @@ def measure(plan: str, world: int) -> dict[str, float]:
         "build_s": built,
         "host_ms": 1e3 * statistics.median(hosts),
         "operators_ms": 1e3 * statistics.median(watch.seconds for watch in watches),
+        "operators": whole.calls,
         "peak_of_output": whole.peak / (4 * MANY * TABLES * DIM),
     }
 
@@ -222,13 +259,13 @@ def main() -> None:
             for world in arguments.ranks:
                 of_plan = found.setdefault(plan, {})
                 of_plan.setdefault(str(world), []).append(measure(plan, world))
-    print("plan             ranks  build s  host ms  operators ms  bytes/output")
+    print(f"{'plan':31} ranks  build s  host ms  operators ms  calls  bytes/output")
     for plan, by_world in found.items():
         for world, rounds in by_world.items():
             best = {key: min(r[key] for r in rounds) for key in rounds[0]}
             print(
-                f"{plan:16} {world:>5} {best['build_s']:8.2f} {best['host_ms']:8.2f} "
-                f"{best['operators_ms']:13.2f} {best['peak_of_output']:13.1f}"
+                f"{plan:31} {world:>5} {best['build_s']:8.2f} {best['host_ms']:8.2f} "
+                f"{best['operators_ms']:13.2f} {best['operators']:6} {best['peak_of_output']:13.1f}"
             )
     if arguments.out:
         arguments.out.write_text(

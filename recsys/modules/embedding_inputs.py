@@ -121,6 +121,10 @@ class FeatureSelector:
             weights = torch.cat([split_weights[p] for p in self.positions])
         return SelectedBags(indices, ops.complete_cumsum(lengths_FB.flatten()), weights)
 
+    def reads_whole(self, keys: Sequence[str]) -> bool:
+        """Return whether every feature of batches with these keys is read, and once."""
+        return sorted(self._features) == sorted(keys)
+
     def _route(self, batch: KeyedJaggedTensor) -> None:
         keys, device = batch.keys(), batch.device()
         self.positions = positions_of(self._features, keys, self._owner, self._tables)
@@ -210,17 +214,20 @@ def make_safe(
     return found, bags._replace(lengths=lengths, offsets=offsets, values=values), counts
 
 
-def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
+def safe_features(
+    features: KeyedJaggedTensor, sizes: list[int] | None
+) -> tuple[KeyedJaggedTensor, Tensor | None]:
     """On a device: a batch whose bags can be read, and whether it had to be made so; no sync.
 
     On the CPU `check_features` has raised, and there is nothing to do.
 
     Args:
         features: A batch that `check_features` has seen.
+        sizes: Its `length_per_key` if anything is sized by it, else None.
 
     Returns:
         The batch, with other lengths and inverse indices where they are bad; its features have as
-        many ids as `length_per_key` tells, if it does. And [] bool, None for certainly not.
+        many ids as the sizes tell, if they do. And [] bool, None for certainly not.
 
     Raises:
         ValueError: Ids but no bags, or a `length_per_key` that cannot be.
@@ -229,7 +236,7 @@ def safe_features(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tenso
     num_ids = values.numel()
     if values.is_cpu or values.is_meta:
         return features, None
-    sizes, told = features.length_per_key_or_none(), None
+    told = None
     if sizes is not None:
         check_length_per_key(features.keys(), sizes, values)
     if not lengths.numel():

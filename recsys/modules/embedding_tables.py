@@ -209,6 +209,7 @@ class _Link:
         self.late = LateChecks()
         self.keys: list[str] | None = None  # of the batch seen last, and what reads them
         self.rows_K: Tensor | None = None
+        self.reads_whole = False  # whether every lookup reads each of them once
         self._slots = [table._parameters for table in tables]
         self._weights = [table.weight for table in tables]
         self._pointers = list(map(Tensor.data_ptr, self._weights))
@@ -491,12 +492,14 @@ class TableCollection(nn.Module):
         )
         if features.values().is_cpu:
             return features, False
-        link, mode, rows_K = self._current_link(), self._bounds_check_mode, None
-        is_usual = bags.stride_per_key_per_rank is None and bags.inverse_indices is None
-        if not keeps_ids and is_usual and are_checked_by_triton(bags, mode):
-            rows_K = self._rows_of(link, bags.keys)
-        if rows_K is None:
-            safe, is_bad = safe_features(features)
+        link, mode = self._current_link(), self._bounds_check_mode
+        rows_K = self._rows_of(link, bags.keys)
+        has_one_size = bags.stride_per_key_per_rank is None
+        if is_pooled and has_one_size and link.reads_whole:  # then no size is asked for
+            bags = bags._replace(length_per_key=None)
+        is_usual = has_one_size and bags.inverse_indices is None
+        if rows_K is None or keeps_ids or not (is_usual and are_checked_by_triton(bags, mode)):
+            safe, is_bad = safe_features(features, bags.length_per_key)
             if is_bad is not None:
                 link.late.read_arrived()
                 link.late.add(is_bad, features.validate)
@@ -519,6 +522,7 @@ class TableCollection(nn.Module):
                 for feature in config.feature_names:
                     sizes.setdefault(feature, set()).add(config.num_embeddings)
             link.keys, link.rows_K = list(keys), None
+            link.reads_whole = all(group.selector.reads_whole(keys) for group in link.groups)
             is_one_size = all(len(of_feature) == 1 for of_feature in sizes.values())
             if is_one_size and sizes.keys() <= set(keys):
                 rows = [min(sizes.get(key, {NO_LIMIT})) for key in keys]

@@ -44,6 +44,7 @@ from recsys.distributed.types import (
 )
 from recsys.kernels import ops
 from recsys.kernels.types import BoundsCheckMode, EmbOptimType, UpdateMode
+from recsys.modules import embedding_inputs
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad
@@ -183,9 +184,9 @@ def _batch(plan: Plan, step: int, device: torch.device, samples: int) -> KeyedJa
         if is_variable
         else None,
     )
-    if plan.told:
-        batch.length_per_key()
     moved = batch.to(device)
+    if not plan.told:  # as if it were made there
+        moved.unsync()
     if plan.kind == "weighted":
         moved.weights().requires_grad_()
     return moved
@@ -273,7 +274,8 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
         expected = _train(plan, CPU, samples, lambda step: None)
     decode = mock.patch.object(WireFormat, "decode", autospec=True, side_effect=WireFormat.decode)
     short = mock.patch.multiple(input_dist, _MAX_IDS=1e9 if plan.by_id else -1, _MIN_VALUES=0)
-    with short, PretendedCuda(triton) as cuda, decode as decoded:
+    told = mock.patch.object(embedding_inputs, "check_length_per_key")
+    with short, PretendedCuda(triton) as cuda, decode as decoded, told as checked:
 
         def after_step(step: int) -> None:
             if step < 0:
@@ -283,6 +285,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
         notes = list(cuda.notes)
     is_pooled = plan.kind not in ("sequence", "distinct")
     assert ("make_safe" in cuda.launched) is triton
+    assert checked.called is (plan in TOLD_PARTS)  # sizes that nobody needs cost nothing
     lays_out = triton and is_pooled and not plan.alone
     if triton and not plan.alone:
         ragged = "_ragged" * (plan.kind == "variable" or plan.by_id)
@@ -347,12 +350,15 @@ PARTS = [  # the host must know how many ids each feature has
     Plan(ALL, "variable", alone=True),
     Plan(ALL, "weighted", means=(False, True), deferred=True, alone=True),
 ]
+TOLD_PARTS = [replace(plan, told=True) for plan in PARTS]
 HALVES = replace(AS_IT_IS, types=(S.ROW_WISE,), halves=True)  # it must know more than that
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize(
-    "plan", [*WHOLE, *(replace(plan, told=True) for plan in [*WHOLE, *PARTS])], ids=lambda p: p.name
+    "plan",
+    [*WHOLE, *(replace(plan, told=True) for plan in WHOLE), *TOLD_PARTS],
+    ids=lambda plan: plan.name,
 )
 def test_a_step_of_one_rank_waits_for_nothing(ranks: RankPool, plan: Plan, triton: bool) -> None:
     assert ranks(1, _read_once, plan, triton) == [[]]
@@ -366,6 +372,39 @@ def test_a_step_of_one_rank_waits_for_nothing(ranks: RankPool, plan: Plan, trito
 def test_one_rank_waits_once_where_the_host_needs_counts(ranks: RankPool, plan: Plan) -> None:
     (notes,) = ranks(1, _read_once, plan, False)
     assert [kind for kind, _, _ in notes] == ["read"], notes
+
+
+@pytest.mark.parametrize("kind", ["lengths", "offsets", "strides", "no features", "no samples"])
+def test_a_batch_that_leaves_the_cpu_knows_its_sizes(kind: str) -> None:
+    values, keys, lengths = torch.arange(4), ["f", "g"], torch.tensor([1, 0, 2, 1])
+    batch = {
+        "lengths": lambda: KeyedJaggedTensor(keys, values, lengths=lengths),
+        "offsets": lambda: KeyedJaggedTensor(keys, values, offsets=ops.complete_cumsum(lengths)),
+        "strides": lambda: KeyedJaggedTensor(keys, values, lengths=lengths, stride_per_key=[1, 3]),
+        "no features": KeyedJaggedTensor.empty,
+        "no samples": lambda: KeyedJaggedTensor(keys, values[:0], lengths=lengths[:0]),
+    }[kind]()
+    sizes = {"no features": [], "no samples": [0, 0], "strides": [1, 3]}.get(kind, [1, 3])
+    with PretendedCuda() as cuda:
+        moved = batch.to(CUDA)
+        assert moved.length_per_key_or_none() == sizes
+        assert moved.to(CUDA).length_per_key() == sizes
+        assert {kind for kind, _, _ in cuda.notes} == {"upload"}  # and nothing was read
+        if kind == "offsets":  # which are all that is copied
+            assert moved.lengths_or_none() is None
+
+
+def test_sizes_are_noted_only_where_they_can_be_and_are_of_use() -> None:
+    bad = KeyedJaggedTensor.from_parts(["f"], torch.arange(4), None, torch.tensor([1, 2]), stride=2)
+    good = _good()
+    assert good.to("cpu").length_per_key_or_none() is None
+    assert good.to("meta").length_per_key_or_none() is None
+    with PretendedCuda() as cuda:
+        assert bad.to(CUDA).length_per_key_or_none() is None
+        there = good.to(CUDA).unsync()
+        assert there.to(CUDA).length_per_key_or_none() is None
+        assert there.to("cuda:0").length_per_key_or_none() is None
+        assert {kind for kind, _, _ in cuda.notes} == {"upload"}  # and nothing was read
 
 
 def _leave_one_rank_out(plan: Plan) -> list[tuple[str, str, str]]:
@@ -794,8 +833,7 @@ def test_modules_of_one_rank_start_together_and_hear_of_the_last_batch(
     torch.manual_seed(0)
     model = _Towers(names)
     batches = [_good((i, 2 - i)) for i in range(3)]
-    if is_told:
-        batches, reads = [batch.sync() for batch in batches], 0
+    reads = 0 if is_told else reads
     expected = [model(batch) for batch in batches]
     header_of = InputDist.header_of
     with PretendedCuda() as cuda, mock.patch.object(
@@ -803,6 +841,7 @@ def test_modules_of_one_rank_start_together_and_hear_of_the_last_batch(
     ) as headers:  # fmt: skip
         sharded = DistributedModelParallel(model, device=CUDA)
         moved = [batch.to(CUDA) for batch in batches]
+        moved = moved if is_told else [batch.unsync() for batch in moved]
         found, counts = [], []
         for batch in EvenBatches(moved, sharded, "drop"):
             assert len(found) < len(batches)
@@ -826,7 +865,7 @@ def test_replicas_beside_a_lookup_of_the_whole_batch_need_counts() -> None:
     plan = {"t": table_wise(rank=0), "u": table_wise(rank=0), "v": data_parallel()}
     with PretendedCuda() as cuda:
         sharded = shard(tables, plan, ShardingEnv.from_local(), CUDA)
-        batch = _good().to(CUDA)
+        batch = _good().to(CUDA).unsync()
         sharded(batch)
         cuda.forget()
         found = sharded(batch).values()
@@ -897,15 +936,13 @@ def test_unsharded_batches_are_checked_by_kernels(
         lengths, ids = lengths[1:], ids[3:]
     weights = torch.rand(len(ids))
     batch = KeyedJaggedTensor([*keys], ids, weights, lengths=lengths.flatten().int())
-    if is_told:
-        batch.length_per_key()
     reference, tables = _unsharded(kind), _unsharded(kind)
     reference._bounds_check_mode = tables._bounds_check_mode = BoundsCheckMode[mode]
     expected = reference(KeyedJaggedTensor([*keys], ids, weights, lengths=lengths.flatten()))
     with PretendedCuda(triton=True) as cuda:
         _move_to_device(tables)
         tables(batch.to(CUDA))
-        moved = batch.to(CUDA)
+        moved = batch.to(CUDA) if is_told else batch.to(CUDA).unsync()
         cuda.forget()
         cuda.launched.clear()
         cuda.is_behind = True

@@ -263,11 +263,14 @@ class InputDist:
         routes = trip.routes = self._routes
         is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
         if self.device.type != "cpu":  # there check_features has raised
+            needs_sizes = self.may_skip_header and not (self.pooled and routes.reads_whole)
+            if not needs_sizes:  # what is told is to be checked, which costs an upload
+                bags = bags._replace(length_per_key=None)
             # sequences give lengths back, which are not to be padded
             fits = self.pooled or not is_variable
             by_kernels = fits and are_checked_by_triton(bags, self.mode)
             if not by_kernels:
-                trip.safe, trip.has_bad_bags = safe_features(features)
+                trip.safe, trip.has_bad_bags = safe_features(features, bags.length_per_key)
                 bags = trip.safe.parts()
         given = bags
         if is_variable:

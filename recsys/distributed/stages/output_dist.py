@@ -98,8 +98,8 @@ class PooledStage(Stage, Protocol):
         sums: lays out what arrives where the ranks' parts are added up on the way, as may be done
             for equal batch sizes; None: it may not.
         blocks: per block the ranks whose samples it has rows of, and its columns.
-        order: the parts of the blocks, one for each rank, in the order they are sent; None: a
-            single block is sent as it is.
+        order: int32, the parts of the blocks, one for each rank, in the order they are sent; None:
+            a single block is sent as it is.
     """
 
     group_widths: list[int]
@@ -434,8 +434,13 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self.hop is not None and self.hop.width:
             stands_for = np.array(self.hop.stands_for)
             self.sent_widths[stands_for] += self.hop.width
-            self.blocks.append((stands_for, self.hop.width))
-            self.order = np.argsort(np.concatenate([ranks, stands_for]), kind="stable")
+            if flat_width:
+                self.blocks.append((stands_for, self.hop.width))
+                order = np.argsort(np.concatenate([ranks, stands_for]), kind="stable")
+                self.order = order.astype(np.int32)
+            else:  # the node's sums are all that this rank sends
+                self.group_widths = [self.hop.width]
+                self.blocks = [(stands_for, self.hop.width)]
         self._is_identity = (
             env.world_size == 1
             and not self.means
@@ -512,12 +517,15 @@ class _PooledExchange(Exchange[PooledStage]):
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
         stage, num_groups = self.stage, len(self.stage.group_widths)
         sent = _join(lookups[:num_groups], self.batch_sizes, stage.device)
+        sent = sent.reshape(-1)
         if stage.order is not None:
-            blocks = zip((sent, *lookups[num_groups:]), stage.blocks, strict=True)
-            sizes = self.batch_sizes
-            parts = [part for x, (ranks, _) in blocks for part in x.split(sizes[ranks].tolist())]
-            sent = torch.cat([parts[i].reshape(-1) for i in stage.order])
-        return self.start_sending(sent.reshape(-1), replicas)
+            whole = joined([sent, *(block.reshape(-1) for block in lookups[num_groups:])])
+            sent = ops.move_segments(whole, stage.order, np.concatenate(self._block_sizes()))
+        return self.start_sending(sent, replicas)
+
+    def _block_sizes(self) -> list[np.ndarray]:
+        """Return for each block how many values go to each of its ranks."""
+        return [self.batch_sizes[ranks] * width for ranks, width in self.stage.blocks]
 
     def place(self, buffer: Tensor) -> Tensor:
         """Wait and lay the buffer out: `[B, D]`."""
@@ -538,9 +546,8 @@ class _PooledExchange(Exchange[PooledStage]):
         if arrived is None:
             return self.replica_grads(grad)
         if stage.order is not None:
-            sizes = [self.batch_sizes[ranks] * width for ranks, width in stage.blocks]
-            sent = arrived.split(np.concatenate(sizes)[stage.order].tolist())
-            whole = torch.cat([sent[i] for i in np.argsort(stage.order)])
+            sizes, back = self._block_sizes(), np.argsort(stage.order).astype(np.int32)
+            whole = ops.move_segments(arrived, back, np.concatenate(sizes)[stage.order])
             arrived, *others = whole.split([int(of_block.sum()) for of_block in sizes])
             sums = [x.view(-1, w) for x, (_, w) in zip(others, stage.blocks[1:], strict=True)]
         parts: Sequence[Tensor] = ()
@@ -672,7 +679,8 @@ class NodeHop:
         self.group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
         ranks, width = np.arange(env.world_size), sum(self.group_widths)
         self.sent_widths, self.blocks = np.full(self.size, width), [(ranks, width)]
-        self.order: np.ndarray | None = ranks.reshape(-1, self.size).T.flatten()  # by place
+        by_place = ranks.reshape(-1, self.size).T.flatten()
+        self.order: np.ndarray | None = by_place.astype(np.int32)
         columns = node_columns(layout, node)
         self.width = _width(columns)
         members = range(node * self.size, (node + 1) * self.size)
