@@ -6,6 +6,7 @@ Seen on a device that is pretended.
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -75,6 +76,7 @@ class Plan:
     told: bool = False  # whether the host knows how many ids each feature has
     halves: bool = False  # whether one rank has the rows of a table in two shards
     by_id: bool = False  # whether bags are taken for short
+    nodes: bool = False  # whether there are four ranks, on two nodes
 
     @property
     def name(self) -> str:
@@ -83,13 +85,17 @@ class Plan:
         rest += ["deferred" * self.deferred, str(self.wire) * (self.wire is not CommType.FP32)]
         rest += [self.keys * self.alone, "told" * self.told, "halves" * self.halves]
         rest += ["".join(map(str, self.dims)) * (len(self.dims) > 2)]
-        return "-".join(filter(None, [types, *rest, "by_id" * self.by_id]))
+        rest += ["by_id" * self.by_id, "nodes" * self.nodes]
+        return "-".join(filter(None, [types, *rest]))
 
     def owners(self, kind: ShardingType, table: int) -> list[int]:
         """The ranks of a table."""
         if self.alone:
             return [0, 0] if self.halves else [0]
-        return [table % 2] if kind is S.TABLE_WISE else [0, 1]
+        if self.nodes and kind is not S.TABLE_ROW_WISE:
+            return [table % 4] if kind is S.TABLE_WISE else [0, 1, 2, 3]
+        first = 2 * (table % 2) if self.nodes else 0
+        return [table % 2] if kind is S.TABLE_WISE else [first, first + 1]
 
 
 ALL = (S.TABLE_WISE, S.ROW_WISE, S.COLUMN_WISE, S.DATA_PARALLEL, S.GRID_SHARD)
@@ -299,6 +305,11 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
     return notes
 
 
+def _read_once_on_nodes(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        return _read_once(plan, triton)
+
+
 needs_triton = pytest.mark.skipif(
     not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
 )
@@ -321,6 +332,16 @@ def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: b
     for notes in ranks(2, _read_once, plan, triton):
         assert [kind for kind, _, _ in notes] == ["read"], notes
         assert "input_dist.py" in notes[0][2]
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("beside", [(), (S.TABLE_WISE,)], ids=["hops", "hops and others"])
+def test_sums_of_two_nodes_wait_for_the_device_once(
+    ranks: RankPool, beside: tuple[ShardingType, ...], triton: bool
+) -> None:
+    plan = Plan((S.TABLE_ROW_WISE, S.GRID_SHARD, *beside), nodes=True)
+    for notes in ranks(4, _read_once_on_nodes, plan, triton):
+        assert [kind for kind, _, _ in notes] == ["read"], notes
 
 
 AS_IT_IS = Plan((S.TABLE_WISE,), dims=(8,), alone=True, keys="as they are")
@@ -374,33 +395,56 @@ def test_one_rank_waits_once_where_the_host_needs_counts(ranks: RankPool, plan: 
     assert [kind for kind, _, _ in notes] == ["read"], notes
 
 
-@pytest.mark.parametrize("kind", ["lengths", "offsets", "strides", "no features", "no samples"])
+LENGTHS = torch.tensor([1, 0, 2, 1])
+BATCHES: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "lengths": ({"lengths": LENGTHS}, [1, 3]),
+    "offsets": ({"offsets": ops.complete_cumsum(LENGTHS)}, [1, 3]),
+    "lengths by feature": ({"lengths": LENGTHS, "stride_per_key": [3, 1]}, [3, 1]),
+    "offsets by feature": (
+        {"offsets": ops.complete_cumsum(LENGTHS), "stride_per_key": [3, 1]},
+        [3, 1],
+    ),
+    "no samples": ({"values": torch.arange(0), "lengths": LENGTHS[:0]}, [0, 0]),
+    "no features": ({"keys": [], "values": torch.arange(0), "lengths": LENGTHS[:0]}, []),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
 def test_a_batch_that_leaves_the_cpu_knows_its_sizes(kind: str) -> None:
-    values, keys, lengths = torch.arange(4), ["f", "g"], torch.tensor([1, 0, 2, 1])
-    batch = {
-        "lengths": lambda: KeyedJaggedTensor(keys, values, lengths=lengths),
-        "offsets": lambda: KeyedJaggedTensor(keys, values, offsets=ops.complete_cumsum(lengths)),
-        "strides": lambda: KeyedJaggedTensor(keys, values, lengths=lengths, stride_per_key=[1, 3]),
-        "no features": KeyedJaggedTensor.empty,
-        "no samples": lambda: KeyedJaggedTensor(keys, values[:0], lengths=lengths[:0]),
-    }[kind]()
-    sizes = {"no features": [], "no samples": [0, 0], "strides": [1, 3]}.get(kind, [1, 3])
+    parts, sizes = BATCHES[kind]
+    batch = KeyedJaggedTensor(**{"keys": ["f", "g"], "values": torch.arange(4), **parts})
     with PretendedCuda() as cuda:
         moved = batch.to(CUDA)
         assert moved.length_per_key_or_none() == sizes
         assert moved.to(CUDA).length_per_key() == sizes
         assert {kind for kind, _, _ in cuda.notes} == {"upload"}  # and nothing was read
-        if kind == "offsets":  # which are all that is copied
-            assert moved.lengths_or_none() is None
+    assert batch.length_per_key_or_none() is None
+    if "offsets" in parts:  # which are all that is kept, and copied
+        assert batch.lengths_or_none() is None
+        assert moved.lengths_or_none() is None
+
+
+def test_a_buffer_that_is_filled_anew_tells_the_sizes_of_today() -> None:
+    lengths = torch.tensor([1, 0, 2, 1])
+    buffer = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=lengths)
+    with PretendedCuda():
+        assert buffer.to(CUDA).length_per_key() == [1, 3]
+        lengths.copy_(torch.tensor([0, 3, 1, 0]))
+        assert buffer.to(CUDA).length_per_key() == [3, 1]
+    assert buffer.length_per_key() == [3, 1]
 
 
 def test_sizes_are_noted_only_where_they_can_be_and_are_of_use() -> None:
-    bad = KeyedJaggedTensor.from_parts(["f"], torch.arange(4), None, torch.tensor([1, 2]), stride=2)
+    unfit = [
+        KeyedJaggedTensor.from_parts(["f"], torch.arange(4), None, torch.tensor(lengths), stride=2)
+        for lengths in ([1, 2], [1, 2, 1])
+    ]
     good = _good()
     assert good.to("cpu").length_per_key_or_none() is None
     assert good.to("meta").length_per_key_or_none() is None
     with PretendedCuda() as cuda:
-        assert bad.to(CUDA).length_per_key_or_none() is None
+        for bad in unfit:
+            assert bad.to(CUDA).length_per_key_or_none() is None
         there = good.to(CUDA).unsync()
         assert there.to(CUDA).length_per_key_or_none() is None
         assert there.to("cuda:0").length_per_key_or_none() is None
@@ -939,19 +983,21 @@ def test_unsharded_batches_are_checked_by_kernels(
     reference, tables = _unsharded(kind), _unsharded(kind)
     reference._bounds_check_mode = tables._bounds_check_mode = BoundsCheckMode[mode]
     expected = reference(KeyedJaggedTensor([*keys], ids, weights, lengths=lengths.flatten()))
-    with PretendedCuda(triton=True) as cuda:
+    told = mock.patch.object(embedding_inputs, "check_length_per_key")
+    with PretendedCuda(triton=True) as cuda, told as checked:
         _move_to_device(tables)
-        tables(batch.to(CUDA))
+        tables(batch.to(CUDA).unsync())
         moved = batch.to(CUDA) if is_told else batch.to(CUDA).unsync()
         cuda.forget()
         cuda.launched.clear()
         cuda.is_behind = True
         found = tables(moved)
+        is_needed = keys == "xhfg" or kind in READERS or kind.startswith("sequence")
+        assert checked.called is (is_told and is_needed)  # else it would cost an upload
         by_kernels = kind not in ("readers of two sizes", "sequence with ids")
         assert ("make_safe" in cuda.launched) is by_kernels
         reads = [kind for kind, _, _ in cuda.notes if kind != "upload"]
-        is_whole = keys == "hfg" and kind not in READERS
-        assert len(reads) == (not is_told and not (is_whole and not kind.startswith("sequence")))
+        assert len(reads) == (not is_told and is_needed)
         tables.check_ids()
     if isinstance(expected, dict):
         for name, jagged in expected.items():
@@ -960,6 +1006,26 @@ def test_unsharded_batches_are_checked_by_kernels(
                 assert torch.equal(found[name].weights(), jagged.weights())
     else:
         torch.testing.assert_close(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_unsharded_batches_with_sizes_of_their_own_are_read_once_or_not(is_told: bool) -> None:
+    batch = KeyedJaggedTensor(
+        ["f", "g", "h"],
+        torch.tensor([2, 0, 4, 1]),
+        lengths=torch.tensor([1, 1, 1, 1, 0]),
+        stride_per_key=[1, 2, 2],
+        inverse_indices=(["f", "g", "h"], torch.tensor([[0, 0], [1, 0], [0, 1]])),
+    )
+    reference, tables = _unsharded("one reader"), _unsharded("one reader")
+    with PretendedCuda() as cuda:
+        _move_to_device(tables)
+        moved = batch.to(CUDA) if is_told else batch.to(CUDA).unsync()
+        tables(batch.to(CUDA))
+        cuda.forget()
+        found = tables(moved)
+        assert len([kind for kind, _, _ in cuda.notes if kind != "upload"]) == (not is_told)
+    torch.testing.assert_close(found.values(), reference(batch).values())
 
 
 @needs_triton

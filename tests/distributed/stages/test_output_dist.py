@@ -6,6 +6,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, Stream, build_layout
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
-from recsys.distributed.stages.output_dist import Backward, OutputDist
+from recsys.distributed.stages.output_dist import Backward, OutputDist, _PooledExchange
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TableUpdates
@@ -356,3 +357,84 @@ def _sequence(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_return_to_their_ids(ranks: RankPool, seed: int) -> None:
     ranks(2, _sequence, seed)
+
+
+def _stage_of_nodes(others: bool) -> OutputDist:
+    """Rank 1's, of two nodes of three ranks with a table each; and one on each rank, or not."""
+
+    def table(feature: int, ranks: range) -> PlacedTable:
+        rects = [
+            Rect(row_start=4 * i, row_end=4 * i + 4, col_start=0, col_end=4, rank=rank)
+            for i, rank in enumerate(ranks)
+        ]
+        return PlacedTable(
+            name=f"t{feature}",
+            num_rows=4 * len(rects),
+            dim=4,
+            features=(feature,),
+            group=len(rects) > 1,
+            rects=tuple(rects),
+            combine=PoolingType.SUM,
+        )
+
+    rank_1: Any = SimpleNamespace(world_size=6, rank=1, node_size=3)
+    rank_1.adds_up_on_the_way = lambda device: False
+    placed = [range(3), range(3, 6), *(range(rank, rank + 1) for rank in range(6 * others))]
+    tables = [table(feature, ranks) for feature, ranks in enumerate(placed)]
+    names = [placed.name for placed in tables]
+    return OutputDist(
+        build_layout(tables, len(tables), 6, node_size=3),
+        rank_1,
+        CPU,
+        Backward(begins=lambda: None, updates=TableUpdates()),
+        QuantizedCommCodecs(),
+        names,
+        names,
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("stands_in", ["node", "all"])
+def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
+    stands_in: str, seed: int
+) -> None:
+    """Between the ranks of a node, for whom they stand; between all, own columns, then sums."""
+    sizes = np.random.default_rng(seed).integers(0, 4, 6)
+    whole = _stage_of_nodes(others=True)
+    assert whole.hop is not None
+    in_node: Any = SimpleNamespace(rank=1)
+    trip: Any = SimpleNamespace(batch_sizes=sizes, stage=STAGE, bag_counts=None)
+    rows, sums = torch.rand(int(sizes.sum()), 4), torch.rand(int(sizes[[1, 4]].sum()), 4)
+    of_ranks, of_peers = rows.split(sizes.tolist()), sums.split(sizes[[1, 4]].tolist())
+    if stands_in == "node":
+        stage: Any = whole.hop
+        lookups, expected = [rows], [of_ranks[rank] for rank in (0, 3, 1, 4, 2, 5)]
+        exchange = _PooledExchange(stage, in_node, trip, sizes.reshape(2, 3).sum(0))
+    else:
+        stage, lookups, r = whole, [rows, sums], of_ranks
+        expected = [r[0], r[1], of_peers[0], r[2], r[3], r[4], of_peers[1], r[5]]
+        exchange = _PooledExchange(stage, stage.env, trip, sizes)
+    with mock.patch.object(exchange, "start_sending") as sent:
+        exchange.send(lookups, ())
+    values = sent.call_args.args[0]
+    assert torch.equal(values.view(-1, 4), torch.cat(expected))
+    assert sum(exchange.sends) == values.numel()
+    with mock.patch.object(exchange, "wait_for_grads", return_value=values):
+        back = exchange.send_back(torch.empty(0))
+    assert all(map(torch.equal, back, lookups))
+
+
+def test_sums_of_a_node_alone_are_sent_as_they_are() -> None:
+    stage, sizes = _stage_of_nodes(others=False), np.array([1, 2, 0, 1, 3, 1])
+    trip: Any = SimpleNamespace(batch_sizes=sizes, stage=STAGE, bag_counts=None)
+    exchange = _PooledExchange(stage, stage.env, trip, sizes)
+    sums = torch.rand(int(sizes[[1, 4]].sum()), 4)
+    with mock.patch.object(exchange, "start_sending") as sent:
+        exchange.send([sums], ())
+    values = sent.call_args.args[0]
+    assert values.data_ptr() == sums.data_ptr()
+    assert exchange.sends == [0, 8, 0, 0, 12, 0]
+    with mock.patch.object(exchange, "wait_for_grads", return_value=values):
+        (back,) = exchange.send_back(torch.empty(0))
+    assert torch.equal(back, sums)
