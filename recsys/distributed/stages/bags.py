@@ -15,6 +15,8 @@ from recsys.distributed.placement.layout import Layout
 from recsys.kernels import ops
 from recsys.sparse.keyed_jagged import Parts
 
+_FEW_SEGMENTS = 8  # are put in order one by one: a copy less, and no loop over many ranks
+
 
 def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
     """Pad the features of fewer samples with empty bags."""
@@ -78,6 +80,21 @@ def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors one behind the other, without a copy if there is but one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def in_order(blocks: Sequence[Tensor], sizes: Sequence[np.ndarray], order_P: np.ndarray) -> Tensor:
+    """Return segments of flat tensors in another order.
+
+    Args:
+        blocks: segment by segment.
+        sizes: of each its segments.
+        order_P: int32, the segments of all, numbered through, in their new order.
+    """
+    if len(order_P) > _FEW_SEGMENTS:
+        return ops.move_segments(joined(blocks), order_P, np.concatenate(sizes))
+    split = [block.split(of.tolist()) for block, of in zip(blocks, sizes, strict=True)]
+    segments = [segment for of_block in split for segment in of_block]
+    return torch.cat([segments[i] for i in order_P.tolist()])
 
 
 def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> str:

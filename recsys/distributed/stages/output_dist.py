@@ -33,7 +33,7 @@ from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
-from recsys.distributed.stages.bags import joined
+from recsys.distributed.stages.bags import in_order, joined
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
 from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.stages.ragged_gather import (
@@ -516,11 +516,10 @@ class _PooledExchange(Exchange[PooledStage]):
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
         stage, num_groups = self.stage, len(self.stage.group_widths)
-        sent = _join(lookups[:num_groups], self.batch_sizes, stage.device)
-        sent = sent.reshape(-1)
+        sent = _join(lookups[:num_groups], self.batch_sizes, stage.device).reshape(-1)
         if stage.order is not None:
-            whole = joined([sent, *(block.reshape(-1) for block in lookups[num_groups:])])
-            sent = ops.move_segments(whole, stage.order, np.concatenate(self._block_sizes()))
+            blocks = [sent, *(block.reshape(-1) for block in lookups[num_groups:])]
+            sent = in_order(blocks, self._block_sizes(), stage.order)
         return self.start_sending(sent, replicas)
 
     def _block_sizes(self) -> list[np.ndarray]:
@@ -547,7 +546,7 @@ class _PooledExchange(Exchange[PooledStage]):
             return self.replica_grads(grad)
         if stage.order is not None:
             sizes, back = self._block_sizes(), np.argsort(stage.order).astype(np.int32)
-            whole = ops.move_segments(arrived, back, np.concatenate(sizes)[stage.order])
+            whole = in_order([arrived], [np.concatenate(sizes)[stage.order]], back)
             arrived, *others = whole.split([int(of_block.sum()) for of_block in sizes])
             sums = [x.view(-1, w) for x, (_, w) in zip(others, stage.blocks[1:], strict=True)]
         parts: Sequence[Tensor] = ()

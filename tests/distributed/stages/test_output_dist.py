@@ -17,6 +17,7 @@ from torch import Tensor
 from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, Stream, build_layout
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
+from recsys.distributed.stages import bags
 from recsys.distributed.stages.output_dist import Backward, OutputDist, _PooledExchange
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels import ops
@@ -395,11 +396,13 @@ def _stage_of_nodes(others: bool) -> OutputDist:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("few", [0, 8])
 @pytest.mark.parametrize("stands_in", ["node", "all"])
 def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
-    stands_in: str, seed: int
+    stands_in: str, seed: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the ranks of a node, for whom they stand; between all, own columns, then sums."""
+    monkeypatch.setattr(bags, "_FEW_SEGMENTS", few)
     sizes = np.random.default_rng(seed).integers(0, 4, 6)
     whole = _stage_of_nodes(others=True)
     assert whole.hop is not None
