@@ -73,7 +73,7 @@ class FeatureSelector:
         self.positions: list[int] = []
         """Of the features among the batch's keys, for the batch seen last."""
         self._permute_F: Tensor | None = None
-        self._is_whole = False  # whether every feature of the batch is read, and once
+        self._is_whole = False  # see `reads_whole`
 
     def select(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
         """Pick the features.
@@ -123,14 +123,14 @@ class FeatureSelector:
 
     def reads_whole(self, keys: Sequence[str]) -> bool:
         """Return whether every feature of batches with these keys is read, and once."""
-        return sorted(self._features) == sorted(keys)
+        return sorted(self._features) == sorted(keys) == sorted(set(keys))
 
     def _route(self, batch: KeyedJaggedTensor) -> None:
         keys, device = batch.keys(), batch.device()
         self.positions = positions_of(self._features, keys, self._owner, self._tables)
         self._permute_F = None
         whole = list(range(len(keys)))
-        self._is_whole = sorted(self.positions) == whole
+        self._is_whole = self.reads_whole(keys)
         if self.positions != whole:
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device

@@ -512,7 +512,7 @@ class TableCollection(nn.Module):
         return KeyedJaggedTensor.from_parts(**bags._asdict()), True
 
     def _rows_of(self, link: _Link, keys: list[str]) -> Tensor | None:
-        """Return [K] rows of the table that reads each key.
+        """Return [K] rows of the table that reads each key; note whether lookups read the whole.
 
         None if tables of several sizes do, or keys lack a feature: who selects it will say so.
         """

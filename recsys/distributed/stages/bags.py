@@ -15,7 +15,7 @@ from recsys.distributed.placement.layout import Layout
 from recsys.kernels import ops
 from recsys.sparse.keyed_jagged import Parts
 
-_FEW_SEGMENTS = 8  # are put in order one by one: a copy less, and no loop over many ranks
+_FEW_SEGMENTS = 8  # so few are moved one by one, which saves a copy; more would cost the host time
 
 
 def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
