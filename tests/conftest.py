@@ -24,15 +24,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's own switch, read where it is imported first
 
+from tests.needs_triton import mark_triton
 from tests.ranks import RankPool
 from tests.slow import is_slow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of the slow tier."""
+    """Marks the cases of the slow tier, and those that need Triton."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker("slow")
+        mark_triton(item)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import doctest
 import importlib
 import inspect
 import io
-import pkgutil
 import re
 from pathlib import Path
 
@@ -16,16 +15,11 @@ import pytest
 import torch
 
 import recsys
+from tests.all_modules import TRITON_MODULES, all_modules
+from tests.needs_triton import needs_triton
 from tests.offenders import check_each
 
-MODULES = [
-    "recsys",
-    *(
-        info.name
-        for info in pkgutil.walk_packages(recsys.__path__, "recsys.")
-        if not info.name.endswith("__main__")
-    ),
-]
+MODULES = all_modules()
 
 
 def room_of(name: str) -> str:
@@ -63,6 +57,13 @@ def public_names_have_docstrings(name: str) -> None:
 
 def test_public_names_have_docstrings() -> None:
     check_each(public_names_have_docstrings, MODULES)
+
+
+@needs_triton
+def test_the_modules_of_triton() -> None:
+    """The quick run leaves these out: it has no Triton."""
+    check_each(examples_run, TRITON_MODULES)
+    check_each(public_names_have_docstrings, TRITON_MODULES)
 
 
 def test_there_are_examples() -> None:

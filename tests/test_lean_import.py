@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.all_modules import TRITON_MODULES, all_modules
+
 OPTIONAL = {"matplotlib", "pandas", "scipy", "sklearn", "torchrec", "tqdm", "yaml"}
 # Reached from the package alone.
 NAMES = [
@@ -29,7 +31,7 @@ NAMES = [
     "compat.torchrec.install",
 ]
 SCRIPT = """
-import contextlib, functools, importlib, json, pkgutil, sys
+import contextlib, functools, importlib, json, sys
 def modules():
     return sorted({name.partition(".")[0] for name in sys.modules})
 import recsys
@@ -39,9 +41,8 @@ with contextlib.suppress(ImportError):
     import fbgemm_gpu
 found["by_torch"] = modules()
 found["names"] = [functools.reduce(getattr, n.split("."), recsys).__name__ for n in NAMES]
-for info in pkgutil.walk_packages(recsys.__path__, "recsys."):
-    if not info.name.endswith("__main__"):
-        importlib.import_module(info.name)
+for name in MODULES:
+    importlib.import_module(name)
 found["everything"] = modules()
 found["cuda"] = torch.cuda.is_initialized()
 found["process_group"] = torch.distributed.is_initialized()
@@ -53,7 +54,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", f"NAMES = {NAMES}\n{SCRIPT}"],
+        [sys.executable, "-c", f"NAMES = {NAMES}\nMODULES = {all_modules()}\n{SCRIPT}"],
         env=os.environ | {"RECSYS_DEBUG": "1"},
         capture_output=True,
         text=True,
@@ -81,3 +82,29 @@ def test_all_modules_leave_cuda_and_processes_alone(found: dict[str, Any]) -> No
 
 def test_the_environment_turns_full_checks_on(found: dict[str, Any]) -> None:
     assert found["debug"] is True
+
+
+def test_without_triton_and_fbgemm_all_but_the_optional_modules_import() -> None:
+    script = """
+import importlib, json, sys
+sys.modules["triton"] = sys.modules["fbgemm_gpu"] = None  # importing them raises
+raised = {}
+for name in MODULES:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raised[name] = str(error)
+print(json.dumps(raised))
+"""
+    modules = sorted({*all_modules(), *TRITON_MODULES})
+    done = subprocess.run(
+        [sys.executable, "-c", f"MODULES = {modules}\n{script}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    raised: dict[str, str] = json.loads(done.stdout)
+    assert set(raised) == TRITON_MODULES
+    for message in raised.values():
+        assert "optional" in message
+        assert "pip install 'recsys-torch[triton]'" in message

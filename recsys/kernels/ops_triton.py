@@ -11,11 +11,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from recsys.kernels.bounds import NO_LIMIT
+from recsys.kernels.optional_triton import tl, triton
 
 _BLOCK = 1024  # ids of a program
 _SCANNED = 4096  # lengths of a program

@@ -12,11 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple, final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from recsys.kernels.ops_triton import _current
+from recsys.kernels.optional_triton import tl, triton
 
 _SAMPLES, _COLUMNS = 16, 128  # of a program
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple, final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from recsys.kernels.ops_triton import _current
+from recsys.kernels.optional_triton import tl, triton
 from recsys.kernels.output_triton import _COLUMNS, _SAMPLES, Columns, _mean_factors, _own_tile
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 from math import gcd
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from recsys.kernels.ops_triton import _current, _own_places
+from recsys.kernels.optional_triton import tl, triton
 
 _IDS, _COLUMNS, _MAX_UNIT = 16, 128, 32  # of a program
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 from typing import NamedTuple, final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from recsys.kernels.ops_triton import _current, _last_at_most
+from recsys.kernels.optional_triton import tl, triton
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 
 _TILE = 4096  # values of a block, about

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 from pathlib import Path
 
 import recsys
 from recsys.compat.table import HOMES, INSTEAD, TABLE, Home
+from tests.all_modules import all_modules
 from tests.offenders import check_each
 
 # Names that mean something else in TorchRec.
@@ -36,12 +36,12 @@ def read_names_in_use() -> dict[str, list[str]]:
 
 def our_public_names() -> set[str]:
     names = set()
-    for info in pkgutil.walk_packages(recsys.__path__, "recsys."):
-        if info.name.startswith("recsys.compat") or info.name.endswith("__main__"):
+    for module_name in all_modules():
+        if module_name.startswith("recsys.compat"):
             continue
-        module = importlib.import_module(info.name)
+        module = importlib.import_module(module_name)
         for name, value in vars(module).items():
-            defined_here = getattr(value, "__module__", None) == info.name
+            defined_here = getattr(value, "__module__", None) == module_name
             if not name.startswith("_") and (defined_here or name.isupper()):
                 names.add(name)
     return names

@@ -51,6 +51,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCo
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
+from tests.needs_triton import needs_triton
 from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
@@ -310,9 +311,6 @@ def _read_once_on_nodes(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
         return _read_once(plan, triton)
 
 
-needs_triton = pytest.mark.skipif(
-    not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
-)
 SEQUENCES = [plan for plan in PLANS if plan.kind in ("sequence", "distinct")]
 MOVED = [plan for plan in SEQUENCES if plan.types != (S.TABLE_WISE,) and plan.types != ALL]
 BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[-4:], *MOVED]

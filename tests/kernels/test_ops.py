@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.kernels import ops
+from tests.needs_triton import needs_triton
 
 INTS = st.sampled_from([torch.int32, torch.int64])
 DTYPES = st.sampled_from([torch.int32, torch.int64, torch.float32, torch.float64, torch.float16])
@@ -278,7 +279,7 @@ print(ops.HAS_TRITON, ops.WHY_TRITON_FAILS, *(str(w.message) for w in said), sep
 """
 
 
-@pytest.mark.skipif(not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'")
+@needs_triton
 @pytest.mark.parametrize(
     ("variables", "change", "why"),
     [

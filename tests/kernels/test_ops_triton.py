@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recsys.kernels import ops
 from tests.kernels.compiled import num_compiled
+from tests.needs_triton import HAS_TRITON, NEEDS_TRITON
 
-if not ops.HAS_TRITON:
-    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+if not HAS_TRITON:
+    pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
 from recsys.kernels import ops_triton
 from recsys.kernels.bounds import NO_LIMIT, are_bags_bad, find_bad_ids, safe_lengths

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.kernels import ops
 from tests.kernels.compiled import num_compiled
+from tests.needs_triton import HAS_TRITON, NEEDS_TRITON
 
-if not ops.HAS_TRITON:
-    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+if not HAS_TRITON:
+    pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
 from recsys.distributed.ranks.wire import CommType, WireFormat
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot

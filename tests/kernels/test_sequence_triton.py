@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.kernels import ops
 from tests.kernels.compiled import num_compiled
+from tests.needs_triton import HAS_TRITON, NEEDS_TRITON
 
-if not ops.HAS_TRITON:
-    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+if not HAS_TRITON:
+    pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
 from recsys.kernels.sequence_triton import collect_rows, spread_rows
 from tests.distributed.stages.test_row_gather import rows_of

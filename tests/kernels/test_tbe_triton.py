@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recsys.kernels import ops
+from tests.needs_triton import HAS_TRITON, NEEDS_TRITON
 
-if not ops.HAS_TRITON:
-    pytest.skip("needs Triton: pip install -e '.[triton]'", allow_module_level=True)
+if not HAS_TRITON:
+    pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
 from recsys.kernels.deferred import DeferredGradients
 from recsys.kernels.tbe import TableBatchedEmbedding

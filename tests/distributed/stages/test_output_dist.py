@@ -20,18 +20,15 @@ from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFor
 from recsys.distributed.stages import bags
 from recsys.distributed.stages.output_dist import Backward, OutputDist, _PooledExchange
 from recsys.distributed.stages.sequence_dist import SequenceDist
-from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TableUpdates
 from recsys.kernels.types import PoolingType
 from recsys.sparse import KeyedJaggedTensor
+from tests.needs_triton import needs_triton
 from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 STAGE = SimpleNamespace(path="ebc")
-needs_triton = pytest.mark.skipif(
-    not ops.HAS_TRITON, reason="needs Triton: pip install -e '.[triton]'"
-)
 
 
 def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTable]:
