@@ -1,0 +1,51 @@
+"""``python -m tests.fuzz.kinds KIND --cases 2000``: random inputs of one kind of fault.
+
+Each kind is a module with one function, `complaint_about(pool, seed)`: it makes a case from the
+seed, runs it, and returns what is wrong, or None. The same seed makes the same case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+
+from tests.ranks import RankPool
+
+# Kind to the seeds of the cases that were wrong when the kind was first searched.
+FINDS: dict[str, list[int]] = {}
+
+
+def search(pool: RankPool, kind: str, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yields seed and complaint of the cases that are wrong."""
+    module = importlib.import_module(f"tests.fuzz.{kind}")
+    for seed in seeds:
+        complaint = module.complaint_about(pool, seed)
+        if complaint is not None:
+            yield seed, complaint
+
+
+def main() -> int:
+    """Runs what the command line asks for; exits with 1 if anything was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.kinds", description=__doc__)
+    parser.add_argument("kind", choices=FINDS)
+    parser.add_argument("--cases", type=int, default=2000, help="how many (2000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case (0)")
+    given = parser.parse_args()
+    pool = RankPool()
+    found = 0
+    try:
+        for seed, complaint in search(
+            pool, given.kind, range(given.seed, given.seed + given.cases)
+        ):
+            found += 1
+            print(f"seed {seed}: {complaint}", flush=True)
+    finally:
+        pool.close()
+    print(f"{given.cases} cases of kind {given.kind!r}, {found} with a complaint")
+    return found > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
