@@ -2,11 +2,11 @@
 
     python -m tests.examples.kills [--ranks 2] [--one 10] [--all 5] [--agent 5] [--seed 0]
 
-A job of several ranks under torchrun trains with `--resume auto`. At a random moment one of its ranks
-is killed (signal 9), or all of them, which torchrun starts again; or torchrun's agent, after which
-no worker may live for 10 s, and the same command is started again. What the job saves at its end
-(weights, optimizer states, position, random generators, each with its CRC) must be what a job that
-nobody disturbed saves.
+A job of several ranks under torchrun trains with `--resume auto`. At a random moment one of its
+ranks is killed (signal 9), or all of them, which torchrun starts again; or torchrun's agent, after
+which no worker may live for 10 s, and the same command is started again. The job must save at its
+end what a job saves that nobody disturbed: weights, optimizer states, position and random
+generators, each with its CRC.
 """
 
 from __future__ import annotations
