@@ -18,7 +18,7 @@ from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.agreement import stable
+from recsys.distributed.ranks.agreement import in_words_by_name, stable
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
@@ -129,23 +129,32 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         env = env or ShardingEnv.default()
-        with constructing(env):
+        wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        with constructing(env) as construction:
             check_not_wrapped(module)
             placed = place_model(module, env, device, plan, sharders, planner)
-        self._finish(env, placed, data_parallel_wrapper, init_data_parallel, init_parameters)
+            construction.add(
+                type(self).__name__,
+                in_words_by_name(
+                    data_parallel_wrapper=wrapper,
+                    init_data_parallel=init_data_parallel,
+                    init_parameters=init_parameters,
+                ),
+            )
+        self._finish(env, placed, wrapper, init_data_parallel, init_parameters)
 
     def _finish(
         self,
         env: ShardingEnv,
         placed: tuple[nn.Module, ShardingPlan, torch.device],
-        wrapper: DataParallelWrapper | None,
+        wrapper: DataParallelWrapper,
         init_data_parallel: bool,
         init_parameters: bool,
     ) -> None:
         """Do with the model, its plan and its device what is left to do once tables are placed."""
         self.env = env
         self._obstacle = ""
-        self._wrapper = wrapper or DefaultDataParallelWrapper()
+        self._wrapper = wrapper
         module, self._plan, self.device = placed
         if init_parameters:
             materialize_dense(module, self.device)

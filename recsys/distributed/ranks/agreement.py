@@ -142,5 +142,10 @@ def in_words(settings: object) -> str:
     return "; ".join(parts)
 
 
+def in_words_by_name(**arguments: object) -> dict[str, str]:
+    """Return arguments in words, by their names; see `in_words`."""
+    return {name: in_words(value) for name, value in arguments.items()}
+
+
 def _cut(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
