@@ -684,6 +684,7 @@ def _facts_of_tables(
             (
                 in_words(config),
                 "on the meta device" if option.is_meta else "with values",
+                f"trains {option.requires_grad}",
                 alike,
                 f"shards {', '.join(shards) or 'on every rank'}",
             )

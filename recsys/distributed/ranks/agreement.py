@@ -105,13 +105,16 @@ def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
         stage: what the ranks are to do.
         rank: which differs.
         name: of the fact.
-        first: the fact on rank 0; parts set off by "; " are left out where they are the same.
+        first: the fact on rank 0; parts set off by "; " are left out where both have them.
         own: the fact on the rank.
     """
     ours, theirs = first.split("; "), own.split("; ")
     if len(ours) == len(theirs):
         pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
         first, own = ("; ".join(side) for side in zip(*pairs, strict=True))
+    else:
+        first = "; ".join(part for part in ours if part not in theirs) or "nothing more"
+        own = "; ".join(part for part in theirs if part not in ours) or "nothing more"
     return (
         f"All ranks must {stage} from the same arguments; {name} differs: rank 0 has {_cut(first)}"
         f", rank {rank} has {_cut(own)}. Pass the same on every rank."
