@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -17,12 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.distributed.checkpoint import save_checkpoint_async
 from recsys.distributed.data_parallel import DefaultDataParallelWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.ranks import construction
 from recsys.distributed.shard import shard, shard_modules
 from recsys.distributed.sharded_collection import ShardedCollection, default_device
-from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from recsys.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from recsys.distributed.types import ShardingEnv, ShardingPlan
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -422,3 +429,28 @@ def test_the_default_gpu_is_that_of_the_local_rank(
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert default_device(ShardingEnv(1, 0)) == torch.device("cuda", expected)
+
+
+def _use_groups(path: str) -> None:
+    """Trains and saves a model whose tables are added up on nodes, where no group can be made."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model = _model()
+        ebc: Any = model["ebc"]  # type: ignore[index]
+        kinds = {name: table_row_wise(host_index=0) for name in NAMES}
+        tables = construct_module_sharding_plan(
+            ebc, kinds, world_size=4, local_size=2, device_type="cpu"
+        )
+        sharded = DistributedModelParallel(
+            nn.ModuleDict({"ebc": ebc}), device=CPU, plan=ShardingPlan({"ebc": tables})
+        )
+    features = KeyedJaggedTensor(
+        [f"f_{name}" for name in NAMES], torch.tensor([1, 2, 3]), lengths=torch.ones(3).int()
+    )
+    with mock.patch("torch.distributed.new_group", side_effect=AssertionError("a group is made")):
+        sharded.module["ebc"](features).values().sum().backward()  # type: ignore[index]
+        save_checkpoint_async(path, sharded).wait()
+
+
+def test_groups_are_made_while_the_model_is_built(ranks: RankPool, tmp_path: Path) -> None:
+    """Making a group waits for all ranks: a rank that is lost later must not hold up the others."""
+    ranks(4, _use_groups, str(tmp_path / "saved"))
