@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from operator import index
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
@@ -150,6 +151,28 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
     if length is not None and len(numbers) != length:
         raise ValueError(f"{subject} must have {length} numbers; received {shown(numbers)}.")
     return numbers
+
+
+def path_of(subject: str, value: object) -> Path:
+    """Return a path, given as text or as any `os.PathLike`.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+
+    Raises:
+        TypeError: It is not a path.
+        ValueError: It is empty.
+
+    Example:
+        >>> path_of("path", "runs/film").name
+        'film'
+    """
+    if not isinstance(value, str | os.PathLike):
+        wrong_type(subject, "a path, as text or pathlib.Path", value)
+    if not str(value):
+        raise ValueError(f"{subject} must not be empty; received {value!r}.")
+    return Path(value)
 
 
 def setting(variable: str, least: int = 1) -> int | None:
