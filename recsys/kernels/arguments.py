@@ -175,6 +175,39 @@ def path_of(subject: str, value: object) -> Path:
     return Path(value)
 
 
+def writable_folder(subject: str, value: object) -> Path:
+    """Return the path of a folder that can be written to, or created; creates nothing.
+
+    Args:
+        subject: How errors call the value.
+        value: Text or an `os.PathLike`.
+
+    Raises:
+        TypeError: It is not a path.
+        ValueError: It is empty.
+        OSError: The folder, or the nearest one above it that exists, is no folder or cannot be
+            written to.
+
+    Example:
+        >>> writable_folder("folder", "/dev/null/saved")
+        Traceback (most recent call last):
+        NotADirectoryError: folder must be a folder that can be written to; received ...
+    """
+    folder = path_of(subject, value)
+    nearest = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    rule = f"{subject} must be a folder that can be written to; received {str(folder)!r}"
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"{rule}, and {nearest} is not a folder. Choose another one.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{rule}, and {nearest} is read-only for this process. Choose another one, or change "
+            "its permissions."
+        )
+    return folder
+
+
 def setting(variable: str, least: int = 1) -> int | None:
     """Return the whole number that an environment variable holds; None if it is not set.
 
