@@ -35,6 +35,7 @@ from recsys.distributed.checkpoint.state import (
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.ranks import where
+from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import whole
 from recsys.optim.keyed import KeyedOptimizer
@@ -104,7 +105,10 @@ def save_checkpoint(
     path = checked_path("save_checkpoint", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
-    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
+    same = in_words_by_name(
+        function="save_checkpoint", step=step, keep=keep, consolidated=consolidated
+    )
+    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress, same)
     with contextlib.ExitStack() as until_saved:
         folder = _claim(env, path, step, until_saved)
         _write(env, folder, state, settings, consolidated)
@@ -160,7 +164,10 @@ def save_checkpoint_async(
     path = checked_path("save_checkpoint_async", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
-    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
+    same = in_words_by_name(
+        function="save_checkpoint_async", step=step, keep=keep, consolidated=consolidated
+    )
+    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress, same)
     aside = env.aside()
     copied: dict[str, Any] = {}
     with contextlib.ExitStack() as until_copied:
@@ -186,11 +193,15 @@ def _collect(
     step: int | None,
     keep: int | None,
     progress: Mapping[str, Stateful] | None,
+    same: dict[str, str],
 ) -> tuple[dict[str, Any], Settings]:
-    """Return the live values to save, and the optimizers' settings; all checked."""
+    """Return the live values to save, and the optimizers' settings; all checked.
+
+    `same` are the arguments that must be the same on all ranks, in words.
+    """
     state: dict[str, Any] = {}
 
-    def prepare() -> Settings:
+    def prepare() -> tuple[Settings, dict[str, str]]:
         if step is not None:
             whole("step", step, least=0)
         if keep is not None:
@@ -220,9 +231,14 @@ def _collect(
             state["extra"] = encode(extra or {})  # one leaf: nothing in it is renamed
         if progress:
             state["progress"] = {rank_key(env.rank): encode(progress_of(progress))}
-        return [] if optimizer is None else settings_of(optimizer, whole_names(model, optimizer))
+        settings: Settings = []
+        if optimizer is not None:
+            settings = settings_of(optimizer, whole_names(model, optimizer))
+        return settings, same
 
-    return state, merge(on_every_rank(env, f"Saving {path}", prepare))
+    prepared = on_every_rank(env, f"Saving {path}", prepare)
+    raise_if_facts_differ("save a checkpoint", [facts for _, facts in prepared])
+    return state, merge([settings for settings, _ in prepared])
 
 
 def _claim(

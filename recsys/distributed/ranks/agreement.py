@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TypeVar
@@ -119,6 +119,19 @@ def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
         f"All ranks must {stage} from the same arguments; {name} differs: rank 0 has {_cut(first)}"
         f", rank {rank} has {_cut(own)}. Pass the same on every rank."
     )
+
+
+def raise_if_facts_differ(stage: str, facts: Sequence[Facts]) -> None:
+    """Raise ValueError, on every rank alike, unless all ranks have the same facts.
+
+    Args:
+        stage: what the ranks are to do.
+        facts: of each rank, with the same names; all ranks have exchanged them.
+    """
+    for rank, own in enumerate(facts):
+        for name, value in own.items():
+            if value != facts[0][name]:
+                raise ValueError(differs(stage, rank, name, facts[0][name], value))
 
 
 def stable(value: object) -> str:
