@@ -118,7 +118,7 @@ def test_what_does_not_fit_ends_with_1(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "H100"], "--topology must be a preset .*; received 'H100', and there is no"),
+        (["--topology", "H100"], "--topology must be a preset .*; received 'H100', and there is"),
         (["--tables", "none.yaml"], "--tables must be a file .* 'none.yaml', and there is no such"),
         (["--tables", "/"], "--tables must be a file that can be read; received '/', and it is a"),
         (["--rate", "none.json"], "--rate must be a file that can be read; received 'none.json'"),

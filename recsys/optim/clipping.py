@@ -18,7 +18,6 @@ from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 _PART = "_is_part_of_table"
 
 
-@final
 class GradientClipping(enum.Enum):
     """What is limited."""
 
