@@ -125,7 +125,7 @@ def test_a_module_that_moved_says_where_to() -> None:
 
 
 def test_enums_are_not_final() -> None:
-    """Tools that read types, such as jsonargparse (LightningCLI), take a final class for a record."""
+    """Tools that read types, such as LightningCLI, take a final class for a record."""
     final = [
         f"{module}.{name}"
         for module in all_modules()
