@@ -53,9 +53,10 @@ SURFACE = {
     """,
     "recsys.modules": "",
     "recsys.optim": """
-        Adagrad Adam CombinedOptimizer GradScaler GradientClipping GradientClippingOptimizer
-        KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam
-        PartialRowWiseLAMB RowWiseAdagrad SGD WarmupOptimizer WarmupPolicy WarmupStage
+        Adagrad Adam AdamL2 AdamW CombinedOptimizer GradScaler GradientClipping
+        GradientClippingOptimizer KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD
+        OptimizerWrapper PartialRowWiseAdam PartialRowWiseLAMB RowWiseAdagrad SGD WarmupOptimizer
+        WarmupPolicy WarmupStage
         apply_optimizer_in_backward in_backward_optimizer_filter set_learning_rate
     """,
     "recsys.sparse": """
