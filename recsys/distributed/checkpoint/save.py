@@ -105,9 +105,7 @@ def save_checkpoint(
     path = checked_path("save_checkpoint", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
-    same = in_words_by_name(
-        function="save_checkpoint", step=step, keep=keep, consolidated=consolidated
-    )
+    same = _in_words("save_checkpoint", optimizer, step, keep, consolidated)
     state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress, same)
     with contextlib.ExitStack() as until_saved:
         folder = _claim(env, path, step, until_saved)
@@ -164,9 +162,7 @@ def save_checkpoint_async(
     path = checked_path("save_checkpoint_async", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
-    same = in_words_by_name(
-        function="save_checkpoint_async", step=step, keep=keep, consolidated=consolidated
-    )
+    same = _in_words("save_checkpoint_async", optimizer, step, keep, consolidated)
     state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress, same)
     aside = env.aside()
     copied: dict[str, Any] = {}
@@ -182,6 +178,23 @@ def save_checkpoint_async(
         return folder
 
     return PendingSave(model, work)
+
+
+def _in_words(
+    function: str,
+    optimizer: KeyedOptimizer | None,
+    step: int | None,
+    keep: int | None,
+    consolidated: bool,
+) -> dict[str, str]:
+    """Return the arguments that must be the same on all ranks, in words."""
+    return in_words_by_name(
+        function=function,
+        optimizer="None" if optimizer is None else "given",
+        step=step,
+        keep=keep,
+        consolidated=consolidated,
+    )
 
 
 def _collect(
