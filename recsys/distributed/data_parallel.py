@@ -60,7 +60,7 @@ class DefaultDataParallelWrapper:
     bucket_cap_mb: int = 25
     static_graph: bool = False
     find_unused_parameters: bool = False
-    params_to_ignore: Sequence[str] = field(default=(), kw_only=True)
+    params_to_ignore: Sequence[str] | None = field(default=None, kw_only=True)
     broadcast_buffers: bool | None = field(default=None, kw_only=True)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
@@ -69,14 +69,15 @@ class DefaultDataParallelWrapper:
         if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
         everything = dict(module.named_parameters()) | dict(module.named_buffers())
-        unknown = [name for name in self.params_to_ignore if name not in everything]
+        ignored = list(self.params_to_ignore or ())
+        unknown = [name for name in ignored if name not in everything]
         if unknown:
             raise ValueError(
                 "DefaultDataParallelWrapper.params_to_ignore must hold names of the model's "
                 f"parameters and buffers; received {unknown}. The model has "
                 f"{list(everything)[:8]} (at most 8 shown)."
             )
-        exclude_sharded_from_ddp(module, self.params_to_ignore)
+        exclude_sharded_from_ddp(module, ignored)
         excluded = names_excluded_from_ddp(module)
         dense = {n: t for n, t in everything.items() if n not in excluded}
         if not any(t.requires_grad for t in dense.values()):

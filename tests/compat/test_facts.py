@@ -65,7 +65,7 @@ DIFFERENT = {
         "no MX4 wire; fp8 arrives as fp32"
     ),
     r"DefaultDataParallelWrapper\(static_graph\)": "a model may leave dense parts unused",
-    r"DefaultDataParallelWrapper\((allreduce_comm_precision|params_to_ignore|ddp_kwargs)\)": (
+    r"DefaultDataParallelWrapper\((allreduce_comm_precision|ddp_kwargs)\)": (
         "pass a wrapper of your own"
     ),
     r"EmbeddingShardingPlanner\(plan_loader\)": (

@@ -17,7 +17,7 @@ _STAGES = {
     "all_to_all": (0, "send numbers"),
     "auc": (2, "gather samples of a metric"),
     "build": (2, "plan the model"),
-    "clip": (1, "add up the norm of the gradients"),
+    "clip": (1, "compare how gradients are clipped"),
     "interval": (1, "agree on when to compute metrics"),
     "load": (1, "load a state dict"),
     "metrics": (2, "add up metrics"),

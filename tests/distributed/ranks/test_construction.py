@@ -448,7 +448,7 @@ def _use_groups(path: str) -> None:
     )
     with mock.patch("torch.distributed.new_group", side_effect=AssertionError("a group is made")):
         sharded.module["ebc"](features).values().sum().backward()  # type: ignore[index]
-        save_checkpoint_async(path, sharded).wait()
+        save_checkpoint_async(path, sharded, sharded.fused_optimizer).wait()
 
 
 def test_groups_are_made_while_the_model_is_built(ranks: RankPool, tmp_path: Path) -> None:
