@@ -25,7 +25,7 @@ def auc(
         weights: `[N]`, not negative; `None` for ones.
 
     Returns:
-        Scalar float64; NaN if only one class is present, or a score is NaN.
+        Scalar float64; NaN if only one class is present, or a value is NaN.
 
     Raises:
         ValueError: the inputs differ in size or device.
@@ -48,7 +48,8 @@ def find_bins(predictions: torch.Tensor, num_bins: int) -> torch.Tensor:
     Returns:
         Alike, int64.
     """
-    return (predictions * num_bins).long().clamp(0, num_bins - 1)
+    # Large numbers are no int64; a NaN becomes any number.
+    return (predictions.clamp(0.0, 1.0) * num_bins).long().clamp(0, num_bins - 1)
 
 
 def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,9 @@ def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch
         `[...]`; NaN if only one class is present.
     """
     beaten_K = negative_K.cumsum(-1) - 0.5 * negative_K
-    return (positive_K * beaten_K).sum(-1) / (positive_K.sum(-1) * negative_K.sum(-1))
+    # Not one division by the product, which small and large weights take out of range.
+    beaten_K /= negative_K.sum(-1, keepdim=True)
+    return (positive_K * beaten_K).sum(-1) / positive_K.sum(-1)
 
 
 @final
@@ -188,6 +191,7 @@ class BinnedAUC(Sums):
         scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
         num_bins = self._sums.size(1)
         bin_N = find_bins(scores_N, num_bins)
+        weights_N = weights_N.masked_fill(scores_N.isnan(), torch.nan)
         self._sums[1].index_add_(0, bin_N, labels_N * weights_N)
         self._sums[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
 

@@ -75,6 +75,14 @@ class MetricBatch:
         return self.rows[2].double()
 
     @cached_property
+    def weights_or_nan(self) -> torch.Tensor:
+        """`[T, N]` float64 weights; NaN where a prediction or label is, so that it shows in sums."""
+        is_nan_TN = self.rows[0].isnan() | self.rows[1].isnan()
+        if self.classes is not None:
+            is_nan_TN |= self.classes.isnan().any(2)
+        return self.weights.masked_fill(is_nan_TN, torch.nan)
+
+    @cached_property
     def ones(self) -> torch.Tensor:
         """`[T, N]` ones, float64."""
         return torch.ones_like(self.labels)
@@ -96,7 +104,7 @@ class MetricBatch:
             threshold: the least.
 
         Returns:
-            `[T, N]` 0 or 1, of the dtype of the rows.
+            `[T, N]` 0 or 1, of the dtype of the rows; 0 for NaN.
         """
         if threshold not in self._decisions:
             probs_TN = self.rows[0]

@@ -14,6 +14,7 @@ import torch
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.entropy import (
     cross_entropy,
+    normalize_by_mean,
     normalize_entropy,
     positive_cross_entropy,
 )
@@ -31,7 +32,14 @@ Sums = Mapping[str, torch.Tensor]
 
 WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
 LABEL = Quantity("label", lambda batch: batch.labels)
+NEGATIVE = Quantity(
+    "negative",
+    lambda b: torch.addcmul(b.rows[2], b.rows[1], b.rows[2], value=-1.0),
+    is_weighted=False,
+)
+"""Weight of the negatives; exactly 0 without any, unlike the rounded `WEIGHT` less `LABEL`."""
 PREDICTION = Quantity("prediction", lambda batch: batch.rows[0])
+PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda batch: 1.0 - batch.rows[0])
 LOG_LOSS = Quantity("log_loss", lambda batch: batch.log_loss)
 LOG_LOSS_POSITIVE = Quantity(
     "log_loss_positive", lambda batch: positive_cross_entropy(batch.predictions, batch.labels)
@@ -39,14 +47,23 @@ LOG_LOSS_POSITIVE = Quantity(
 SQUARED_ERROR = Quantity("squared_error", lambda batch: batch.errors.square())
 ABSOLUTE_ERROR = Quantity("absolute_error", lambda batch: batch.errors.abs())
 SQUARED_LABEL = Quantity("squared_label", lambda batch: batch.labels.square())
+SQUARED_ERROR_OF_ONES = Quantity("squared_error_of_ones", lambda batch: (1.0 - batch.labels).square())
 SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
-    "weighted_samples", lambda batch: (batch.weights != 0).double(), is_weighted=False
+    "weighted_samples",
+    lambda batch: (batch.weights != 0).double().masked_fill_(batch.weights.isnan(), torch.nan),
+    is_weighted=False,
 )
 LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda batch: batch.labels, is_weighted=False)
+NEGATIVE_UNWEIGHTED = Quantity(
+    "negative_unweighted", lambda batch: 1.0 - batch.labels, is_weighted=False
+)
 LOG_LOSS_UNWEIGHTED = Quantity(
     "log_loss_unweighted", lambda batch: batch.log_loss, is_weighted=False
 )
+
+NOISE = 1e-12
+"""Differences of sums that are so small a part of them are rounding."""
 
 
 class SumMetric(RecMetric):
@@ -83,14 +100,14 @@ class NEMetric(SumMetric):
 
     namespace: ClassVar[MetricNamespaceBase] = MetricNamespace.NE
     arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
-    sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, WEIGHT)
+    sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, NEGATIVE)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        log_loss, label, weight = (sums[quantity.name] for quantity in self.quantities()[:3])
-        yield Value(MetricName.NE, normalize_entropy(log_loss, label, weight))
+        log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
+        yield Value(MetricName.NE, normalize_entropy(log_loss, label, negative))
         if self.options["include_logloss"]:
-            yield Value(MetricName.LOG_LOSS, log_loss / weight / math.log(2.0))
+            yield Value(MetricName.LOG_LOSS, log_loss / (label + negative) / math.log(2.0))
 
 
 @final
@@ -99,7 +116,7 @@ class ServingNEMetric(NEMetric):
 
     namespace = MetricNamespace.SERVING_NE
     arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
-    sums = (LOG_LOSS, LABEL, WEIGHT, WEIGHTED_SAMPLES)
+    sums = (LOG_LOSS, LABEL, NEGATIVE, WEIGHTED_SAMPLES)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -130,7 +147,7 @@ class RecalibratedNEMetric(NEMetric):
                 lambda batch: cross_entropy(_recalibrate(batch, rate), batch.labels),
             ),
             LABEL,
-            WEIGHT,
+            NEGATIVE,
         )
 
 
@@ -139,10 +156,10 @@ class NEPositiveMetric(SumMetric):
     """The positives' share of normalized entropy: their log loss alone, divided as that is."""
 
     namespace = MetricNamespace.NE_POSITIVE
-    sums = (LOG_LOSS_POSITIVE, LABEL, WEIGHT)
+    sums = (LOG_LOSS_POSITIVE, LABEL, NEGATIVE)
     results: ClassVar = {
         MetricName.NE_POSITIVE: lambda s: normalize_entropy(
-            s["log_loss_positive"], s["label"], s["weight"]
+            s["log_loss_positive"], s["label"], s["negative"]
         )
     }
 
@@ -152,10 +169,10 @@ class UnweightedNEMetric(SumMetric):
     """Normalized entropy with all weights one."""
 
     namespace = MetricNamespace.UNWEIGHTED_NE
-    sums = (LOG_LOSS_UNWEIGHTED, LABEL_UNWEIGHTED, SAMPLES)
+    sums = (LOG_LOSS_UNWEIGHTED, LABEL_UNWEIGHTED, NEGATIVE_UNWEIGHTED)
     results: ClassVar = {
         MetricName.UNWEIGHTED_NE: lambda s: normalize_entropy(
-            s["log_loss_unweighted"], s["label_unweighted"], s["samples"]
+            s["log_loss_unweighted"], s["label_unweighted"], s["negative_unweighted"]
         )
     }
 
@@ -170,13 +187,12 @@ class CaliFreeNEMetric(SumMetric):
     """
 
     namespace = MetricNamespace.CALI_FREE_NE
-    sums = (LOG_LOSS, LABEL, PREDICTION, WEIGHT)
+    sums = (LOG_LOSS, LABEL, NEGATIVE, PREDICTION, PREDICTED_NEGATIVE)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        mean, rate = sums["prediction"] / sums["weight"], sums["label"] / sums["weight"]
-        log_loss = sums["log_loss"] / sums["weight"]
-        yield Value(MetricName.CALI_FREE_NE, log_loss / cross_entropy(mean, rate))
+        needed = (sums[quantity.name] for quantity in self.quantities())
+        yield Value(MetricName.CALI_FREE_NE, normalize_by_mean(*needed))
 
 
 @final
@@ -214,12 +230,12 @@ class SegmentedNEMetric(SumMetric):
 
             return Quantity(f"{of.name}_by_{key}_{num_groups}", sum_segments, width=num_groups)
 
-        return [by_segment(quantity) for quantity in (LOG_LOSS, LABEL, WEIGHT)]
+        return [by_segment(quantity) for quantity in (LOG_LOSS, LABEL, NEGATIVE)]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        log_loss, label, weight = (sums[quantity.name] for quantity in self.quantities())
-        entropies = normalize_entropy(log_loss, label, weight)
+        log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities())
+        entropies, weight = normalize_entropy(log_loss, label, negative), label + negative
         for place in range(self.options["num_groups"]):
             yield Value(MetricName.SEGMENTED_NE, entropies[:, place], f"_{place}")
             if self.options["include_logloss"]:
@@ -365,7 +381,8 @@ class MSEMetric(SumMetric):
     """Mean squared error and its root.
 
     The argument `include_r_squared=True` adds `r_squared`: one less the squared error divided
-    by that of the labels' mean.
+    by that of the labels' mean. It is minus infinity for labels that are all equal, which labels
+    count as that differ by less than a millionth of their size.
     """
 
     namespace = MetricNamespace.MSE
@@ -382,7 +399,9 @@ class MSEMetric(SumMetric):
         yield Value(MetricName.MSE, mse)
         yield Value(MetricName.RMSE, mse.sqrt())
         if self.options["include_r_squared"]:
-            around_mean = sums["squared_label"] - sums["label"].square() / sums["weight"]
+            of_labels = sums["squared_label"]
+            around_mean = of_labels - sums["label"].square() / sums["weight"]
+            around_mean = around_mean.masked_fill(around_mean <= NOISE * of_labels, 0.0)
             yield Value(MetricName.R_SQUARED, 1.0 - sums["squared_error"] / around_mean)
 
 
@@ -391,12 +410,11 @@ class NMSEMetric(SumMetric):
     """Squared error divided by that of always predicting 1, and the root of it."""
 
     namespace = MetricNamespace.NMSE
-    sums = (SQUARED_ERROR, SQUARED_LABEL, LABEL, WEIGHT)
+    sums = (SQUARED_ERROR, SQUARED_ERROR_OF_ONES)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        of_ones = sums["weight"] - 2.0 * sums["label"] + sums["squared_label"]
-        nmse = sums["squared_error"] / of_ones
+        nmse = sums["squared_error"] / sums["squared_error_of_ones"]
         yield Value(MetricName.NMSE, nmse)
         yield Value(MetricName.NRMSE, nmse.sqrt())
 
@@ -426,12 +444,15 @@ class ThresholdMetric(SumMetric):
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
-        return self.decisions()
+        return (*self.decisions(), PREDICTION, LABEL)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         part, whole = self.decisions()
-        yield Value(self.name, sums[part.name] / sums[whole.name])
+        # Nothing equals a NaN or is at most one: the sums of what is compared show it.
+        has_nan_T = (sums[PREDICTION.name] + sums[LABEL.name]).isnan()
+        share_T = sums[part.name] / sums[whole.name]
+        yield Value(self.name, share_T.masked_fill(has_nan_T, torch.nan))
 
     def _hits(self) -> Quantity:
         threshold = self.options["threshold"]
@@ -512,7 +533,7 @@ class MulticlassRecallMetric(SumMetric):
             assert batch.classes is not None
             places_TNC = batch.classes.argsort(dim=2, descending=True)
             found_TNC = places_TNC == batch.labels.unsqueeze(2)
-            return torch.einsum("tnc,tn->tc", found_TNC.double(), batch.weights).cumsum(1)
+            return torch.einsum("tnc,tn->tc", found_TNC.double(), batch.weights_or_nan).cumsum(1)
 
         return Quantity(f"within_{self.num_classes}", within, width=self.num_classes), WEIGHT
 
@@ -553,7 +574,7 @@ class MultiLabelPrecisionMetric(SumMetric):
             given_TN = given_TN & batch.labels.long() if only_right else given_TN
             bits_L1 = torch.arange(num_labels, device=given_TN.device).unsqueeze(1)
             given_TLN = (given_TN.unsqueeze(1) >> bits_L1) & 1
-            return torch.einsum("tln,tn->tl", given_TLN.double(), batch.weights)
+            return torch.einsum("tln,tn->tl", given_TLN.double(), batch.weights_or_nan)
 
         return (
             Quantity(f"right_of_{num_labels}", lambda b: count(b, True), width=num_labels),
@@ -619,4 +640,5 @@ def total_examples(count_T: torch.Tensor) -> Value:
 
 def _recalibrate(batch: MetricBatch, rate: float) -> torch.Tensor:
     scaled = batch.predictions * rate
-    return scaled / (scaled + 1.0 - batch.predictions)
+    # In this order: the first two would round to more than one.
+    return scaled / (scaled + (1.0 - batch.predictions))
