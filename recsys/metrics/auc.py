@@ -8,7 +8,8 @@ from typing import final
 import torch
 
 from recsys.contact import explained
-from recsys.metrics.checks import check_predictions
+from recsys.kernels.arguments import whole
+from recsys.metrics.checks import check_group, check_predictions, instance
 from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
 from recsys.metrics.sums import Sums
 from recsys.metrics.windows import gather_rows
@@ -28,6 +29,7 @@ def auc(
         Scalar float64; NaN if only one class is present, or a value is NaN.
 
     Raises:
+        TypeError: an input is no tensor.
         ValueError: the inputs differ in size or device.
 
     Example:
@@ -96,6 +98,7 @@ class AUC:
             weights: `[N]`; `None` for ones.
 
         Raises:
+            TypeError: an input is no tensor.
             ValueError: the inputs differ in size or device.
         """
         self._samples.append(torch.stack(check_predictions(predictions, labels, weights)))
@@ -117,17 +120,24 @@ class AUC:
 
         Args:
             other: is left as it was.
+
+        Raises:
+            TypeError: it is of another class.
         """
-        self._samples.append(other.state())
+        self._samples.append(instance("other", other, AUC).state())
 
     def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
         """Add what all ranks have seen; every rank must call it, and then holds the same state.
 
         Args:
             group: the ranks; `None` for all.
+
+        Raises:
+            TypeError: it is no process group.
         """
         import torch.distributed as dist
 
+        check_group("group", group)
         mine = self.state()
         if not self._samples and dist.get_backend(group) == "nccl":
             mine = mine.cuda()  # A rank without samples does not know their device.
@@ -161,6 +171,7 @@ class BinnedAUC(Sums):
         device: where the counts are kept: that of the predictions.
 
     Raises:
+        TypeError: the number of bins is no whole number.
         ValueError: fewer than 2 bins.
 
     Example:
@@ -171,9 +182,7 @@ class BinnedAUC(Sums):
     """
 
     def __init__(self, num_bins: int = 10_000, device: torch.device | None = None) -> None:
-        if num_bins < 2:
-            raise ValueError(f"num_bins must be at least 2; received {num_bins}.")
-        super().__init__(2, num_bins, device=device)
+        super().__init__(2, whole("num_bins", num_bins, least=2), device=device)
 
     def update(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
@@ -186,6 +195,7 @@ class BinnedAUC(Sums):
             weights: `[N]`; `None` for ones.
 
         Raises:
+            TypeError: an input is no tensor.
             ValueError: the inputs differ in size or device.
         """
         scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)

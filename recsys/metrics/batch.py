@@ -7,6 +7,8 @@ from typing import Self, final
 
 import torch
 
+from recsys.kernels.arguments import wrong_type
+from recsys.metrics.checks import check_tensor
 from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo
 from recsys.metrics.ranking import Groups, Ranked, group_samples, one_group
@@ -76,7 +78,7 @@ class MetricBatch:
 
     @cached_property
     def weights_or_nan(self) -> torch.Tensor:
-        """`[T, N]` float64 weights; NaN where a prediction or label is, so that it shows in sums."""
+        """`[T, N]` float64 weights; NaN where a prediction or label is, so that sums show it."""
         is_nan_TN = self.rows[0].isnan() | self.rows[1].isnan()
         if self.classes is not None:
             is_nan_TN |= self.classes.isnan().any(2)
@@ -145,6 +147,7 @@ class MetricBatch:
             Its values, in one dimension.
 
         Raises:
+            TypeError: it is no tensor.
             ValueError: there is none, or its size is not the batch's.
         """
         if name not in self._inputs:
@@ -153,6 +156,7 @@ class MetricBatch:
                 "Add it to what update() is given."
             )
         values = self._inputs[name]
+        check_tensor(f"the model output '{name}'", values)
         if per_sample and values.numel() != self.rows.size(2):
             raise ValueError(
                 f"the model output '{name}' must have one value per sample, "
@@ -267,16 +271,20 @@ def build_batch(
 
 def _of_task(kind: str, given: TaskTensors, place: int, task: RecTaskInfo) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
+        if given.dim() == 0 or place >= given.size(0):
+            raise ValueError(
+                f"{kind} must have a row for each task; received shape {list(given.shape)}, and "
+                f"the task '{task.name}' is number {place}. Pass a dictionary by task name."
+            )
         return given[place]
+    if not isinstance(given, Mapping):
+        wrong_type(kind, "a tensor, or tensors by task name", given)
     if task.name not in given:
         raise ValueError(
             f"{kind} must have every task; received {sorted(given)}, and not '{task.name}'."
         )
     tensor = given[task.name]
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"{kind} of the task '{task.name}' must be a tensor; received {type(tensor).__name__}."
-        )
+    check_tensor(f"{kind} of the task '{task.name}'", tensor)
     return tensor
 
 

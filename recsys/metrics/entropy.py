@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from recsys.metrics.checks import check_predictions
+from recsys.metrics.checks import check_predictions, check_tensor
 from recsys.metrics.sums import Sums
 
 EPSILON = 1e-12
@@ -32,15 +32,14 @@ def log_loss(
         Scalar float64, in nats per sample; NaN without samples.
 
     Raises:
+        TypeError: an input is no tensor.
         ValueError: the inputs differ in size or device.
 
     Example:
         >>> round(log_loss(torch.tensor([0.5, 0.5]), torch.tensor([0, 1])).item(), 4)
         0.6931
     """
-    metric = NormalizedEntropy(predictions.device)
-    metric.update(predictions, labels, weights)
-    return metric.log_loss()
+    return _measure(predictions, labels, weights).log_loss()
 
 
 def normalized_entropy(
@@ -57,15 +56,14 @@ def normalized_entropy(
         Scalar float64. Infinite if only one class is present.
 
     Raises:
+        TypeError: an input is no tensor.
         ValueError: the inputs differ in size or device.
 
     Example:
         >>> normalized_entropy(torch.tensor([0.5, 0.5]), torch.tensor([0, 1])).item()
         1.0
     """
-    metric = NormalizedEntropy(predictions.device)
-    metric.update(predictions, labels, weights)
-    return metric.compute()
+    return _measure(predictions, labels, weights).compute()
 
 
 @final
@@ -98,6 +96,7 @@ class NormalizedEntropy(Sums):
             weights: `[N]`; `None` for ones.
 
         Raises:
+            TypeError: an input is no tensor.
             ValueError: the inputs differ in size or device.
         """
         probs_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
@@ -133,6 +132,15 @@ class NormalizedEntropy(Sums):
             Scalar float64; infinite if only one class was seen.
         """
         return normalize_entropy(self._sums[0], self._sums[1], self._sums[2])
+
+
+def _measure(
+    predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> NormalizedEntropy:
+    check_tensor("predictions", predictions)
+    metric = NormalizedEntropy(predictions.device)
+    metric.update(predictions, labels, weights)
+    return metric
 
 
 def cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -194,8 +202,8 @@ def normalize_by_mean(
     Returns:
         Alike; infinite if the mean prediction is right for sure, NaN for no weight.
     """
-    weight, weight_predicted = positives + negatives, predicted + predicted_negatives
-    mean, rest = predicted / weight_predicted, predicted_negatives / weight_predicted
+    weight = predicted + predicted_negatives
+    mean, rest = predicted / weight, predicted_negatives / weight
     loss_positive = _log_of_share(mean, rest).clamp(min=LOG_EPSILON) * positives
     loss_negative = _log_of_share(rest, mean).clamp(min=LOG_EPSILON) * negatives
     return -log_loss / (loss_positive + loss_negative)

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import finite, whole
 from recsys.metrics.auc import area_under_bins, find_bins
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.checks import flag
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.ranking import (
     Ranked,
@@ -32,6 +34,9 @@ class WindowMetric(RecMetric):
     """Of its result over all samples."""
     grouped_name: ClassVar[MetricName]
     """Of the mean over the groups that have a value; the argument of this name asks for it."""
+
+    def _prepare(self) -> None:
+        flag(self.grouped_name.value, self.options[self.grouped_name.value])
 
     def get_required_inputs(self) -> set[str]:
         """Name the model outputs that are needed."""
@@ -155,8 +160,7 @@ class BinnedAUCMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"num_bins": 1000}
 
     def _prepare(self) -> None:
-        if self.options["num_bins"] < 2:
-            raise ValueError(f"num_bins must be at least 2; received {self.options['num_bins']}.")
+        whole("num_bins", self.options["num_bins"], least=2)
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
@@ -189,6 +193,11 @@ class HindsightTargetPRMetric(SumMetric):
 
     namespace = MetricNamespace.HINDSIGHT_TARGET_PR
     arguments: ClassVar[Mapping[str, Any]] = {"target_precision": 0.5}
+
+    def _prepare(self) -> None:
+        target = finite("target_precision", self.options["target_precision"], least=0.0)
+        if target > 1.0:
+            raise ValueError(f"target_precision must be at most 1; received {target}.")
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""

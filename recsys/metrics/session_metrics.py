@@ -10,7 +10,9 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import whole
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.checks import flag, text
 from recsys.metrics.metrics_config import RecTaskInfo, SessionMetricDef
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.ranking import (
@@ -90,6 +92,10 @@ class NDCGMetric(SessionMetric):
     }
 
     def _prepare(self) -> None:
+        text("session_key", self.options["session_key"])
+        whole("k", self.options["k"], least=-1)
+        for name in self.options.keys() - {"session_key", "k"}:
+            flag(name, self.options[name])
         negative = [task.name for task in self.tasks if task.is_negative_task]
         if negative:
             raise ValueError(

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import finite, names, whole
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.checks import flag, text
 from recsys.metrics.entropy import (
     cross_entropy,
     normalize_by_mean,
@@ -47,7 +49,9 @@ LOG_LOSS_POSITIVE = Quantity(
 SQUARED_ERROR = Quantity("squared_error", lambda batch: batch.errors.square())
 ABSOLUTE_ERROR = Quantity("absolute_error", lambda batch: batch.errors.abs())
 SQUARED_LABEL = Quantity("squared_label", lambda batch: batch.labels.square())
-SQUARED_ERROR_OF_ONES = Quantity("squared_error_of_ones", lambda batch: (1.0 - batch.labels).square())
+SQUARED_ERROR_OF_ONES = Quantity(
+    "squared_error_of_ones", lambda batch: (1.0 - batch.labels).square()
+)
 SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
     "weighted_samples",
@@ -102,6 +106,9 @@ class NEMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
     sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, NEGATIVE)
 
+    def _prepare(self) -> None:
+        flag("include_logloss", self.options["include_logloss"])
+
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
@@ -137,6 +144,10 @@ class RecalibratedNEMetric(NEMetric):
         "include_logloss": False,
         "recalibration_coefficient": 1.0,
     }
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        _check_rate(self.options)
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
@@ -211,6 +222,11 @@ class SegmentedNEMetric(SumMetric):
         "grouping_keys": "grouping_keys",
     }
 
+    def _prepare(self) -> None:
+        flag("include_logloss", self.options["include_logloss"])
+        whole("num_groups", self.options["num_groups"])
+        text("grouping_keys", self.options["grouping_keys"])
+
     def get_required_inputs(self) -> set[str]:
         """Name the model outputs that are needed."""
         return {self.options["grouping_keys"]}
@@ -284,6 +300,9 @@ class RecalibratedCalibrationMetric(CalibrationMetric):
     namespace = MetricNamespace.RECALIBRATED_CALIBRATION
     arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
 
+    def _prepare(self) -> None:
+        _check_rate(self.options)
+
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
         rate = self.options["recalibration_coefficient"]
@@ -344,6 +363,8 @@ class TensorWeightedAvgMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"description": None}
 
     def _prepare(self) -> None:
+        if self.options["description"] is not None:
+            text("description", self.options["description"])
         nameless = [task.name for task in self.tasks if task.tensor_name is None]
         if nameless:
             raise ValueError(
@@ -387,6 +408,9 @@ class MSEMetric(SumMetric):
 
     namespace = MetricNamespace.MSE
     arguments: ClassVar[Mapping[str, Any]] = {"include_r_squared": False}
+
+    def _prepare(self) -> None:
+        flag("include_r_squared", self.options["include_r_squared"])
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
@@ -437,6 +461,9 @@ class ThresholdMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"threshold": 0.5}
     name: ClassVar[MetricName]
     """Of its result."""
+
+    def _prepare(self) -> None:
+        finite("threshold", self.options["threshold"])
 
     @abc.abstractmethod
     def decisions(self) -> tuple[Quantity, Quantity]:
@@ -514,11 +541,11 @@ class MulticlassRecallMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"number_of_classes": None}
 
     def _prepare(self) -> None:
-        if not isinstance(self.options["number_of_classes"], int) or self.num_classes < 2:
+        if self.options["number_of_classes"] is None:
             raise ValueError(
-                "MulticlassRecallMetric needs the argument number_of_classes, at least 2; received "
-                f"{self.options['number_of_classes']}."
+                "MulticlassRecallMetric needs the argument number_of_classes; received None."
             )
+        whole("number_of_classes", self.options["number_of_classes"], least=2)
 
     @property
     def num_classes(self) -> int:
@@ -557,12 +584,12 @@ class MultiLabelPrecisionMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"num_labels": 1, "label_names": None}
 
     def _prepare(self) -> None:
-        num_labels, names = self.options["num_labels"], self.options["label_names"]
-        if not 1 <= num_labels <= 52:
-            raise ValueError(f"num_labels must be from 1 to 52; received {num_labels}.")
-        if names is not None and len(names) != num_labels:
+        num_labels, label_names = self.options["num_labels"], self.options["label_names"]
+        whole("num_labels", num_labels, most=52)
+        if label_names is not None and len(names("label_names", label_names)) != num_labels:
             raise ValueError(
-                f"label_names must have a name for each label, {num_labels}; received {names}."
+                f"label_names must have a name for each label, {num_labels}; received "
+                f"{label_names}."
             )
 
     def quantities(self) -> Sequence[Quantity]:
@@ -584,9 +611,9 @@ class MultiLabelPrecisionMetric(SumMetric):
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         right_TL, decided_TL = (sums[quantity.name] for quantity in self.quantities())
-        names = self.options["label_names"]
-        names = names or [f"label_{place}" for place in range(self.options["num_labels"])]
-        for name, precision_T in zip(names, (right_TL / decided_TL).unbind(1), strict=True):
+        numbered = [f"label_{place}" for place in range(self.options["num_labels"])]
+        label_names = self.options["label_names"] or numbered
+        for name, precision_T in zip(label_names, (right_TL / decided_TL).unbind(1), strict=True):
             yield Value(MetricName.MULTI_LABEL_PRECISION, precision_T, name)
 
 
@@ -636,6 +663,12 @@ def total_examples(count_T: torch.Tensor) -> Value:
         The result.
     """
     return Value(MetricName.TOTAL_EXAMPLES, count_T, prefix=MetricPrefix.DEFAULT)
+
+
+def _check_rate(options: Mapping[str, Any]) -> None:
+    rate = finite("recalibration_coefficient", options["recalibration_coefficient"], least=0.0)
+    if rate == 0.0:
+        raise ValueError(f"recalibration_coefficient must be positive; received {rate}.")
 
 
 def _recalibrate(batch: MetricBatch, rate: float) -> torch.Tensor:

@@ -158,7 +158,14 @@ def make_case(seed: int) -> Case:
         labels += ["equal", "numbers", "numbers"]
     elif metric not in (*TOP_METRICS, "accuracy", "precision", "recall"):
         labels += ["shares"]
-    if metric in (*OF_ROWS, *TOP_METRICS, "binned_auc", "BinnedAUC", "hindsight_target_pr", "auc()"):
+    if metric in (
+        *OF_ROWS,
+        *TOP_METRICS,
+        "binned_auc",
+        "BinnedAUC",
+        "hindsight_target_pr",
+        "auc()",
+    ):
         predictions += ["any"]
     weight = draw.choice(
         ["ones", "tenths", "tenths", "random", "some zero", "zero", "tiny", "huge", "wide"]

@@ -163,7 +163,9 @@ def binned(rows: Rows, num_bins: int) -> float:
     """Area where samples of a bin are ties."""
     if has_nan(rows.p, rows.y, rows.w):
         return math.nan
-    bins = [min(max(math.floor(max(min(p, 2.0), -1.0) * num_bins), 0), num_bins - 1) for p in rows.p]
+    bins = [
+        min(max(math.floor(max(min(p, 2.0), -1.0) * num_bins), 0), num_bins - 1) for p in rows.p
+    ]
     return area(bins, rows.y, rows.w)
 
 
@@ -339,6 +341,10 @@ def over_samples(metric: str, rows: Rows, options: Mapping[str, Any]) -> Results
     threshold = options.get("threshold", 0.5)
     decided = [float(value >= threshold) if value == value else math.nan for value in p]
     hits = dot(y, decided, w)
+    right = [
+        math.nan if has_nan(pair) else float(pair[0] == pair[1])
+        for pair in zip(decided, y, strict=True)
+    ]
     rate = options.get("recalibration_coefficient", 1.0)
     formulas: dict[str, Callable[[], Results]] = {
         "ne": lambda: {
@@ -353,7 +359,9 @@ def over_samples(metric: str, rows: Rows, options: Mapping[str, Any]) -> Results
             "calibration": divide(dot(recalibrated(p, rate), w), dot(y, w))
         },
         "ne_positive": lambda: {
-            "ne_positive": normalized([-b * log_or_least(a) for a, b in zip(p, y)], y, w)  # noqa: B905
+            "ne_positive": normalized(
+                [-b * log_or_least(a) for a, b in zip(p, y, strict=True)], y, w
+            )
         },
         "unweighted_ne": lambda: {"unweighted_ne": normalized(cross_entropies(p, y), y, ones)},
         "cali_free_ne": lambda: {"cali_free_ne": cali_free_ne(rows)},
@@ -375,18 +383,15 @@ def over_samples(metric: str, rows: Rows, options: Mapping[str, Any]) -> Results
             "r_squared": r_squared(rows),
         },
         "nmse": lambda: {
-            "nmse": (nmse := divide(dot(squared_errors(rows), w), dot(squared_errors(rows, 1.0), w))),
+            "nmse": (
+                nmse := divide(dot(squared_errors(rows), w), dot(squared_errors(rows, 1.0), w))
+            ),
             "nrmse": math.sqrt(nmse),
         },
         "mae": lambda: {
             "mae": divide(dot([abs(a - b) for a, b in zip(p, y, strict=True)], w), total)
         },
-        "accuracy": lambda: {
-            "accuracy": divide(
-                dot([math.nan if has_nan([d, b]) else float(d == b) for d, b in zip(decided, y)], w),  # noqa: B905
-                total,
-            )
-        },
+        "accuracy": lambda: {"accuracy": divide(dot(right, w), total)},
         "precision": lambda: {"precision": divide(hits, dot(decided, w))},
         "recall": lambda: {"recall": divide(hits, dot(y, w))},
         "sum_weights": lambda: {"sum_weights": total},
