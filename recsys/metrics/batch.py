@@ -243,13 +243,13 @@ def build_batch(
     """
     places = range(len(tasks))
     found = [
-        [_of_task(kind, given, place, tasks[place]) for place in places]
+        [_of_task(kind, given, place, tasks) for place in places]
         for kind, given in (("predictions", predictions), ("labels", labels))
     ]
     if weights is None:
         found.append([torch.ones_like(label) for label in found[1]])
     else:
-        found.append([_of_task("weights", weights, place, tasks[place]) for place in places])
+        found.append([_of_task("weights", weights, place, tasks) for place in places])
     num_samples = found[1][0].numel()
     classes = None
     if num_classes > 1:
@@ -269,23 +269,25 @@ def build_batch(
     return MetricBatch(tasks, rows, classes, inputs)
 
 
-def _of_task(kind: str, given: TaskTensors, place: int, task: RecTaskInfo) -> torch.Tensor:
+def _of_task(
+    kind: str, given: TaskTensors, place: int, tasks: Sequence[RecTaskInfo]
+) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
-        if given.dim() == 0 or place >= given.size(0):
+        if given.dim() == 0 or given.size(0) != len(tasks):
             raise ValueError(
-                f"{kind} must have a row for each task; received shape {list(given.shape)}, and "
-                f"the task '{task.name}' is number {place}. Pass a dictionary by task name."
+                f"{kind} must have a row for each task, {len(tasks)}; received shape "
+                f"{list(given.shape)}. Or pass a dictionary by task name."
             )
         return given[place]
     if not isinstance(given, Mapping):
         wrong_type(kind, "a tensor, or tensors by task name", given)
-    if task.name not in given:
+    name = tasks[place].name
+    if name not in given:
         raise ValueError(
-            f"{kind} must have every task; received {sorted(given)}, and not '{task.name}'."
+            f"{kind} must have every task; received {sorted(given)}, and not '{name}'."
         )
-    tensor = given[task.name]
-    check_tensor(f"{kind} of the task '{task.name}'", tensor)
-    return tensor
+    check_tensor(f"{kind} of the task '{name}'", given[name])
+    return given[name]
 
 
 def _check_sizes(

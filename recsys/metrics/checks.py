@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from recsys.kernels.arguments import shown, whole, wrong_type
+from recsys.kernels.arguments import finite, shown, whole, wrong_type
 
 _Value = TypeVar("_Value")
 
@@ -21,7 +21,7 @@ def flag(subject: str, value: object) -> bool:
         The value.
 
     Raises:
-        TypeError: it is something else; 0 and 1 are.
+        TypeError: it is something else, such as 0 or 1.
 
     Example:
         >>> flag("grouped_auc", True)
@@ -143,6 +143,34 @@ def check_ranks(world_size: int, my_rank: int, batch_size: int) -> None:
         raise ValueError(
             f"my_rank must be less than world_size, {world_size}; received {my_rank}. "
             "Pass torch.distributed.get_rank()."
+        )
+
+
+def check_intervals(
+    compute_interval_steps: int, min_compute_interval: float, max_compute_interval: float
+) -> None:
+    """Check when results are computed.
+
+    Args:
+        compute_interval_steps: steps between two computations.
+        min_compute_interval: seconds between two at least.
+        max_compute_interval: seconds at most; may be infinite.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: an interval is not positive, or the least exceeds the greatest.
+
+    Example:
+        >>> check_intervals(100, 0.0, float("inf"))
+    """
+    whole("compute_interval_steps", compute_interval_steps)
+    finite("min_compute_interval", min_compute_interval, least=0.0)
+    if not (isinstance(max_compute_interval, float) and max_compute_interval == float("inf")):
+        finite("max_compute_interval", max_compute_interval, least=0.0)
+    if min_compute_interval > max_compute_interval:
+        raise ValueError(
+            "min_compute_interval must be from 0 to max_compute_interval, in seconds; received "
+            f"{min_compute_interval} and {max_compute_interval}."
         )
 
 

@@ -9,7 +9,14 @@ import torch
 
 from recsys.contact import explained
 from recsys.kernels.arguments import shown, whole, wrong_type
-from recsys.metrics.checks import check_group, check_ranks, instance, instances, mapping
+from recsys.metrics.checks import (
+    check_group,
+    check_intervals,
+    check_ranks,
+    instance,
+    instances,
+    mapping,
+)
 from recsys.metrics.metrics_config import (
     BatchSizeStage,
     MetricsConfig,
@@ -18,7 +25,6 @@ from recsys.metrics.metrics_config import (
     RecMetricEnumBase,
     RecTaskInfo,
     StateMetricEnum,
-    check_intervals,
 )
 from recsys.metrics.metrics_namespace import (
     MetricNamespace,
@@ -426,7 +432,7 @@ def _build_metric(
             f"{definition.rec_tasks} and {definition.rec_task_indices}."
         )
     num_tasks = len(config.rec_tasks)
-    if max(definition.rec_task_indices, default=0) >= max(num_tasks, 1):
+    if any(place >= num_tasks for place in definition.rec_task_indices):
         raise ValueError(
             f"rec_task_indices of the metric '{name}' must be less than the number of rec_tasks, "
             f"{num_tasks}; received {definition.rec_task_indices}."

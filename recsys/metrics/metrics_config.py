@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recsys.kernels.arguments import choice, finite, whole, whole_list
-from recsys.metrics.checks import flag, instance, instances, mapping, text
+from recsys.metrics.checks import check_intervals, flag, instance, instances, mapping, text
 from recsys.metrics.metrics_namespace import StrValueMixin
 
 
@@ -178,34 +178,6 @@ class ThroughputDef:
     def __post_init__(self) -> None:
         finite("ThroughputDef.window_size", self.window_size, least=1)
         whole("ThroughputDef.warmup_steps", self.warmup_steps, least=0)
-
-
-def check_intervals(
-    compute_interval_steps: int, min_compute_interval: float, max_compute_interval: float
-) -> None:
-    """Check when results are computed.
-
-    Args:
-        compute_interval_steps: steps between two computations.
-        min_compute_interval: seconds between two at least.
-        max_compute_interval: seconds at most; may be infinite.
-
-    Raises:
-        TypeError: one is no number.
-        ValueError: an interval is not positive, or the least exceeds the greatest.
-
-    Example:
-        >>> check_intervals(100, 0.0, float("inf"))
-    """
-    whole("compute_interval_steps", compute_interval_steps)
-    finite("min_compute_interval", min_compute_interval, least=0.0)
-    if not (isinstance(max_compute_interval, float) and max_compute_interval == float("inf")):
-        finite("max_compute_interval", max_compute_interval, least=0.0)
-    if min_compute_interval > max_compute_interval:
-        raise ValueError(
-            "min_compute_interval must be from 0 to max_compute_interval, in seconds; received "
-            f"{min_compute_interval} and {max_compute_interval}."
-        )
 
 
 @dataclass

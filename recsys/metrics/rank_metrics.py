@@ -54,7 +54,7 @@ class WindowMetric(RecMetric):
         raise NotImplementedError
 
     def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Tell which groups have a value.
+        """Find the groups that have a value.
 
         Args:
             ranked: the samples of a task.
@@ -93,7 +93,7 @@ class AUCMetric(WindowMetric):
     scores = staticmethod(areas_under_roc)
 
     def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Tell which groups have both classes."""
+        """Find the groups that have both classes."""
         return ranked.has_both_classes_G
 
 
@@ -112,7 +112,7 @@ class AUPRCMetric(WindowMetric):
     scores = staticmethod(average_precisions)
 
     def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Tell which groups have positives."""
+        """Find the groups that have positives."""
         return ranked.has_positives_G
 
 
@@ -139,7 +139,7 @@ class RAUCMetric(WindowMetric):
         return shares_G.where(~self._has_nan(ranked), torch.nan)
 
     def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Tell which groups have pairs."""
+        """Find the groups that have pairs."""
         return (ranked.groups.size_G > 1) | self._has_nan(ranked)
 
     def _has_nan(self, ranked: Ranked) -> torch.Tensor:

@@ -421,9 +421,9 @@ def test_tasks_of_a_tensor() -> None:
     metric: RecMetric = REC_METRICS_MAPPING[RecMetricEnum.NE](
         world_size=1, my_rank=0, batch_size=2, tasks=[RecTaskInfo("a"), RecTaskInfo("b")]
     )
-    rows = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=r"predictions must have a row for .* \[1, 2\].* 'b'"):
-        metric.update(predictions=rows, labels=rows, weights=rows)
+    for rows in (torch.ones(1, 2), torch.ones(3, 2), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"predictions must have a row for each task, 2; rec"):
+            metric.update(predictions=rows, labels=rows, weights=rows)
 
 
 def test_checks_return_what_they_check() -> None:
