@@ -235,13 +235,15 @@ class GAUCMetric(SessionMetric):
                 f"num_candidates must add up to the samples, {num_samples}; received "
                 f"{int(sizes.sum())}."
             )
+        if int(sizes.min()) < 0:
+            raise ValueError(f"num_candidates must not be negative; received {sizes.tolist()}.")
         numbers = torch.arange(len(sizes), device=sizes.device)
         sessions = Groups(numbers.repeat_interleave(sizes, output_size=num_samples), sizes)
         rows = (batch.predictions[place], batch.labels[place], batch.weights[place])
         ranked = Ranked(*rows, sessions)
         counts_G = ranked.has_both_classes_G
         areas_G = areas_under_roc(ranked).where(counts_G, 0.0)
-        # Nothing says whether a session with a NaN has both classes.
+        # A NaN hides whether its session has both classes: the count is NaN, too.
         ones_G = torch.ones_like(areas_G).masked_fill(areas_G.isnan(), torch.nan)
         return areas_G.sum(), ones_G.where(counts_G, 0.0).sum()
 

@@ -34,11 +34,7 @@ Sums = Mapping[str, torch.Tensor]
 
 WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
 LABEL = Quantity("label", lambda batch: batch.labels)
-NEGATIVE = Quantity(
-    "negative",
-    lambda b: torch.addcmul(b.rows[2], b.rows[1], b.rows[2], value=-1.0),
-    is_weighted=False,
-)
+NEGATIVE = Quantity("negative", lambda batch: 1.0 - batch.rows[1])
 """Weight of the negatives; exactly 0 without any, unlike the rounded `WEIGHT` less `LABEL`."""
 PREDICTION = Quantity("prediction", lambda batch: batch.rows[0])
 PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda batch: 1.0 - batch.rows[0])
@@ -67,7 +63,7 @@ LOG_LOSS_UNWEIGHTED = Quantity(
 )
 
 NOISE = 1e-12
-"""Differences of sums that are so small a part of them are rounding."""
+"""A difference of two sums is rounding if it is not larger than this share of them."""
 
 
 class SumMetric(RecMetric):
@@ -476,7 +472,7 @@ class ThresholdMetric(SumMetric):
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         part, whole = self.decisions()
-        # Nothing equals a NaN or is at most one: the sums of what is compared show it.
+        # Comparisons with NaN are false; the sums of what is compared are NaN.
         has_nan_T = (sums[PREDICTION.name] + sums[LABEL.name]).isnan()
         share_T = sums[part.name] / sums[whole.name]
         yield Value(self.name, share_T.masked_fill(has_nan_T, torch.nan))
@@ -673,5 +669,5 @@ def _check_rate(options: Mapping[str, Any]) -> None:
 
 def _recalibrate(batch: MetricBatch, rate: float) -> torch.Tensor:
     scaled = batch.predictions * rate
-    # In this order: the first two would round to more than one.
+    # `scaled + 1 - p` would round: the result for p = 1 would not be 1.
     return scaled / (scaled + (1.0 - batch.predictions))

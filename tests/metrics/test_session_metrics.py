@@ -195,6 +195,9 @@ def test_gauc_is_over_sessions_of_both_classes() -> None:
     batch = {**batches_of_rank(0)[0], "num_candidates": torch.tensor([15])}
     with pytest.raises(ValueError, match="must add up to the samples, 16; received 15"):
         module.update(batch)
+    batch["num_candidates"] = torch.tensor([17, -1])
+    with pytest.raises(ValueError, match=r"must not be negative; received \[17, -1\]"):
+        module.update(batch)
 
 
 @pytest.mark.parametrize("kind", ["tenths", "random", "of any size"])
