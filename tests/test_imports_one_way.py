@@ -34,7 +34,7 @@ BESIDE = {
     # parts for the planner, imported where a script asks for one
     "compat/planner": ["compat", "kernels", "modules", "distributed"],
     "datasets": ["kernels", "sparse"],
-    "metrics": [],
+    "metrics": ["kernels"],
 }
 # Files at the top that every room may import.
 TOOLS = {"contact": [], "lazy": [], "streamable": [], "tracing": []}

@@ -66,7 +66,10 @@ def finite(
     """
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         wrong_type(subject, "a number", value)
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # such as a tensor of several values
+        wrong_type(subject, "a number", value)
     rules = ["finite"]
     rules += [] if least is None else [f">= {least:g}"]
     rules += [] if below is None else [f"< {below:g}"]

@@ -8,7 +8,8 @@ from typing import final
 import torch
 
 from recsys.contact import explained
-from recsys.metrics.checks import check_predictions
+from recsys.kernels.arguments import whole
+from recsys.metrics.checks import check_group, check_predictions, instance
 from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
 from recsys.metrics.sums import Sums
 from recsys.metrics.windows import gather_rows
@@ -25,9 +26,10 @@ def auc(
         weights: `[N]`, not negative; `None` for ones.
 
     Returns:
-        Scalar float64; NaN if only one class is present, or a score is NaN.
+        Scalar float64; NaN if only one class is present, or a value is NaN.
 
     Raises:
+        TypeError: an input is no tensor.
         ValueError: the inputs differ in size or device.
 
     Example:
@@ -48,7 +50,8 @@ def find_bins(predictions: torch.Tensor, num_bins: int) -> torch.Tensor:
     Returns:
         Alike, int64.
     """
-    return (predictions * num_bins).long().clamp(0, num_bins - 1)
+    # Large numbers are no int64; a NaN becomes any number.
+    return (predictions.clamp(0.0, 1.0) * num_bins).long().clamp(0, num_bins - 1)
 
 
 def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch.Tensor:
@@ -62,7 +65,9 @@ def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch
         `[...]`; NaN if only one class is present.
     """
     beaten_K = negative_K.cumsum(-1) - 0.5 * negative_K
-    return (positive_K * beaten_K).sum(-1) / (positive_K.sum(-1) * negative_K.sum(-1))
+    # Not one division by the product, which small and large weights take out of range.
+    beaten_K /= negative_K.sum(-1, keepdim=True)
+    return (positive_K * beaten_K).sum(-1) / positive_K.sum(-1)
 
 
 @final
@@ -93,6 +98,7 @@ class AUC:
             weights: `[N]`; `None` for ones.
 
         Raises:
+            TypeError: an input is no tensor.
             ValueError: the inputs differ in size or device.
         """
         self._samples.append(torch.stack(check_predictions(predictions, labels, weights)))
@@ -114,17 +120,24 @@ class AUC:
 
         Args:
             other: is left as it was.
+
+        Raises:
+            TypeError: it is of another class.
         """
-        self._samples.append(other.state())
+        self._samples.append(instance("other", other, AUC).state())
 
     def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
         """Add what all ranks have seen; every rank must call it, and then holds the same state.
 
         Args:
             group: the ranks; `None` for all.
+
+        Raises:
+            TypeError: it is no process group.
         """
         import torch.distributed as dist
 
+        check_group("group", group)
         mine = self.state()
         if not self._samples and dist.get_backend(group) == "nccl":
             mine = mine.cuda()  # A rank without samples does not know their device.
@@ -158,6 +171,7 @@ class BinnedAUC(Sums):
         device: where the counts are kept: that of the predictions.
 
     Raises:
+        TypeError: the number of bins is no whole number.
         ValueError: fewer than 2 bins.
 
     Example:
@@ -168,9 +182,7 @@ class BinnedAUC(Sums):
     """
 
     def __init__(self, num_bins: int = 10_000, device: torch.device | None = None) -> None:
-        if num_bins < 2:
-            raise ValueError(f"num_bins must be at least 2; received {num_bins}.")
-        super().__init__(2, num_bins, device=device)
+        super().__init__(2, whole("num_bins", num_bins, least=2), device=device)
 
     def update(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
@@ -183,11 +195,13 @@ class BinnedAUC(Sums):
             weights: `[N]`; `None` for ones.
 
         Raises:
+            TypeError: an input is no tensor.
             ValueError: the inputs differ in size or device.
         """
         scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
         num_bins = self._sums.size(1)
         bin_N = find_bins(scores_N, num_bins)
+        weights_N = weights_N.masked_fill(scores_N.isnan(), torch.nan)
         self._sums[1].index_add_(0, bin_N, labels_N * weights_N)
         self._sums[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
 

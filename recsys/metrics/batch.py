@@ -7,6 +7,8 @@ from typing import Self, final
 
 import torch
 
+from recsys.kernels.arguments import wrong_type
+from recsys.metrics.checks import check_tensor
 from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo
 from recsys.metrics.ranking import Groups, Ranked, group_samples, one_group
@@ -75,6 +77,14 @@ class MetricBatch:
         return self.rows[2].double()
 
     @cached_property
+    def weights_or_nan(self) -> torch.Tensor:
+        """`[T, N]` float64 weights; NaN where a prediction or label is, so that sums show it."""
+        is_nan_TN = self.rows[0].isnan() | self.rows[1].isnan()
+        if self.classes is not None:
+            is_nan_TN |= self.classes.isnan().any(2)
+        return self.weights.masked_fill(is_nan_TN, torch.nan)
+
+    @cached_property
     def ones(self) -> torch.Tensor:
         """`[T, N]` ones, float64."""
         return torch.ones_like(self.labels)
@@ -96,7 +106,7 @@ class MetricBatch:
             threshold: the least.
 
         Returns:
-            `[T, N]` 0 or 1, of the dtype of the rows.
+            `[T, N]` 0 or 1, of the dtype of the rows; 0 for NaN.
         """
         if threshold not in self._decisions:
             probs_TN = self.rows[0]
@@ -137,6 +147,7 @@ class MetricBatch:
             Its values, in one dimension.
 
         Raises:
+            TypeError: it is no tensor.
             ValueError: there is none, or its size is not the batch's.
         """
         if name not in self._inputs:
@@ -145,6 +156,7 @@ class MetricBatch:
                 "Add it to what update() is given."
             )
         values = self._inputs[name]
+        check_tensor(f"the model output '{name}'", values)
         if per_sample and values.numel() != self.rows.size(2):
             raise ValueError(
                 f"the model output '{name}' must have one value per sample, "
@@ -231,13 +243,13 @@ def build_batch(
     """
     places = range(len(tasks))
     found = [
-        [_of_task(kind, given, place, tasks[place]) for place in places]
+        [_of_task(kind, given, place, tasks) for place in places]
         for kind, given in (("predictions", predictions), ("labels", labels))
     ]
     if weights is None:
         found.append([torch.ones_like(label) for label in found[1]])
     else:
-        found.append([_of_task("weights", weights, place, tasks[place]) for place in places])
+        found.append([_of_task("weights", weights, place, tasks) for place in places])
     num_samples = found[1][0].numel()
     classes = None
     if num_classes > 1:
@@ -257,19 +269,25 @@ def build_batch(
     return MetricBatch(tasks, rows, classes, inputs)
 
 
-def _of_task(kind: str, given: TaskTensors, place: int, task: RecTaskInfo) -> torch.Tensor:
+def _of_task(
+    kind: str, given: TaskTensors, place: int, tasks: Sequence[RecTaskInfo]
+) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
+        if given.dim() == 0 or given.size(0) != len(tasks):
+            raise ValueError(
+                f"{kind} must have a row for each task, {len(tasks)}; received shape "
+                f"{list(given.shape)}. Or pass a dictionary by task name."
+            )
         return given[place]
-    if task.name not in given:
+    if not isinstance(given, Mapping):
+        wrong_type(kind, "a tensor, or tensors by task name", given)
+    name = tasks[place].name
+    if name not in given:
         raise ValueError(
-            f"{kind} must have every task; received {sorted(given)}, and not '{task.name}'."
+            f"{kind} must have every task; received {sorted(given)}, and not '{name}'."
         )
-    tensor = given[task.name]
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"{kind} of the task '{task.name}' must be a tensor; received {type(tensor).__name__}."
-        )
-    return tensor
+    check_tensor(f"{kind} of the task '{name}'", given[name])
+    return given[name]
 
 
 def _check_sizes(

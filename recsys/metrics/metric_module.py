@@ -8,6 +8,15 @@ from typing import Any
 import torch
 
 from recsys.contact import explained
+from recsys.kernels.arguments import shown, whole, wrong_type
+from recsys.metrics.checks import (
+    check_group,
+    check_intervals,
+    check_ranks,
+    instance,
+    instances,
+    mapping,
+)
 from recsys.metrics.metrics_config import (
     BatchSizeStage,
     MetricsConfig,
@@ -139,7 +148,9 @@ class RecMetricModule(torch.nn.Module):
             after each `compute`, alike on all ranks.
 
     Raises:
-        ValueError: an interval is not positive, or the least exceeds the greatest.
+        TypeError: an argument is of a wrong type.
+        ValueError: a size or an interval is not positive, or the least interval exceeds the
+            greatest.
 
     Example:
         >>> from recsys.metrics.metrics_config import DefaultMetricsConfig
@@ -169,22 +180,23 @@ class RecMetricModule(torch.nn.Module):
         max_compute_interval: float = float("inf"),
     ) -> None:
         super().__init__()
-        if compute_interval_steps < 1:
-            raise ValueError(
-                f"compute_interval_steps must be positive; received {compute_interval_steps}."
-            )
-        if not 0.0 <= min_compute_interval <= max_compute_interval:
-            raise ValueError(
-                "min_compute_interval must be from 0 to max_compute_interval, in seconds; received "
-                f"{min_compute_interval} and {max_compute_interval}."
-            )
-        self.batch_size = batch_size
-        self.world_size = world_size
-        self.rec_tasks = list(rec_tasks or ())
+        check_intervals(compute_interval_steps, min_compute_interval, max_compute_interval)
+        if rec_metrics is not None:
+            instance("rec_metrics", rec_metrics, RecMetricList)
+        if throughput_metric is not None:
+            instance("throughput_metric", throughput_metric, ThroughputMetric)
+        self.batch_size = whole("batch_size", batch_size)
+        self.world_size = whole("world_size", world_size)
+        self.rec_tasks = instances("rec_tasks", () if rec_tasks is None else rec_tasks, RecTaskInfo)
         self.rec_metrics = rec_metrics if rec_metrics is not None else RecMetricList([])
         self._inputs = self.get_required_inputs() or []
         self.throughput_metric = throughput_metric
-        self.state_metrics = dict(state_metrics or {})
+        self.state_metrics = dict(
+            mapping("state_metrics", {} if state_metrics is None else state_metrics)
+        )
+        for namespace, metric in self.state_metrics.items():
+            if not callable(getattr(metric, "get_metrics", None)):
+                wrong_type(f"state_metrics[{namespace!r}]", "a StateMetric", metric)
         self.trained_batches = 0
         self.compute_count = 0
         self.compute_interval_steps = compute_interval_steps
@@ -218,11 +230,14 @@ class RecMetricModule(torch.nn.Module):
         metrics = own["_modules"]["rec_metrics"]
         if metrics.rec_metrics:
             inputs = kwargs
-            if self._inputs:
-                inputs = {name: model_out[name] for name in self._inputs if name in model_out}
-                inputs |= kwargs
             try:
+                if self._inputs:
+                    inputs = {name: model_out[name] for name in self._inputs if name in model_out}
+                    inputs |= kwargs
                 metrics.update_from(model_out, inputs)
+            except (TypeError, IndexError):
+                mapping("model_out", model_out)
+                raise
             except KeyError as error:
                 raise ValueError(
                     f"model_out must have {error}, as a task says; received {sorted(model_out)}."
@@ -343,9 +358,21 @@ def generate_metric_module(
         The module, on the device.
 
     Raises:
+        TypeError: an argument is of a wrong type.
         ValueError: a metric has no tasks, or tasks given twice; it is not known; a state metric is
-            missing; or a metric refuses its arguments.
+            missing; there is no such rank; or a metric refuses its arguments.
     """
+    if not (isinstance(metric_class, type) and issubclass(metric_class, RecMetricModule)):
+        wrong_type("metric_class", "RecMetricModule or a class derived from it", metric_class)
+    instance("metrics_config", metrics_config, MetricsConfig)
+    check_ranks(world_size, my_rank, batch_size)
+    check_group("process_group", process_group)
+    mapping("state_metrics_mapping", state_metrics_mapping)
+    module_kwargs = mapping("module_kwargs", {} if module_kwargs is None else module_kwargs)
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"device must be a torch.device; received {shown(device)}.") from error
     metrics = [
         _build_metric(
             name, definition, metrics_config, batch_size, world_size, my_rank, process_group
@@ -380,7 +407,7 @@ def generate_metric_module(
         compute_interval_steps=metrics_config.compute_interval_steps,
         min_compute_interval=metrics_config.min_compute_interval,
         max_compute_interval=metrics_config.max_compute_interval,
-        **(module_kwargs or {}),
+        **module_kwargs,
     )
     return module.to(device)
 
@@ -403,6 +430,12 @@ def _build_metric(
         raise ValueError(
             f"the metric '{name}' must have either rec_tasks or rec_task_indices; received "
             f"{definition.rec_tasks} and {definition.rec_task_indices}."
+        )
+    num_tasks = len(config.rec_tasks)
+    if any(place >= num_tasks for place in definition.rec_task_indices):
+        raise ValueError(
+            f"rec_task_indices of the metric '{name}' must be less than the number of rec_tasks, "
+            f"{num_tasks}; received {definition.rec_task_indices}."
         )
     tasks = definition.rec_tasks or [config.rec_tasks[i] for i in definition.rec_task_indices]
     unknown = [task.name for task in tasks if task not in config.rec_tasks]

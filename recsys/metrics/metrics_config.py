@@ -1,9 +1,12 @@
 """What is measured: metrics, tasks, windows, and when results are computed."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recsys.kernels.arguments import choice, finite, whole, whole_list
+from recsys.metrics.checks import check_intervals, flag, instance, instances, mapping, text
 from recsys.metrics.metrics_namespace import StrValueMixin
 
 
@@ -60,6 +63,7 @@ class SessionMetricDef:
     """How metrics per session rank.
 
     Raises:
+        TypeError: a field is of a wrong type.
         ValueError: `top_threshold` is not positive.
     """
 
@@ -71,15 +75,19 @@ class SessionMetricDef:
     """Whether so many highest labels count as positive, in place of labels that are 1."""
 
     def __post_init__(self) -> None:
-        if self.top_threshold is not None and self.top_threshold < 1:
-            raise ValueError(
-                f"SessionMetricDef.top_threshold must be positive; received {self.top_threshold}."
-            )
+        text("SessionMetricDef.session_var_name", self.session_var_name)
+        if self.top_threshold is not None:
+            whole("SessionMetricDef.top_threshold", self.top_threshold)
+        flag("SessionMetricDef.run_ranking_of_labels", self.run_ranking_of_labels)
 
 
 @dataclass(unsafe_hash=True)
 class RecTaskInfo:
-    """What is predicted, and under which names a model's output has it."""
+    """What is predicted, and under which names a model's output has it.
+
+    Raises:
+        TypeError: a field is of a wrong type.
+    """
 
     name: str = "DefaultTask"
     """Is part of the results' names."""
@@ -98,6 +106,16 @@ class RecTaskInfo:
     weighted: bool = True
     """Whether that average is weighted."""
 
+    def __post_init__(self) -> None:
+        for name in ("name", "label_name", "prediction_name", "weight_name"):
+            text(f"RecTaskInfo.{name}", getattr(self, name))
+        if self.session_metric_def is not None:
+            instance("RecTaskInfo.session_metric_def", self.session_metric_def, SessionMetricDef)
+        flag("RecTaskInfo.is_negative_task", self.is_negative_task)
+        if self.tensor_name is not None:
+            text("RecTaskInfo.tensor_name", self.tensor_name)
+        flag("RecTaskInfo.weighted", self.weighted)
+
 
 class RecComputeMode(enum.Enum):
     """How tasks are laid out in memory in TorchRec.
@@ -112,7 +130,12 @@ class RecComputeMode(enum.Enum):
 
 @dataclass
 class RecMetricDef:
-    """For which tasks a metric is computed, and over which window."""
+    """For which tasks a metric is computed, and over which window.
+
+    Raises:
+        TypeError: a field is of a wrong type.
+        ValueError: `window_size` is not positive, or an index is negative.
+    """
 
     rec_tasks: list[RecTaskInfo] = field(default_factory=list)
     """The tasks; or else `rec_task_indices`."""
@@ -122,6 +145,13 @@ class RecMetricDef:
     """Samples of all ranks together that the `window_` results are over."""
     arguments: dict[str, Any] | None = None
     """What the metric takes besides, by name."""
+
+    def __post_init__(self) -> None:
+        instances("RecMetricDef.rec_tasks", self.rec_tasks, RecTaskInfo)
+        whole_list("RecMetricDef.rec_task_indices", self.rec_task_indices)
+        whole("RecMetricDef.window_size", self.window_size)
+        if self.arguments is not None:
+            mapping("RecMetricDef.arguments", self.arguments)
 
 
 class StateMetricEnum(StrValueMixin, enum.Enum):
@@ -133,17 +163,30 @@ class StateMetricEnum(StrValueMixin, enum.Enum):
 
 @dataclass
 class ThroughputDef:
-    """How samples per second are counted."""
+    """How samples per second are counted.
+
+    Raises:
+        TypeError: a field is no number.
+        ValueError: `window_size` is not positive, or `warmup_steps` is negative.
+    """
 
     window_size: int = 100
     """Seconds."""
     warmup_steps: int = 100
     """Steps that are not timed."""
 
+    def __post_init__(self) -> None:
+        finite("ThroughputDef.window_size", self.window_size, least=1)
+        whole("ThroughputDef.warmup_steps", self.warmup_steps, least=0)
+
 
 @dataclass
 class MetricsConfig:
     """All that a `RecMetricModule` computes.
+
+    Raises:
+        TypeError: a field is of a wrong type.
+        ValueError: a number is out of range.
 
     Example:
         >>> click = RecTaskInfo("click", "click_label", "click_prediction", "click_weight")
@@ -185,15 +228,51 @@ class MetricsConfig:
     use_cpu_offloaded_rec_metric_module: bool | None = None
     """Has no effect."""
 
+    def __post_init__(self) -> None:
+        instances("MetricsConfig.rec_tasks", self.rec_tasks, RecTaskInfo)
+        mapping("MetricsConfig.rec_metrics", self.rec_metrics)
+        for name, definition in self.rec_metrics.items():
+            instance(f"MetricsConfig.rec_metrics[{name}]", definition, RecMetricDef)
+        if self.throughput_metric is not None:
+            instance("MetricsConfig.throughput_metric", self.throughput_metric, ThroughputDef)
+        choice("MetricsConfig.rec_compute_mode", self.rec_compute_mode, RecComputeMode)
+        whole("MetricsConfig.fused_update_limit", self.fused_update_limit, least=0)
+        instances("MetricsConfig.state_metrics", self.state_metrics, StateMetricEnum)
+        check_intervals(
+            self.compute_interval_steps, self.min_compute_interval, self.max_compute_interval
+        )
+        for flagged in (
+            "compute_on_all_ranks",
+            "should_validate_update",
+            "enable_pt2_compile",
+            "should_clone_update_inputs",
+        ):
+            flag(f"MetricsConfig.{flagged}", getattr(self, flagged))
+        if self.use_cpu_offloaded_rec_metric_module is not None:
+            flag(
+                "MetricsConfig.use_cpu_offloaded_rec_metric_module",
+                self.use_cpu_offloaded_rec_metric_module,
+            )
+
 
 @dataclass
 class BatchSizeStage:
-    """A batch size for some steps."""
+    """A batch size for some steps.
+
+    Raises:
+        TypeError: a field is no whole number.
+        ValueError: a field is negative.
+    """
 
     batch_size: int = 0
     """Samples per rank and step."""
     max_iters: int | None = 0
     """For so many steps; `None` for the rest of the run."""
+
+    def __post_init__(self) -> None:
+        whole("BatchSizeStage.batch_size", self.batch_size, least=0)
+        if self.max_iters is not None:
+            whole("BatchSizeStage.max_iters", self.max_iters, least=0)
 
 
 DefaultTaskInfo = RecTaskInfo()
@@ -210,22 +289,24 @@ EmptyMetricsConfig = MetricsConfig()
 """Nothing."""
 
 
-def validate_batch_size_stages(batch_size_stages: list[BatchSizeStage] | None) -> None:
+def validate_batch_size_stages(batch_size_stages: Sequence[BatchSizeStage] | None) -> None:
     """Check that the stages last to the end of a run.
 
     Args:
         batch_size_stages: in order; `None` or empty for none.
 
     Raises:
+        TypeError: something else is among them.
         ValueError: the last stage ends, or an earlier one does not.
 
     Example:
         >>> validate_batch_size_stages([BatchSizeStage(256, 100), BatchSizeStage(512, None)])
     """
-    if not batch_size_stages:
+    if batch_size_stages is None:
         return
+    instances("batch_size_stages", batch_size_stages, BatchSizeStage)
     ends = [stage.max_iters for stage in batch_size_stages]
-    if ends[-1] is not None or None in ends[:-1]:
+    if ends and (ends[-1] is not None or None in ends[:-1]):
         raise ValueError(
             "batch_size_stages must end with a stage without end, and only there; received "
             f"max_iters {ends}. Give the last stage max_iters=None, and the others a count."

@@ -3,6 +3,8 @@
 import enum
 import re
 
+from recsys.kernels.arguments import wrong_type
+
 
 class StrValueMixin:
     """An enumeration whose members print as their value."""
@@ -142,10 +144,14 @@ def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> 
     Returns:
         `namespace-task`.
 
+    Raises:
+        TypeError: one is neither text nor a member of an enumeration.
+
     Example:
         >>> compose_metric_namespace(MetricNamespace.NE, "click")
         'ne-click'
     """
+    _check_names(namespace=namespace, task_name=task_name)
     return f"{namespace}-{task_name}"
 
 
@@ -162,11 +168,16 @@ def compose_customized_metric_key(
     Returns:
         The key.
 
+    Raises:
+        TypeError: one is neither text nor a member of an enumeration.
+
     Example:
         >>> compose_customized_metric_key("optimizers-dense", "lr")
         'optimizers-dense|lr'
     """
-    return f"{namespace}|{metric_name}{description or ''}"
+    description = "" if description is None else description
+    _check_names(namespace=namespace, metric_name=metric_name, description=description)
+    return f"{namespace}|{metric_name}{description}"
 
 
 def compose_metric_key(
@@ -188,10 +199,14 @@ def compose_metric_key(
     Returns:
         The key under which `RecMetricModule.compute` gives it.
 
+    Raises:
+        TypeError: one is neither text nor a member of an enumeration.
+
     Example:
         >>> compose_metric_key(MetricNamespace.NE, "click", MetricName.NE, MetricPrefix.WINDOW)
         'ne-click|window_ne'
     """
+    _check_names(metric_name=metric_name, metric_prefix=metric_prefix)
     return compose_customized_metric_key(
         compose_metric_namespace(namespace, task_name), f"{metric_prefix}{metric_name}", description
     )
@@ -212,8 +227,18 @@ def task_wildcard_metrics_pattern(
     Returns:
         A regular expression.
 
+    Raises:
+        TypeError: one is neither text nor a member of an enumeration.
+
     Example:
         >>> task_wildcard_metrics_pattern(MetricNamespace.NE, MetricName.NE, MetricPrefix.WINDOW)
         'ne-.+\\|window_ne'
     """
+    _check_names(namespace=namespace, metric_name=metric_name, metric_prefix=metric_prefix)
     return rf"{re.escape(str(namespace))}-.+\|{metric_prefix}{metric_name}"
+
+
+def _check_names(**names: object) -> None:
+    for argument, name in names.items():
+        if not isinstance(name, str | enum.Enum):
+            wrong_type(argument, "text or a member of an enumeration", name)

@@ -10,14 +10,17 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import finite, whole
 from recsys.metrics.auc import area_under_bins, find_bins
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.checks import flag
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.ranking import (
     Ranked,
     areas_under_roc,
     average_precisions,
     inverted_pairs,
+    sum_groups,
 )
 from recsys.metrics.rec_metric import RecMetric, Value
 from recsys.metrics.sum_metrics import SumMetric, Sums
@@ -30,9 +33,10 @@ class WindowMetric(RecMetric):
     name: ClassVar[MetricName]
     """Of its result over all samples."""
     grouped_name: ClassVar[MetricName]
-    """Of the mean over the groups; the argument of this name asks for it."""
-    undefined: ClassVar[float]
-    """What a group counts that has no value, such as one of one class."""
+    """Of the mean over the groups that have a value; the argument of this name asks for it."""
+
+    def _prepare(self) -> None:
+        flag(self.grouped_name.value, self.options[self.grouped_name.value])
 
     def get_required_inputs(self) -> set[str]:
         """Name the model outputs that are needed."""
@@ -49,6 +53,17 @@ class WindowMetric(RecMetric):
         """
         raise NotImplementedError
 
+    def is_defined(self, ranked: Ranked) -> torch.Tensor:
+        """Find the groups that have a value.
+
+        Args:
+            ranked: the samples of a task.
+
+        Returns:
+            `[G]` bool; true for a group with a NaN, which then shows.
+        """
+        raise NotImplementedError
+
     def window_values(self, rows: MetricBatch) -> Iterator[Value]:
         """Compute the results."""
         of_tasks = [self.scores(ranked) for ranked in rows.ranked(None)]
@@ -56,11 +71,8 @@ class WindowMetric(RecMetric):
         for grouping in self.get_required_inputs():
             means = []
             for ranked in rows.ranked(grouping):
-                there = ranked.groups.size_G > 0
-                values_G = self.scores(ranked)
-                is_undefined = values_G.isnan() & ~ranked.nan_G.isnan()
-                values_G = values_G.where(~is_undefined, self.undefined)
-                means.append(values_G.where(there, 0.0).sum() / there.sum())
+                counts_G = self.is_defined(ranked)
+                means.append(self.scores(ranked).where(counts_G, 0.0).sum() / counts_G.sum())
             yield Value(self.grouped_name, torch.stack(means))
 
 
@@ -69,15 +81,20 @@ class AUCMetric(WindowMetric):
     """Area under the ROC curve; equal predictions count one half.
 
     The argument `grouped_auc=True` adds the mean over the groups of the model output
-    `grouping_keys`, in which a group of one class counts 0.5.
+    `grouping_keys`, such as users. Groups of one class are left out, as in Zhou et al., "Deep
+    Interest Network for Click-Through Rate Prediction" (KDD 2018), section 6.2; each of the others
+    counts once. The mean is NaN if no group has both classes.
     """
 
     namespace = MetricNamespace.AUC
     arguments: ClassVar[Mapping[str, Any]] = {"grouped_auc": False}
     name = MetricName.AUC
     grouped_name = MetricName.GROUPED_AUC
-    undefined = 0.5
     scores = staticmethod(areas_under_roc)
+
+    def is_defined(self, ranked: Ranked) -> torch.Tensor:
+        """Find the groups that have both classes."""
+        return ranked.has_both_classes_G
 
 
 @final
@@ -85,22 +102,18 @@ class AUPRCMetric(WindowMetric):
     """Average precision: area under the curve of precision over recall.
 
     The argument `grouped_auprc=True` adds the mean over the groups of the model output
-    `grouping_keys`, in which a group without positives counts 0.
+    `grouping_keys`. Groups without positives are left out; the mean is NaN if there are no others.
     """
 
     namespace = MetricNamespace.AUPRC
     arguments: ClassVar[Mapping[str, Any]] = {"grouped_auprc": False}
     name = MetricName.AUPRC
     grouped_name = MetricName.GROUPED_AUPRC
-    undefined = 0.0
     scores = staticmethod(average_precisions)
 
-
-def _shares_in_order(ranked: Ranked) -> torch.Tensor:
-    ones = torch.ones_like(ranked.weights)
-    inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones, ranked.groups)
-    size_G = ranked.groups.size_G.double()
-    return 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
+    def is_defined(self, ranked: Ranked) -> torch.Tensor:
+        """Find the groups that have positives."""
+        return ranked.has_positives_G
 
 
 @final
@@ -108,15 +121,30 @@ class RAUCMetric(WindowMetric):
     """The share of pairs of samples that are not in the wrong order, for labels of any number.
 
     Weights are not looked at. The argument `grouped_rauc=True` adds the mean over the groups of
-    the model output `grouping_keys`, in which a group of one sample counts 1.
+    the model output `grouping_keys`. Groups of one sample are left out; the mean is NaN if there
+    are no others.
     """
 
     namespace = MetricNamespace.RAUC
     arguments: ClassVar[Mapping[str, Any]] = {"grouped_rauc": False}
     name = MetricName.RAUC
     grouped_name = MetricName.GROUPED_RAUC
-    undefined = 1.0
-    scores = staticmethod(_shares_in_order)
+
+    def scores(self, ranked: Ranked) -> torch.Tensor:
+        """Compute the share of each group."""
+        ones = torch.ones_like(ranked.weights)
+        inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones, ranked.groups)
+        size_G = ranked.groups.size_G.double()
+        shares_G = 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
+        return shares_G.where(~self._has_nan(ranked), torch.nan)
+
+    def is_defined(self, ranked: Ranked) -> torch.Tensor:
+        """Find the groups that have pairs."""
+        return (ranked.groups.size_G > 1) | self._has_nan(ranked)
+
+    def _has_nan(self, ranked: Ranked) -> torch.Tensor:
+        is_nan_N = ranked.scores.isnan() | ranked.labels.isnan()
+        return sum_groups(is_nan_N.double(), ranked.groups) > 0
 
 
 @final
@@ -132,8 +160,7 @@ class BinnedAUCMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"num_bins": 1000}
 
     def _prepare(self) -> None:
-        if self.options["num_bins"] < 2:
-            raise ValueError(f"num_bins must be at least 2; received {self.options['num_bins']}.")
+        whole("num_bins", self.options["num_bins"], least=2)
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
@@ -167,6 +194,11 @@ class HindsightTargetPRMetric(SumMetric):
     namespace = MetricNamespace.HINDSIGHT_TARGET_PR
     arguments: ClassVar[Mapping[str, Any]] = {"target_precision": 0.5}
 
+    def _prepare(self) -> None:
+        target = finite("target_precision", self.options["target_precision"], least=0.0)
+        if target > 1.0:
+            raise ValueError(f"target_precision must be at most 1; received {target}.")
+
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
 
@@ -186,6 +218,8 @@ class HindsightTargetPRMetric(SumMetric):
         precision_TK = positive_TK / (positive_TK + negative_TK)
         recall_TK = positive_TK / above[:, 1, :1]
         reaches_TK = precision_TK >= self.options["target_precision"]
+        # A NaN below a threshold is part of the search for it.
+        reaches_TK &= ~above[:, :, :1].sum(1).isnan()
         first_T1 = reaches_TK.int().argmax(1, keepdim=True)
         for name, values_TK in (
             (MetricName.HINDSIGHT_TARGET_PR, _thresholds(recall_TK).expand_as(recall_TK)),
@@ -202,8 +236,7 @@ def _thresholds(like: torch.Tensor) -> torch.Tensor:
 
 def _count(batch: MetricBatch, bin_TN: torch.Tensor, num_bins: int) -> torch.Tensor:
     """Sum the weights of negatives, then of positives, in each bin; a NaN shows in its bin."""
-    weights_TN = batch.weights.where(~batch.predictions.isnan(), torch.nan)
-    positive_TN = batch.labels * weights_TN
+    positive_TN = batch.labels * batch.weights_or_nan
     sums = positive_TN.new_zeros(len(bin_TN), 2 * num_bins)
-    sums.scatter_add_(1, bin_TN, weights_TN - positive_TN)
+    sums.scatter_add_(1, bin_TN, batch.weights_or_nan - positive_TN)
     return sums.scatter_add_(1, bin_TN + num_bins, positive_TN)

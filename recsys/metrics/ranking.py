@@ -19,7 +19,7 @@ class Groups:
     index_N: torch.Tensor
     """Each sample's group, from 0, int64."""
     size_G: torch.Tensor
-    """Samples of each group, int64; `G` is `N`, or 1 if all are one group."""
+    """Samples of each group, int64; if `G` is 1, all are one group."""
 
 
 def group_samples(keys_N: torch.Tensor) -> Groups:
@@ -91,10 +91,24 @@ class Ranked:
         return _Ties(self.scores, self.labels, self.weights, self.groups)
 
     @cached_property
-    def nan_G(self) -> torch.Tensor:
-        """`[G]` zero for groups whose scores are numbers, NaN for others."""
-        nans_G = sum_groups(self.scores.isnan().double(), self.groups)
-        return torch.where(nans_G > 0, torch.nan, 0.0)
+    def positive_G(self) -> torch.Tensor:
+        """`[G]` weight of positives: exactly 0 without any, NaN if a value of the group is."""
+        return self.ties.sum_groups(self.ties.positive_K)
+
+    @cached_property
+    def negative_G(self) -> torch.Tensor:
+        """`[G]` weight of negatives: exactly 0 without any, NaN if a value of the group is."""
+        return self.ties.sum_groups(self.ties.negative_K)
+
+    @property
+    def has_positives_G(self) -> torch.Tensor:
+        """`[G]` bool: whether a positive has a weight, or a value is NaN."""
+        return self.positive_G != 0
+
+    @property
+    def has_both_classes_G(self) -> torch.Tensor:
+        """`[G]` bool: whether a sample of each class has a weight, or a value is NaN."""
+        return self.has_positives_G & (self.negative_G != 0)
 
 
 def areas_under_roc(ranked: Ranked) -> torch.Tensor:
@@ -104,12 +118,13 @@ def areas_under_roc(ranked: Ranked) -> torch.Tensor:
         ranked: the samples.
 
     Returns:
-        `[G]` float64; NaN for a group of one class.
+        `[G]` float64; NaN for a group of one class, or with a NaN.
     """
     ties = ranked.ties
     beaten_K = ties.sum_to(ties.negative_K) - 0.5 * ties.negative_K
-    pairs_G = ties.sum_groups(ties.positive_K) * ties.sum_groups(ties.negative_K)
-    return ties.sum_groups(ties.positive_K * beaten_K) / pairs_G + ranked.nan_G
+    # Not one division by the product, which small and large weights take out of range.
+    beaten_K /= ties.of_runs(ranked.negative_G)
+    return ties.sum_groups(ties.positive_K * beaten_K) / ranked.positive_G
 
 
 def average_precisions(ranked: Ranked) -> torch.Tensor:
@@ -119,13 +134,13 @@ def average_precisions(ranked: Ranked) -> torch.Tensor:
         ranked: the samples.
 
     Returns:
-        `[G]` float64; NaN for a group without positives.
+        `[G]` float64; NaN for a group without positives, or with a NaN.
     """
     ties = ranked.ties
     found_K = ties.sum_from(ties.positive_K)
     precision_K = found_K / (found_K + ties.sum_from(ties.negative_K))
     gained_K = torch.where(ties.positive_K > 0, ties.positive_K * precision_K, 0.0)
-    return ties.sum_groups(gained_K) / ties.sum_groups(ties.positive_K) + ranked.nan_G
+    return ties.sum_groups(gained_K) / ranked.positive_G
 
 
 def inverted_pairs(
@@ -157,6 +172,8 @@ def inverted_pairs(
     ranks_N, weights_N, group_N = ranks_N[order_N], weights_N[order_N], groups.index_N[order_N]
     # From the highest bit of the rank: pairs whose higher bits are equal are inverted if the first
     # has a one where the second has a zero. A sort by the bits so far brings such pairs together.
+    # Sums within a block are differences of running sums. The rounding is times the weight of the
+    # sample that comes after, so that it stays small beside the sum over all pairs.
     for bit in reversed(range(int(ranks_N.max()).bit_length())):
         block_N = _number_runs(group_N, ranks_N >> (bit + 1))
         is_one_N = (ranks_N >> bit) & 1
@@ -185,15 +202,31 @@ def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.
     """
     order_N = scores_N.argsort(descending=True, stable=True)
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
-    group_N, score_N = groups.index_N[order_N], scores_N[order_N]
-    at_N = torch.arange(len(order_N), device=order_N.device)
-    new_group_N = _starts(group_N)
-    begin_N = torch.where(new_group_N, at_N, 0).cummax(0).values
-    tie_N = torch.where(new_group_N | _starts(score_N), at_N, 0).cummax(0).values
+    new_group_N = _starts(groups.index_N[order_N])
+    in_group_N = _places_in_runs(new_group_N)
+    in_tie_N = _places_in_runs(new_group_N | _starts(scores_N[order_N]))
     place_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
-    place_N[order_N] = at_N - begin_N
-    shared_N[order_N] = tie_N - begin_N
+    place_N[order_N] = in_group_N
+    shared_N[order_N] = in_group_N - in_tie_N
     return place_N, shared_N
+
+
+def weigh_equal_pairs(keys_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """Sum the products of the weights of pairs of samples with equal keys.
+
+    Args:
+        keys_N: `[N]`.
+        weights_N: `[N]` float64.
+
+    Returns:
+        Scalar float64; exactly 0 if no two samples with a weight have equal keys.
+    """
+    # Not the square of a sum less the sum of squares: one large weight would hide the others.
+    order_N = keys_N.argsort(stable=True)
+    weights_N, starts_N = weights_N[order_N], _starts(keys_N[order_N])
+    before_N = torch.zeros_like(weights_N)
+    before_N[1:] = weights_N[:-1].where(~starts_N[1:], 0.0)
+    return torch.dot(weights_N, _cumsum_of_runs(before_N, starts_N))
 
 
 class _Ties:
@@ -217,6 +250,7 @@ class _Ties:
         run_N = starts_N.cumsum(0) - 1
         # At most N runs; the rest stay empty, in the first group.
         zeros = torch.zeros_like(weights_N)
+        weights_N = weights_N.where(~scores_N.isnan(), torch.nan)
         positive_N = labels_N * weights_N
         self.positive_K = zeros.index_add(0, run_N, positive_N[order_N])
         self.negative_K = zeros.index_add(0, run_N, (weights_N - positive_N)[order_N])
@@ -228,22 +262,47 @@ class _Ties:
             return values_K.sum(0, keepdim=True)
         return values_K.new_zeros(self.num_groups).index_add_(0, self.group_K, values_K)
 
+    def of_runs(self, values_G: torch.Tensor) -> torch.Tensor:
+        """Give each run its group's value."""
+        return values_G if self.num_groups == 1 else values_G[self.group_K]
+
     def sum_to(self, values_K: torch.Tensor) -> torch.Tensor:
         """Sum of each run and of those before it in its group."""
-        sums_K = values_K.cumsum(0)
         if self.num_groups == 1:
-            return sums_K
-        sums_G = self.sum_groups(values_K)
-        return sums_K - (sums_G.cumsum(0) - sums_G)[self.group_K]
+            return values_K.cumsum(0)
+        return _cumsum_of_runs(values_K, _starts(self.group_K))
 
     def sum_from(self, values_K: torch.Tensor) -> torch.Tensor:
         """Sum of each run and of those after it in its group."""
         # Not the whole less `sum_to`, which the rounding of big sums would spoil at the end.
-        sums_K = values_K.flip(0).cumsum(0).flip(0)
         if self.num_groups == 1:
-            return sums_K
-        sums_G = self.sum_groups(values_K)
-        return sums_K - (sums_G.flip(0).cumsum(0).flip(0) - sums_G)[self.group_K]
+            return values_K.flip(0).cumsum(0).flip(0)
+        return _cumsum_of_runs(values_K.flip(0), _starts(self.group_K.flip(0))).flip(0)
+
+
+def _cumsum_of_runs(values_N: torch.Tensor, starts_N: torch.Tensor) -> torch.Tensor:
+    """Return running sums that begin anew where a run starts.
+
+    None is a difference of other sums, so each is as exact as the values of its run, and exactly 0
+    if these are. It takes as many rounds as the longest run's length has bits, which the host reads
+    from the device.
+    """
+    if not len(values_N):
+        return values_N
+    place_N = _places_in_runs(starts_N)
+    step, longest = 1, int(place_N.max()) + 1
+    while step < longest:
+        # Each is the sum of up to `step` values so far, and takes those before them.
+        taken_N = values_N[:-step].where(place_N[step:] >= step, 0.0)
+        values_N = torch.cat([values_N[:step], values_N[step:] + taken_N])
+        step *= 2
+    return values_N
+
+
+def _places_in_runs(starts_N: torch.Tensor) -> torch.Tensor:
+    """Return each value's place in its run, from 0."""
+    at_N = torch.arange(len(starts_N), device=starts_N.device)
+    return at_N - torch.where(starts_N, at_N, 0).cummax(0).values
 
 
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}

@@ -7,8 +7,10 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import choice, whole
 from recsys.metrics.accumulators import Accumulators
 from recsys.metrics.batch import MetricBatch, Quantity, TaskTensors
+from recsys.metrics.checks import check_group, check_ranks, flag, instances
 from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
 from recsys.metrics.metrics_namespace import MetricNameBase, MetricNamespaceBase, MetricPrefix
 
@@ -123,8 +125,9 @@ class RecMetric(_Measured, abc.ABC):
         **kwargs: the metric's own arguments, which its class names.
 
     Raises:
-        ValueError: there is no task, two have one name, the window is smaller than a batch, or an
-            argument is unknown.
+        TypeError: an argument is of a wrong type.
+        ValueError: there is no task, two have one name, a size is not positive, `my_rank` is not
+            below `world_size`, the window is smaller than a batch, or an argument is unknown.
 
     Example:
         >>> from recsys.metrics.sum_metrics import CalibrationMetric
@@ -162,7 +165,12 @@ class RecMetric(_Measured, abc.ABC):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.tasks = tuple(tasks)
+        check_ranks(world_size, my_rank, batch_size)
+        whole("window_size", window_size)
+        whole("fused_update_limit", fused_update_limit, least=0)
+        choice("compute_mode", compute_mode, RecComputeMode)
+        check_group("process_group", process_group)
+        self.tasks = tuple(instances("tasks", tasks, RecTaskInfo))
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) < len(names):
             raise ValueError(
@@ -181,8 +189,8 @@ class RecMetric(_Measured, abc.ABC):
             )
         self.world_size = world_size
         self.my_rank = my_rank
-        self.compute_on_all_ranks = compute_on_all_ranks
-        self.should_validate_update = should_validate_update
+        self.compute_on_all_ranks = flag("compute_on_all_ranks", compute_on_all_ranks)
+        self.should_validate_update = flag("should_validate_update", should_validate_update)
         self.process_group = process_group
         self.options = {**self.arguments, **kwargs}
         self._prepare()
@@ -268,11 +276,14 @@ class RecMetricList(_Measured):
 
     Args:
         rec_metrics: the metrics.
+
+    Raises:
+        TypeError: something else is among them.
     """
 
     def __init__(self, rec_metrics: Sequence[RecMetric]) -> None:
         super().__init__()
-        self.rec_metrics = list(rec_metrics)
+        self.rec_metrics = instances("rec_metrics", rec_metrics, RecMetric)
         self._accumulators = Accumulators(self.rec_metrics)
         for metric in self.rec_metrics:
             metric._accumulators = self._accumulators

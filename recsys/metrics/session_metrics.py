@@ -10,7 +10,9 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import whole
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.checks import flag, text
 from recsys.metrics.metrics_config import RecTaskInfo, SessionMetricDef
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.ranking import (
@@ -22,6 +24,7 @@ from recsys.metrics.ranking import (
     one_group,
     places,
     sum_groups,
+    weigh_equal_pairs,
 )
 from recsys.metrics.rec_metric import Value
 from recsys.metrics.sum_metrics import SumMetric, Sums
@@ -89,6 +92,10 @@ class NDCGMetric(SessionMetric):
     }
 
     def _prepare(self) -> None:
+        text("session_key", self.options["session_key"])
+        whole("k", self.options["k"], least=-1)
+        for name in self.options.keys() - {"session_key", "k"}:
+            flag(name, self.options[name])
         negative = [task.name for task in self.tasks if task.is_negative_task]
         if negative:
             raise ValueError(
@@ -104,12 +111,12 @@ class NDCGMetric(SessionMetric):
         """Compute what a batch adds."""
         sessions = group_samples(batch.input(self.options["session_key"]).long())
         scores_N, gains_N = batch.predictions[place], batch.labels[place]
-        weights_N = batch.weights[place]
+        weights_N = batch.weights_or_nan[place]
         if self.options["exponential_gain"]:
             gains_N = gains_N.exp2() - 1.0
         if self.options["scale_by_weights_tensor"]:
             scores_N, gains_N = scores_N * weights_N, gains_N * weights_N
-            weights_N = batch.ones[place]
+            weights_N = batch.ones[place].masked_fill(weights_N.isnan(), torch.nan)
         found_G = self._discount(gains_N, scores_N, sessions)
         best_G = self._discount(gains_N, gains_N, sessions)
         ndcg_G = torch.where(best_G == 0, 0.0, found_G / best_G)
@@ -165,7 +172,7 @@ class TopOfSessionMetric(SessionMetric):
         """
         session = _session_of(batch.tasks[place])
         groups = group_samples(batch.input(session.session_var_name).long())
-        limit, weights_N = session.top_threshold or 0, batch.weights[place]
+        limit, weights_N = session.top_threshold or 0, batch.weights_or_nan[place]
         predicted_N = (places(batch.predictions[place], groups)[1] < limit).double()
         positive_N = batch.labels[place]
         if session.run_ranking_of_labels:
@@ -204,8 +211,12 @@ class GAUCMetric(SessionMetric):
     """Mean over sessions of the area under the ROC curve; equal predictions count one half.
 
     The model output `num_candidates` has the sizes of the sessions, whose samples follow one
-    another. Sessions of one class are left out. Results: `gauc`, and `gauc_num_samples`, how
-    many sessions there were. On a GPU each update waits for the device.
+    another. Sessions of one class are left out, as in Zhou et al., "Deep Interest Network for
+    Click-Through Rate Prediction" (KDD 2018), section 6.2: they count neither for the sum nor for
+    the number of sessions. A class counts only if a sample of it has a weight. Each of the other
+    sessions counts once, whatever its size and weights. Results: `gauc`, which is NaN if no
+    session has both classes, and `gauc_num_samples`, the number of sessions that have both. On a
+    GPU each update waits for the device.
     """
 
     namespace = MetricNamespace.GAUC
@@ -224,14 +235,17 @@ class GAUCMetric(SessionMetric):
                 f"num_candidates must add up to the samples, {num_samples}; received "
                 f"{int(sizes.sum())}."
             )
-        sessions = group_samples(
-            torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-        )
+        if int(sizes.min()) < 0:
+            raise ValueError(f"num_candidates must not be negative; received {sizes.tolist()}.")
+        numbers = torch.arange(len(sizes), device=sizes.device)
+        sessions = Groups(numbers.repeat_interleave(sizes, output_size=num_samples), sizes)
         rows = (batch.predictions[place], batch.labels[place], batch.weights[place])
-        areas_G = areas_under_roc(Ranked(*rows, sessions))
-        is_nan = sum_groups(rows[0].isnan().double(), sessions) > 0
-        counts_G = is_nan | ~areas_G.isnan()
-        return areas_G.where(counts_G, 0.0).sum(), counts_G.sum().double()
+        ranked = Ranked(*rows, sessions)
+        counts_G = ranked.has_both_classes_G
+        areas_G = areas_under_roc(ranked).where(counts_G, 0.0)
+        # A NaN hides whether its session has both classes: the count is NaN, too.
+        ones_G = torch.ones_like(areas_G).masked_fill(areas_G.isnan(), torch.nan)
+        return areas_G.sum(), ones_G.where(counts_G, 0.0).sum()
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -253,20 +267,12 @@ class XAUCMetric(SessionMetric):
     def measure(self, batch: MetricBatch, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute what a batch adds."""
         scores_N, labels_N = batch.predictions[place], batch.labels[place]
-        weights_N = batch.weights[place]
-        whole = one_group(labels_N)
-        in_order = inverted_pairs(scores_N, -labels_N, weights_N, whole).sum()
-        by_label = group_samples(labels_N)
-        score = group_samples(scores_N).index_N
-        alike = group_samples(by_label.index_N * len(score) + score)
-        in_order = in_order + _weigh_pairs(weights_N, alike).sum()
-        return in_order, _weigh_pairs(weights_N, whole).sum()
-
-
-def _weigh_pairs(weights_N: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Sum of the products of the weights of each group's pairs."""
-    squares_G = sum_groups(weights_N.square(), groups)
-    return (sum_groups(weights_N, groups).square() - squares_G) / 2.0
+        weights_N = batch.weights_or_nan[place]
+        in_order = inverted_pairs(scores_N, -labels_N, weights_N, one_group(labels_N)).sum()
+        label, score = group_samples(labels_N).index_N, group_samples(scores_N).index_N
+        alike = label * len(score) + score
+        in_order = in_order + weigh_equal_pairs(alike, weights_N)
+        return in_order, torch.dot(weights_N[1:], weights_N.cumsum(0)[:-1])
 
 
 def _session_of(task: RecTaskInfo) -> SessionMetricDef:

@@ -11,9 +11,12 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import finite, names, whole
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.checks import flag, text
 from recsys.metrics.entropy import (
     cross_entropy,
+    normalize_by_mean,
     normalize_entropy,
     positive_cross_entropy,
 )
@@ -31,7 +34,10 @@ Sums = Mapping[str, torch.Tensor]
 
 WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
 LABEL = Quantity("label", lambda batch: batch.labels)
+NEGATIVE = Quantity("negative", lambda batch: 1.0 - batch.rows[1])
+"""Weight of the negatives; exactly 0 without any, unlike the rounded `WEIGHT` less `LABEL`."""
 PREDICTION = Quantity("prediction", lambda batch: batch.rows[0])
+PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda batch: 1.0 - batch.rows[0])
 LOG_LOSS = Quantity("log_loss", lambda batch: batch.log_loss)
 LOG_LOSS_POSITIVE = Quantity(
     "log_loss_positive", lambda batch: positive_cross_entropy(batch.predictions, batch.labels)
@@ -39,14 +45,25 @@ LOG_LOSS_POSITIVE = Quantity(
 SQUARED_ERROR = Quantity("squared_error", lambda batch: batch.errors.square())
 ABSOLUTE_ERROR = Quantity("absolute_error", lambda batch: batch.errors.abs())
 SQUARED_LABEL = Quantity("squared_label", lambda batch: batch.labels.square())
+SQUARED_ERROR_OF_ONES = Quantity(
+    "squared_error_of_ones", lambda batch: (1.0 - batch.labels).square()
+)
 SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
-    "weighted_samples", lambda batch: (batch.weights != 0).double(), is_weighted=False
+    "weighted_samples",
+    lambda batch: (batch.weights != 0).double().masked_fill_(batch.weights.isnan(), torch.nan),
+    is_weighted=False,
 )
 LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda batch: batch.labels, is_weighted=False)
+NEGATIVE_UNWEIGHTED = Quantity(
+    "negative_unweighted", lambda batch: 1.0 - batch.labels, is_weighted=False
+)
 LOG_LOSS_UNWEIGHTED = Quantity(
     "log_loss_unweighted", lambda batch: batch.log_loss, is_weighted=False
 )
+
+NOISE = 1e-12
+"""A difference of two sums is rounding if it is not larger than this share of them."""
 
 
 class SumMetric(RecMetric):
@@ -83,14 +100,17 @@ class NEMetric(SumMetric):
 
     namespace: ClassVar[MetricNamespaceBase] = MetricNamespace.NE
     arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
-    sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, WEIGHT)
+    sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, NEGATIVE)
+
+    def _prepare(self) -> None:
+        flag("include_logloss", self.options["include_logloss"])
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        log_loss, label, weight = (sums[quantity.name] for quantity in self.quantities()[:3])
-        yield Value(MetricName.NE, normalize_entropy(log_loss, label, weight))
+        log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
+        yield Value(MetricName.NE, normalize_entropy(log_loss, label, negative))
         if self.options["include_logloss"]:
-            yield Value(MetricName.LOG_LOSS, log_loss / weight / math.log(2.0))
+            yield Value(MetricName.LOG_LOSS, log_loss / (label + negative) / math.log(2.0))
 
 
 @final
@@ -99,7 +119,7 @@ class ServingNEMetric(NEMetric):
 
     namespace = MetricNamespace.SERVING_NE
     arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
-    sums = (LOG_LOSS, LABEL, WEIGHT, WEIGHTED_SAMPLES)
+    sums = (LOG_LOSS, LABEL, NEGATIVE, WEIGHTED_SAMPLES)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -121,6 +141,10 @@ class RecalibratedNEMetric(NEMetric):
         "recalibration_coefficient": 1.0,
     }
 
+    def _prepare(self) -> None:
+        super()._prepare()
+        _check_rate(self.options)
+
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
         rate = self.options["recalibration_coefficient"]
@@ -130,7 +154,7 @@ class RecalibratedNEMetric(NEMetric):
                 lambda batch: cross_entropy(_recalibrate(batch, rate), batch.labels),
             ),
             LABEL,
-            WEIGHT,
+            NEGATIVE,
         )
 
 
@@ -139,10 +163,10 @@ class NEPositiveMetric(SumMetric):
     """The positives' share of normalized entropy: their log loss alone, divided as that is."""
 
     namespace = MetricNamespace.NE_POSITIVE
-    sums = (LOG_LOSS_POSITIVE, LABEL, WEIGHT)
+    sums = (LOG_LOSS_POSITIVE, LABEL, NEGATIVE)
     results: ClassVar = {
         MetricName.NE_POSITIVE: lambda s: normalize_entropy(
-            s["log_loss_positive"], s["label"], s["weight"]
+            s["log_loss_positive"], s["label"], s["negative"]
         )
     }
 
@@ -152,10 +176,10 @@ class UnweightedNEMetric(SumMetric):
     """Normalized entropy with all weights one."""
 
     namespace = MetricNamespace.UNWEIGHTED_NE
-    sums = (LOG_LOSS_UNWEIGHTED, LABEL_UNWEIGHTED, SAMPLES)
+    sums = (LOG_LOSS_UNWEIGHTED, LABEL_UNWEIGHTED, NEGATIVE_UNWEIGHTED)
     results: ClassVar = {
         MetricName.UNWEIGHTED_NE: lambda s: normalize_entropy(
-            s["log_loss_unweighted"], s["label_unweighted"], s["samples"]
+            s["log_loss_unweighted"], s["label_unweighted"], s["negative_unweighted"]
         )
     }
 
@@ -170,13 +194,12 @@ class CaliFreeNEMetric(SumMetric):
     """
 
     namespace = MetricNamespace.CALI_FREE_NE
-    sums = (LOG_LOSS, LABEL, PREDICTION, WEIGHT)
+    sums = (LOG_LOSS, LABEL, NEGATIVE, PREDICTION, PREDICTED_NEGATIVE)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        mean, rate = sums["prediction"] / sums["weight"], sums["label"] / sums["weight"]
-        log_loss = sums["log_loss"] / sums["weight"]
-        yield Value(MetricName.CALI_FREE_NE, log_loss / cross_entropy(mean, rate))
+        needed = (sums[quantity.name] for quantity in self.quantities())
+        yield Value(MetricName.CALI_FREE_NE, normalize_by_mean(*needed))
 
 
 @final
@@ -194,6 +217,11 @@ class SegmentedNEMetric(SumMetric):
         "num_groups": 1,
         "grouping_keys": "grouping_keys",
     }
+
+    def _prepare(self) -> None:
+        flag("include_logloss", self.options["include_logloss"])
+        whole("num_groups", self.options["num_groups"])
+        text("grouping_keys", self.options["grouping_keys"])
 
     def get_required_inputs(self) -> set[str]:
         """Name the model outputs that are needed."""
@@ -214,12 +242,12 @@ class SegmentedNEMetric(SumMetric):
 
             return Quantity(f"{of.name}_by_{key}_{num_groups}", sum_segments, width=num_groups)
 
-        return [by_segment(quantity) for quantity in (LOG_LOSS, LABEL, WEIGHT)]
+        return [by_segment(quantity) for quantity in (LOG_LOSS, LABEL, NEGATIVE)]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        log_loss, label, weight = (sums[quantity.name] for quantity in self.quantities())
-        entropies = normalize_entropy(log_loss, label, weight)
+        log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities())
+        entropies, weight = normalize_entropy(log_loss, label, negative), label + negative
         for place in range(self.options["num_groups"]):
             yield Value(MetricName.SEGMENTED_NE, entropies[:, place], f"_{place}")
             if self.options["include_logloss"]:
@@ -267,6 +295,9 @@ class RecalibratedCalibrationMetric(CalibrationMetric):
 
     namespace = MetricNamespace.RECALIBRATED_CALIBRATION
     arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
+
+    def _prepare(self) -> None:
+        _check_rate(self.options)
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
@@ -328,6 +359,8 @@ class TensorWeightedAvgMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"description": None}
 
     def _prepare(self) -> None:
+        if self.options["description"] is not None:
+            text("description", self.options["description"])
         nameless = [task.name for task in self.tasks if task.tensor_name is None]
         if nameless:
             raise ValueError(
@@ -365,11 +398,15 @@ class MSEMetric(SumMetric):
     """Mean squared error and its root.
 
     The argument `include_r_squared=True` adds `r_squared`: one less the squared error divided
-    by that of the labels' mean.
+    by that of the labels' mean. It is minus infinity for labels that are all equal, which labels
+    count as that differ by less than a millionth of their size.
     """
 
     namespace = MetricNamespace.MSE
     arguments: ClassVar[Mapping[str, Any]] = {"include_r_squared": False}
+
+    def _prepare(self) -> None:
+        flag("include_r_squared", self.options["include_r_squared"])
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
@@ -382,7 +419,9 @@ class MSEMetric(SumMetric):
         yield Value(MetricName.MSE, mse)
         yield Value(MetricName.RMSE, mse.sqrt())
         if self.options["include_r_squared"]:
-            around_mean = sums["squared_label"] - sums["label"].square() / sums["weight"]
+            of_labels = sums["squared_label"]
+            around_mean = of_labels - sums["label"].square() / sums["weight"]
+            around_mean = around_mean.masked_fill(around_mean <= NOISE * of_labels, 0.0)
             yield Value(MetricName.R_SQUARED, 1.0 - sums["squared_error"] / around_mean)
 
 
@@ -391,12 +430,11 @@ class NMSEMetric(SumMetric):
     """Squared error divided by that of always predicting 1, and the root of it."""
 
     namespace = MetricNamespace.NMSE
-    sums = (SQUARED_ERROR, SQUARED_LABEL, LABEL, WEIGHT)
+    sums = (SQUARED_ERROR, SQUARED_ERROR_OF_ONES)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        of_ones = sums["weight"] - 2.0 * sums["label"] + sums["squared_label"]
-        nmse = sums["squared_error"] / of_ones
+        nmse = sums["squared_error"] / sums["squared_error_of_ones"]
         yield Value(MetricName.NMSE, nmse)
         yield Value(MetricName.NRMSE, nmse.sqrt())
 
@@ -420,18 +458,24 @@ class ThresholdMetric(SumMetric):
     name: ClassVar[MetricName]
     """Of its result."""
 
+    def _prepare(self) -> None:
+        finite("threshold", self.options["threshold"])
+
     @abc.abstractmethod
     def decisions(self) -> tuple[Quantity, Quantity]:
         """Name the two sums whose ratio is the result."""
 
     def quantities(self) -> Sequence[Quantity]:
         """Name the sums."""
-        return self.decisions()
+        return (*self.decisions(), PREDICTION, LABEL)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         part, whole = self.decisions()
-        yield Value(self.name, sums[part.name] / sums[whole.name])
+        # Comparisons with NaN are false; the sums of what is compared are NaN.
+        has_nan_T = (sums[PREDICTION.name] + sums[LABEL.name]).isnan()
+        share_T = sums[part.name] / sums[whole.name]
+        yield Value(self.name, share_T.masked_fill(has_nan_T, torch.nan))
 
     def _hits(self) -> Quantity:
         threshold = self.options["threshold"]
@@ -493,11 +537,11 @@ class MulticlassRecallMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"number_of_classes": None}
 
     def _prepare(self) -> None:
-        if not isinstance(self.options["number_of_classes"], int) or self.num_classes < 2:
+        if self.options["number_of_classes"] is None:
             raise ValueError(
-                "MulticlassRecallMetric needs the argument number_of_classes, at least 2; received "
-                f"{self.options['number_of_classes']}."
+                "MulticlassRecallMetric needs the argument number_of_classes; received None."
             )
+        whole("number_of_classes", self.options["number_of_classes"], least=2)
 
     @property
     def num_classes(self) -> int:
@@ -512,7 +556,7 @@ class MulticlassRecallMetric(SumMetric):
             assert batch.classes is not None
             places_TNC = batch.classes.argsort(dim=2, descending=True)
             found_TNC = places_TNC == batch.labels.unsqueeze(2)
-            return torch.einsum("tnc,tn->tc", found_TNC.double(), batch.weights).cumsum(1)
+            return torch.einsum("tnc,tn->tc", found_TNC.double(), batch.weights_or_nan).cumsum(1)
 
         return Quantity(f"within_{self.num_classes}", within, width=self.num_classes), WEIGHT
 
@@ -536,12 +580,12 @@ class MultiLabelPrecisionMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"num_labels": 1, "label_names": None}
 
     def _prepare(self) -> None:
-        num_labels, names = self.options["num_labels"], self.options["label_names"]
-        if not 1 <= num_labels <= 52:
-            raise ValueError(f"num_labels must be from 1 to 52; received {num_labels}.")
-        if names is not None and len(names) != num_labels:
+        num_labels, label_names = self.options["num_labels"], self.options["label_names"]
+        whole("num_labels", num_labels, most=52)
+        if label_names is not None and len(names("label_names", label_names)) != num_labels:
             raise ValueError(
-                f"label_names must have a name for each label, {num_labels}; received {names}."
+                f"label_names must have a name for each label, {num_labels}; received "
+                f"{label_names}."
             )
 
     def quantities(self) -> Sequence[Quantity]:
@@ -553,7 +597,7 @@ class MultiLabelPrecisionMetric(SumMetric):
             given_TN = given_TN & batch.labels.long() if only_right else given_TN
             bits_L1 = torch.arange(num_labels, device=given_TN.device).unsqueeze(1)
             given_TLN = (given_TN.unsqueeze(1) >> bits_L1) & 1
-            return torch.einsum("tln,tn->tl", given_TLN.double(), batch.weights)
+            return torch.einsum("tln,tn->tl", given_TLN.double(), batch.weights_or_nan)
 
         return (
             Quantity(f"right_of_{num_labels}", lambda b: count(b, True), width=num_labels),
@@ -563,9 +607,9 @@ class MultiLabelPrecisionMetric(SumMetric):
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         right_TL, decided_TL = (sums[quantity.name] for quantity in self.quantities())
-        names = self.options["label_names"]
-        names = names or [f"label_{place}" for place in range(self.options["num_labels"])]
-        for name, precision_T in zip(names, (right_TL / decided_TL).unbind(1), strict=True):
+        numbered = [f"label_{place}" for place in range(self.options["num_labels"])]
+        label_names = self.options["label_names"] or numbered
+        for name, precision_T in zip(label_names, (right_TL / decided_TL).unbind(1), strict=True):
             yield Value(MetricName.MULTI_LABEL_PRECISION, precision_T, name)
 
 
@@ -617,6 +661,13 @@ def total_examples(count_T: torch.Tensor) -> Value:
     return Value(MetricName.TOTAL_EXAMPLES, count_T, prefix=MetricPrefix.DEFAULT)
 
 
+def _check_rate(options: Mapping[str, Any]) -> None:
+    rate = finite("recalibration_coefficient", options["recalibration_coefficient"], least=0.0)
+    if rate == 0.0:
+        raise ValueError(f"recalibration_coefficient must be positive; received {rate}.")
+
+
 def _recalibrate(batch: MetricBatch, rate: float) -> torch.Tensor:
     scaled = batch.predictions * rate
-    return scaled / (scaled + 1.0 - batch.predictions)
+    # `scaled + 1 - p` would round: the result for p = 1 would not be 1.
+    return scaled / (scaled + (1.0 - batch.predictions))

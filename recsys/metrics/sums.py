@@ -5,6 +5,7 @@ from typing import Self
 import torch
 
 from recsys.contact import explained
+from recsys.metrics.checks import check_group, instance
 
 
 class Sums:
@@ -33,8 +34,10 @@ class Sums:
             other: is made as this one was; is left as it was.
 
         Raises:
+            TypeError: it is of another class.
             ValueError: its sums have another shape.
         """
+        instance("other", other, type(self))
         if self._sums.shape != other._sums.shape:
             raise ValueError(
                 f"merged accumulators must have sums of one shape; received "
@@ -47,8 +50,12 @@ class Sums:
 
         Args:
             group: the ranks; `None` for all.
+
+        Raises:
+            TypeError: it is no process group.
         """
         import torch.distributed as dist
 
+        check_group("group", group)
         with explained(group, "add up a metric"):
             dist.all_reduce(self._sums, group=group)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from recsys.kernels.arguments import finite, whole, wrong_type
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.metrics_config import BatchSizeStage, validate_batch_size_stages
 from recsys.metrics.metrics_namespace import (
@@ -39,6 +40,7 @@ class ThroughputMetric(torch.nn.Module):
         clock: gives seconds.
 
     Raises:
+        TypeError: an argument is of a wrong type.
         ValueError: an argument is not positive (`warmup_steps` may be 0), or the stages end.
 
     Example:
@@ -64,17 +66,13 @@ class ThroughputMetric(torch.nn.Module):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        given = {
-            "batch_size": batch_size,
-            "world_size": world_size,
-            "window_seconds": window_seconds,
-        }
-        for name, value in given.items():
-            if value < 1:
-                raise ValueError(f"{name} must be positive; received {value}.")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be 0 or more; received {warmup_steps}.")
-        validate_batch_size_stages(list(batch_size_stages or ()))
+        whole("batch_size", batch_size)
+        whole("world_size", world_size)
+        finite("window_seconds", window_seconds, least=1)
+        whole("warmup_steps", warmup_steps, least=0)
+        validate_batch_size_stages(batch_size_stages)
+        if not callable(clock):
+            wrong_type("clock", "a function that gives seconds", clock)
         self._batch_size = batch_size
         self._world_size = world_size
         self._window_seconds = window_seconds
@@ -95,8 +93,12 @@ class ThroughputMetric(torch.nn.Module):
 
         Args:
             num_batch: their number.
+
+        Raises:
+            TypeError: it is no whole number.
+            ValueError: it is negative.
         """
-        self._num_batch = num_batch
+        self._num_batch = whole("num_batch", num_batch, least=0)
 
     def _current_batch_size(self) -> int:
         end = 0
@@ -209,11 +211,8 @@ class TowerQPSMetric(SumMetric):
         return time.perf_counter()
 
     def _prepare(self) -> None:
-        if self.options["warmup_steps"] < 0:
-            raise ValueError(
-                f"warmup_steps must be 0 or more; received {self.options['warmup_steps']}."
-            )
-        self._untimed = max(1, self.options["warmup_steps"])
+        validate_batch_size_stages(self.options["batch_size_stages"])
+        self._untimed = max(1, whole("warmup_steps", self.options["warmup_steps"], least=0))
         self._last_s = 0.0
 
     def quantities(self) -> Sequence[Quantity]:

@@ -10,6 +10,8 @@ from typing import final
 
 import torch
 
+from recsys.kernels.arguments import whole
+
 MAX_PARTS = 1000
 """A window of sums forgets by whole batches, or by a thousandth of it if that is more."""
 
@@ -33,7 +35,7 @@ class SumWindow:
     """
 
     def __init__(self, max_samples: int) -> None:
-        self.max_samples = max_samples
+        self.max_samples = whole("max_samples", max_samples)
         self.sums: deque[torch.Tensor] = deque()
         self.counts: deque[int] = deque()
         self._part_size = math.ceil(max_samples / MAX_PARTS)
@@ -74,7 +76,7 @@ class RowWindow:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self.max_rows = max_rows
+        self.max_rows = whole("max_rows", max_rows)
         self._num_kept = 0  # The oldest batch stays whole.
         self._parts: deque[tuple[torch.Tensor, torch.Tensor | None]] = deque()
 

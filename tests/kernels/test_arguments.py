@@ -72,6 +72,7 @@ def test_what_is_meant_is_returned(call: Callable[[], Any], expected: object) ->
         (lambda: whole_list("x", [0, -1]), ValueError, "x[1] must not be negative; received -1."),
         (lambda: whole_list("x", [0.0]), TypeError, "x[0] must be a whole number; received 0.0."),
         (lambda: whole_list("x", [1], 2), ValueError, "x must have 2 numbers; received [1]."),
+        (lambda: finite("x", torch.ones(2)), TypeError, "x must be a number; received tensor([1"),
         (lambda: finite("x", float("nan")), ValueError, "x must be finite; received nan."),
         (lambda: finite("x", float("inf")), ValueError, "x must be finite; received inf."),
         (lambda: finite("x", -1, 0), ValueError, "x must be finite and >= 0; received -1."),

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +67,32 @@ def test_binned_takes_probabilities_of_0_and_1():
     metric = BinnedAUC(num_bins=10)
     metric.update(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))
     assert metric.compute() == 1.0
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_nan_shows(place):
+    given = [torch.rand(8), (torch.arange(8) % 2).float(), torch.rand(8)]
+    given[place][3] = math.nan
+    assert auc(*given).isnan()
+    for metric in (AUC(), BinnedAUC(num_bins=10)):
+        metric.update(*given)
+        assert metric.compute().isnan()
+
+
+def test_bins_take_any_number():
+    metric = BinnedAUC(num_bins=10)
+    metric.update(torch.tensor([-math.inf, -1e30, 0.5, 1e30, math.inf]), torch.arange(5) > 2)
+    assert metric.compute() == 1.0
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_weights_of_any_size(size):
+    scores, labels, weights = samples(num=100)
+    for make in (AUC, lambda: BinnedAUC(num_bins=51)):
+        metric, of_ones = make(), make()
+        metric.update(scores, labels, weights.double() * size)
+        of_ones.update(scores, labels, weights)
+        assert metric.compute().item() == pytest.approx(of_ones.compute().item())
 
 
 def test_bad_input():

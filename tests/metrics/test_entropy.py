@@ -5,6 +5,7 @@ import torch
 from sklearn import metrics as sklearn_metrics
 
 from recsys.metrics import NormalizedEntropy, log_loss, normalized_entropy
+from recsys.metrics.entropy import normalize_by_mean
 
 
 def samples(num=1000):
@@ -45,6 +46,33 @@ def test_accumulated_and_merged_equals_whole():
     expected = (labels * weights).sum() / weights.sum()
     assert parts[0].base_rate().item() == pytest.approx(expected.item(), abs=1e-6)
     assert parts[0].state().shape == (3,)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_class_has_no_entropy(label):
+    """Whatever the weights round to, and in whatever order they are added up."""
+    metric = NormalizedEntropy()
+    for seed in range(8):
+        weights = torch.rand(33, generator=torch.Generator().manual_seed(seed)).double() * 0.1
+        metric.update(torch.full((33,), 0.3), torch.full((33,), label), weights)
+    assert metric.compute() == math.inf
+    assert metric.base_rate() == label
+
+
+def test_a_class_of_little_weight_has_an_entropy():
+    share = 1e-18
+    weights = torch.tensor([1.0, share], dtype=torch.float64)
+    for labels in (torch.tensor([1, 0]), torch.tensor([0, 1])):
+        found = normalized_entropy(torch.tensor([0.5, 0.5]), labels, weights)
+        assert found.item() == pytest.approx(math.log(2) / (share * (1 - math.log(share))))
+
+
+def test_the_mean_prediction_may_be_one():
+    ones, share = torch.tensor([3.3]).double(), torch.tensor([0.1]).double()
+    found = normalize_by_mean(torch.ones(1), ones, share, ones + share, torch.zeros(1))
+    assert found.item() == pytest.approx(1 / (0.1 * -math.log(1e-12)))
+    nothing = torch.zeros(1)
+    assert normalize_by_mean(torch.ones(1), ones, nothing, ones, nothing).item() == math.inf
 
 
 def test_bad_input():

@@ -32,6 +32,7 @@ from tests.metrics import test_sum_metrics
 from tests.metrics.data import Batch, column, in_window, model_out
 from tests.metrics.test_ranking import area, inverted, precision
 from tests.metrics.test_session_metrics import ndcg, top
+from tests.offenders import check_each
 from tests.ranks import RankPool
 
 WINDOW = 40  # samples of a rank
@@ -233,3 +234,61 @@ def test_equals_the_formula(num_ranks: int, seed: int, ranks: RankPool) -> None:
         assert sorted(set(expected) - set(found)) == []
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, abs=1e-6, rel=1e-6), key
+
+
+# What metrics do not read, or count as missing: a NaN there is no part of their results.
+UNREAD: dict[Any, set[str]] = {
+    RecMetricEnum.CTR: {"prediction"},
+    RecMetricEnum.SUM_WEIGHTS: {"prediction", "label"},
+    RecMetricEnum.WEIGHTED_AVG: {"label"},
+    RecMetricEnum.WEIGHTED_SUM_PREDICTIONS: {"label"},
+    RecMetricEnum.TENSOR_WEIGHTED_AVG: {"prediction", "label"},
+    RecMetricEnum.NUM_POSITIVE_SAMPLES: {"prediction", "label"},
+    RecMetricEnum.NUM_MISSING_LABELS: {"prediction", "label"},
+    RecMetricEnum.SCALAR: {"prediction", "weight"},
+    RecMetricEnum.UNWEIGHTED_NE: {"weight"},
+    RecMetricEnum.RAUC: {"weight"},
+}
+# Results of some of what a metric reads.
+UNREAD_BY = {
+    "label_average": {"prediction"},
+    "prediction_average": {"label"},
+    "total_examples": {"prediction", "label"},
+}
+
+
+def update_with_nan(metric: RecMetricEnum, part: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Results over a batch with a NaN and two without."""
+    task = TASKS.get(metric, CLICK)
+    module = REC_METRICS_MAPPING[metric](
+        world_size=1,
+        my_rank=0,
+        batch_size=16,
+        tasks=[task],
+        window_size=48,
+        **ARGUMENTS.get(metric, {}),
+    )
+    for seed, place in enumerate((None, 5, None)):
+        batch = batches_of_rank(seed, 0)[0]
+        columns = {
+            kind: batch[getattr(task, f"{kind}_name")].to(dtype)
+            for kind in ("prediction", "label", "weight")
+        }
+        if place is not None:
+            columns[part][place] = math.nan
+        given = {f"{kind}s": {task.name: column} for kind, column in columns.items()}
+        inputs = {name: batch[name] for name in ("session_id", "num_candidates", "tensor")}
+        module.update(**given, **inputs, grouping_keys=torch.zeros(16))
+    return {key.partition("|")[2]: value for key, value in module.compute().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", ["prediction", "label", "weight"])
+def test_a_nan_shows_in_every_result_that_it_is_part_of(part: str, dtype: torch.dtype) -> None:
+    def check(metric: RecMetricEnum) -> None:
+        for key, value in update_with_nan(metric, part, dtype).items():
+            name = key.removeprefix("window_").removeprefix("lifetime_")
+            is_read = part not in UNREAD.get(metric, set()) | UNREAD_BY.get(name, set())
+            assert bool(value.isnan().all()) is is_read, (key, value)
+
+    check_each(check, [metric for metric in RecMetricEnum if metric is not RecMetricEnum.TOWER_QPS])

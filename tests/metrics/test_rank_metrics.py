@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,20 +130,56 @@ def test_any_window_of_any_batches(sizes: list[int], window: int, seed: int) -> 
             assert value == pytest.approx(metric(p, y, w), abs=1e-6, nan_ok=True)
 
 
-def test_groups_without_a_value_count_as_documented() -> None:
+def test_groups_without_a_value_are_left_out() -> None:
     module = build(definitions())
-    batch = model_out(0, 3)
-    batch["grouping_keys"] = torch.tensor([2**60, 2**60, 2**60 + 1])  # beyond float64
+    batch = model_out(0, 5)
+    batch["grouping_keys"] = torch.tensor([2**60, 2**60, 2**60, 2**60 + 1, 7])  # beyond float64
     for task in TASKS:
-        batch[f"{task}_prediction"] = torch.tensor([0.1, 0.2, 0.3])
-        batch[f"{task}_label"] = torch.tensor([0.0, 1.0, 0.0])
+        batch[f"{task}_prediction"] = torch.tensor([0.1, 0.3, 0.2, 0.4, 0.5])
+        batch[f"{task}_label"] = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0])
+        batch[f"{task}_weight"] = torch.ones(5)
     module.update(batch)
     found = module.compute()
-    assert found["auc-buy|window_grouped_auc"] == (1.0 + 0.5) / 2
-    assert found["auprc-buy|window_grouped_auprc"] == (1.0 + 0.0) / 2
-    assert found["rauc-buy|window_grouped_rauc"] == (1.0 + 1.0) / 2
+    assert found["auc-buy|window_grouped_auc"] == 1.0
+    assert found["auprc-buy|window_grouped_auprc"] == 1.0
+    assert found["rauc-buy|window_grouped_rauc"] == 1.0
     with pytest.raises(ValueError, match="needs the model output 'grouping_keys'; received"):
         module.update({k: v for k, v in batch.items() if k != "grouping_keys"})
+
+
+def test_a_mean_over_no_group_is_not_a_number() -> None:
+    module = build(definitions())
+    batch = model_out(0, 4)
+    batch["grouping_keys"] = torch.arange(4)
+    for task in TASKS:
+        batch[f"{task}_label"] = torch.zeros(4)
+    module.update(batch)
+    found = module.compute()
+    for name in ("auc", "auprc", "rauc"):
+        assert found[f"{name}-buy|window_grouped_{name}"].isnan(), name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_of_groups_may_be_of_any_size(seed: int) -> None:
+    """Running sums over all groups would lose the small ones beside the large ones."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = {k: v.double() for k, v in model_out(seed, 16).items()}
+    batch["grouping_keys"] = torch.randint(0, 3, (16,), generator=generator)
+    size = 10.0 ** torch.tensor([9.0, -9.0, 0.0], dtype=torch.float64)[batch["grouping_keys"]]
+    for task in TASKS:
+        batch[f"{task}_weight"] = torch.rand(16, generator=generator).double() * size
+        batch[f"{task}_prediction"] = batch[f"{task}_prediction"].mul(4).round().div(4)
+    module = build(definitions())
+    module.update(batch)
+    found = module.compute()
+    for task in TASKS:
+        p, y, w = (column([batch], f"{task}_{kind}") for kind in ("prediction", "label", "weight"))
+        key = batch["grouping_keys"].numpy()
+        for name, metric in ORACLES.items():
+            values = [metric(p[of], y[of], w[of]) for of in (key == g for g in range(3))]
+            expected = float(np.nanmean(values))
+            value = found[f"{name}-{task}|window_grouped_{name}"].item()
+            assert value == pytest.approx(expected, rel=1e-9), name
 
 
 def test_binned_area_is_that_of_the_accumulator() -> None:
@@ -198,3 +235,13 @@ def test_a_prediction_that_is_no_number_shows_in_bins() -> None:
     batch["click_prediction"][3] = math.nan
     module.update(batch)
     assert all(value.isnan() for value in module.compute().values())
+
+
+def test_predictions_beyond_all_bins_are_in_the_last() -> None:
+    wanted = {RecMetricEnum.BINNED_AUC: RecMetricDef(rec_tasks=[CLICK], window_size=16)}
+    module = build(wanted)
+    batch = model_out(0, 3)
+    batch["click_prediction"] = torch.tensor([-1e30, 0.5, 1e30])
+    batch["click_label"] = torch.tensor([0.0, 0.0, 1.0])
+    module.update(batch)
+    assert module.compute()["binned_auc-click|window_binned_auc"] == 1.0

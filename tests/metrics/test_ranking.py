@@ -21,6 +21,7 @@ from recsys.metrics.ranking import (
     inverted_pairs,
     one_group,
     places,
+    weigh_equal_pairs,
 )
 
 SAMPLE = st.tuples(
@@ -139,3 +140,40 @@ def test_scores_of_any_sign(dtype):
     for ours, oracle in ((area_under_roc, area), (average_precision, precision)):
         found = ours(scores, labels, weights, one_group(scores)).item()
         assert found == pytest.approx(oracle(as_ranks, labels, weights), abs=1e-9)
+
+
+def test_a_group_of_one_class_has_no_area():
+    """Rounding of sums over other groups is no weight of the class that is missing."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.arange(400) // 4
+    scores, weights = torch.rand(2, 400, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(400, generator=generator) < 0.5).double()
+    for weights_N in (weights, torch.full_like(weights, 0.1)):
+        samples = scores, labels, weights_N, group_samples(keys)
+        has_one = labels.view(100, 4).sum(1) % 4 == 0
+        assert 0 < has_one.sum() < 100
+        assert torch.equal(area_under_roc(*samples)[:100].isnan(), has_one)
+        has_none = labels.view(100, 4).sum(1) == 0
+        assert torch.equal(average_precision(*samples)[:100].isnan(), has_none)
+
+
+@pytest.mark.parametrize("size", [1e-200, 1.0, 1e200])
+def test_weights_of_any_size(size):
+    scores = torch.tensor([0.1, 0.4, 0.4, 0.8]).double()
+    labels, weights = torch.tensor([0, 0, 1, 1]).double(), torch.ones(4).double() * size
+    samples = scores, labels, weights, one_group(scores)
+    assert area_under_roc(*samples).item() == pytest.approx(0.875)
+    assert average_precision(*samples).item() == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
+
+
+@settings(deadline=None, max_examples=100)
+@given(samples=st.lists(st.tuples(st.integers(0, 3), st.floats(-9, 9)), max_size=20))
+def test_pairs_of_equal_keys(samples):
+    keys = torch.tensor([key for key, _ in samples])
+    weights = 10 ** torch.tensor([power for _, power in samples], dtype=torch.float64)
+    expected = math.fsum(
+        weights[i] * weights[j]
+        for i, j in itertools.combinations(range(len(samples)), 2)
+        if keys[i] == keys[j]
+    )
+    assert weigh_equal_pairs(keys, weights).item() == pytest.approx(expected, rel=1e-12, abs=0)

@@ -74,7 +74,7 @@ def test_a_list_shares_sums():
     assert "ne-a|window_ne" not in metrics[0].compute()
     assert set(metrics.compute()) > set(metrics[0].compute())
     assert {key for key in metrics.state_dict() if "lifetime.a" in key} == {
-        f"_accumulators.lifetime.a.{name}" for name in ("label", "weight", "log_loss")
+        f"_accumulators.lifetime.a.{name}" for name in ("label", "weight", "log_loss", "negative")
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ from recsys.metrics.metrics_config import (
     RecTaskInfo,
     SessionMetricDef,
 )
+from recsys.metrics.session_metrics import GAUCMetric, XAUCMetric
 from tests.metrics.data import Batch, batches_of_rank, in_window
+from tests.metrics.formulas import area
 from tests.ranks import RankPool
 
 WINDOW = 40
@@ -192,6 +195,64 @@ def test_gauc_is_over_sessions_of_both_classes() -> None:
     batch = {**batches_of_rank(0)[0], "num_candidates": torch.tensor([15])}
     with pytest.raises(ValueError, match="must add up to the samples, 16; received 15"):
         module.update(batch)
+    batch["num_candidates"] = torch.tensor([17, -1])
+    with pytest.raises(ValueError, match=r"must not be negative; received \[17, -1\]"):
+        module.update(batch)
+
+
+@pytest.mark.parametrize("kind", ["tenths", "random", "of any size"])
+def test_gauc_of_weights_that_are_not_whole(kind: str) -> None:
+    """The rounding of sums over sessions is no weight of the class that a session lacks."""
+    generator = torch.Generator().manual_seed(0)
+    p, w = torch.rand(2, 400, generator=generator, dtype=torch.float64)
+    y = (torch.rand(400, generator=generator) < 0.5).double()
+    if kind == "tenths":
+        w = torch.full_like(w, 0.1)
+    elif kind == "of any size":
+        w = 10 ** (w * 18 - 9)
+    task = RecTaskInfo("t")
+    metric = GAUCMetric(world_size=1, my_rank=0, batch_size=400, tasks=[task], window_size=400)
+    metric.update(
+        predictions={"t": p},
+        labels={"t": y},
+        weights={"t": w},
+        num_candidates=torch.full((100,), 4),
+    )
+    sessions = [(p[of : of + 4], y[of : of + 4], w[of : of + 4]) for of in range(0, 400, 4)]
+    areas = [area(*map(torch.Tensor.tolist, session)) for session in sessions]
+    defined = [value for value in areas if not math.isnan(value)]
+    found = metric.compute()
+    assert found["gauc-t|lifetime_gauc_num_samples"] == len(defined) < 100
+    assert found["gauc-t|lifetime_gauc"].item() == pytest.approx(np.mean(defined), rel=1e-9)
+
+
+def test_gauc_without_a_session_of_both_classes() -> None:
+    metric = GAUCMetric(
+        world_size=1, my_rank=0, batch_size=6, tasks=[RecTaskInfo("t")], window_size=6
+    )
+    metric.update(
+        predictions={"t": torch.rand(6)},
+        labels={"t": torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])},
+        weights={"t": torch.tensor([0.1, 0.3, 0.1, 0.3, 0.7, 0.0])},  # one has no weight
+        num_candidates=torch.tensor([2, 0, 2, 2]),
+    )
+    found = metric.compute()
+    assert found["gauc-t|window_gauc"].isnan()
+    assert found["gauc-t|window_gauc_num_samples"] == 0
+
+
+def test_xauc_of_one_large_weight() -> None:
+    """The square of the sum less the sum of squares would be zero."""
+    metric = XAUCMetric(
+        world_size=1, my_rank=0, batch_size=3, tasks=[RecTaskInfo("t")], window_size=3
+    )
+    metric.update(
+        predictions={"t": torch.tensor([0.1, 0.2, 0.3])},
+        labels={"t": torch.tensor([0.0, 2.0, 1.0])},
+        weights={"t": torch.tensor([1e10, 1e-10, 3e-10], dtype=torch.float64)},
+    )
+    # Pairs with the first are in order, and of 1 and 3 in weight; the last two hardly count.
+    assert metric.compute()["xauc-t|window_xauc"].item() == pytest.approx(1.0)
 
 
 def test_bad_sessions() -> None:

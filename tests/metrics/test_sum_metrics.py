@@ -262,7 +262,7 @@ def test_bad_arguments() -> None:
         of(RecMetricEnum.RECALL, limit=1)
     with pytest.raises(ValueError, match="needs the argument number_of_classes"):
         of(RecMetricEnum.MULTICLASS_RECALL)
-    with pytest.raises(ValueError, match="num_labels must be from 1 to 52; received 0"):
+    with pytest.raises(ValueError, match="num_labels must be positive; received 0"):
         of(RecMetricEnum.MULTI_LABEL_PRECISION, num_labels=0)
     with pytest.raises(ValueError, match=r"a name for each label, 2; received \['a'\]"):
         of(RecMetricEnum.MULTI_LABEL_PRECISION, num_labels=2, label_names=["a"])
@@ -305,3 +305,84 @@ def test_labels_of_any_dtype_are_computed_in_float32_or_float64(dtype: torch.dty
     expected = wanted.compute()
     for name, value in module.compute().items():
         assert value.item() == pytest.approx(expected[name].item(), rel=1e-6), name
+
+
+def one_class_on_rank(label: float) -> dict[str, float]:
+    """Results of samples of one class, whose weights are not whole."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for tasks in (("a",), tuple("abcde")):
+        generator = torch.Generator().manual_seed(rank)
+        module = build(ONE_CLASS, num_ranks, rank, tasks, window=128, compute_on_all_ranks=True)
+        for seed in range(8):
+            batch = {k: v.double() for k, v in model_out(seed, 16, tasks).items()}
+            for task in tasks:
+                batch[f"{task}_label"].fill_(label)
+                weights = torch.rand(16, generator=generator, dtype=torch.float64)
+                batch[f"{task}_weight"] = weights * 0.1
+            module.update(batch)
+        found |= {f"{key} of {len(tasks)}": float(v) for key, v in module.compute().items()}
+    return found
+
+
+ONE_CLASS = [
+    RecMetricEnum.NE,
+    RecMetricEnum.SERVING_NE,
+    RecMetricEnum.NE_POSITIVE,
+    RecMetricEnum.UNWEIGHTED_NE,
+    RecMetricEnum.RECALIBRATED_NE,
+    RecMetricEnum.SEGMENTED_NE,
+    RecMetricEnum.NMSE,
+    RecMetricEnum.MSE,
+]
+
+
+ENTROPIES = ("ne", "unweighted_ne", *(f"segmented_ne_{place}" for place in range(3)))
+UNDEFINED = {
+    0.0: dict.fromkeys(ENTROPIES, math.inf) | {"r_squared": -math.inf},
+    1.0: dict.fromkeys((*ENTROPIES, "ne_positive", "nmse", "nrmse"), math.inf)
+    | {"r_squared": -math.inf},
+}
+
+
+@pytest.mark.parametrize("label", UNDEFINED)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_one_class_divides_by_zero_and_not_by_rounding(
+    num_ranks: int, label: float, ranks: RankPool
+) -> None:
+    """Sums over ranks are rounded in an order of their own for each place of what is reduced."""
+    expected = UNDEFINED[label]
+    for found in ranks(num_ranks, one_class_on_rank, label):
+        names = {key: key.partition("|")[2].partition(" ")[0] for key in found}
+        names = {key: name.partition("_")[2] for key, name in names.items()}  # without the span
+        assert {*names.values()} >= {*expected}
+        for key, name in names.items():
+            if name in expected:
+                assert found[key] == expected[name], key
+
+
+def test_predictions_of_one_only() -> None:
+    module = build([RecMetricEnum.CALI_FREE_NE, RecMetricEnum.RECALIBRATED_NE], tasks=("a",))
+    batch = model_out(0, 16, tasks=("a",))
+    batch["a_prediction"].fill_(1.0)
+    batch["a_weight"] = torch.full((16,), 0.1)
+    module.update(batch)
+    found = module.compute()
+    # Always predicting the mean is what they do.
+    assert found["cali_free_ne-a|window_cali_free_ne"].item() == pytest.approx(1.0)
+    loss = -math.log(1e-12) * (1.0 - batch["a_label"].mean().item())
+    rate = batch["a_label"].mean().item()
+    assert found["recalibrated_ne-a|window_ne"].item() == pytest.approx(loss / entropy(rate))
+
+
+@pytest.mark.parametrize("label", [0.0, 0.1, 0.7, 1.0, 2.3])
+def test_labels_that_are_all_equal_have_no_spread(label: float) -> None:
+    module = build([RecMetricEnum.MSE], tasks=("a",), window=1000)
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(20):
+        batch = {k: v.double() for k, v in model_out(seed, 16, tasks=("a",)).items()}
+        batch["a_label"].fill_(label)
+        batch["a_weight"] = torch.rand(16, generator=generator, dtype=torch.float64)
+        module.update(batch)
+        found = module.compute()
+        assert found["mse-a|window_r_squared"] == -math.inf
