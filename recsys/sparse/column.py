@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeGuard, final
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
@@ -341,13 +341,13 @@ def _id_of(value: Any) -> int | _Rule:
             return _WHOLE
         if isinstance(value, float | np.floating):
             limit = int(2 / np.finfo(type(value)).eps)
-            if abs(value) >= limit:
+            if abs(float(value)) >= limit:
                 return _exact(limit, type(value).__name__)
-    number = int(value)
+    number: int = int(value)
     return number if _MIN_ID <= number <= _MAX_ID else _INT64
 
 
-def _is_number(value: object) -> TypeGuard[Any]:
+def _is_number(value: object) -> bool:
     # for Python, a np.timedelta64 is a whole number
     return isinstance(value, Real | Decimal) and not isinstance(value, np.timedelta64)
 
