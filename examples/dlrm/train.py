@@ -94,20 +94,15 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.graph_dense and not torch.cuda.is_available():
         parser.error("--graph-dense needs a CUDA device; torch sees none. Leave it out on a CPU.")
-    data, resumes = arguments.dataset, arguments.resume == "auto"
+    dataset, with_dataset = arguments.dataset, f"with --dataset {arguments.dataset}"
     for option, value, is_read, when in (
-        ("--data", arguments.data, data != "random", "with --dataset random"),
-        ("--split", arguments.split, data == "movielens", f"with --dataset {data}"),
-        (
-            "--num-embeddings",
-            arguments.num_embeddings,
-            data != "movielens",
-            "with --dataset movielens",
-        ),
-        ("--save-every", arguments.save_every, resumes, "without --resume auto"),
+        ("data", arguments.data, dataset != "random", with_dataset),
+        ("split", arguments.split, dataset == "movielens", with_dataset),
+        ("num-embeddings", arguments.num_embeddings, dataset != "movielens", with_dataset),
+        ("save-every", arguments.save_every, arguments.resume == "auto", "without --resume auto"),
     ):
         if value is not None and not is_read:
-            parser.error(f"{option} does nothing {when}. Leave it out.")
+            parser.error(f"--{option} does nothing {when}. Leave it out.")
     arguments.split = arguments.split or SPLITS[0]
     arguments.num_embeddings = arguments.num_embeddings or 100_000
     arguments.save_every = arguments.save_every or 50
