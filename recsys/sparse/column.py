@@ -8,6 +8,7 @@ Legend: `B` rows, `N` values.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -66,7 +67,7 @@ _INT64: Final = _Rule(
 def _exact(limit: int, dtype: object) -> _Rule:
     return _Rule(
         TypeError,
-        f"must hold exact ids, which {dtype} does not have from {limit} on",
+        f"must hold exact ids, and {dtype} rounds those from {limit} on",
         "Give them as int64; pandas keeps missing ones apart in the dtype 'Int64'.",
     )
 
@@ -220,9 +221,17 @@ def _of_lists(column: Iterable[Any]) -> Bags:
     if len(kinds) == 1 and all(isinstance(row, np.ndarray) and row.ndim == 1 for row in rows):
         lengths = torch.tensor([len(row) for row in rows])
         return Bags(_plain(np.concatenate(rows)), lengths, True)
+    if set(map(type, rows)) in ({int}, {float}):
+        values = _of_values(rows)
+        if isinstance(values, Tensor):
+            return _of_tensor("", values, None)
     parts: list[list[Any]] = []
     has_lists = False
     for row in rows:
+        if type(row) is list:
+            parts.append(row)
+            has_lists = True
+            continue
         if isinstance(row, Tensor | np.ndarray):
             row = row.tolist()
         if _is_missing(row):
@@ -232,9 +241,8 @@ def _of_lists(column: Iterable[Any]) -> Bags:
         else:
             parts.append(list(row))
             has_lists = True
-    flat = [value for part in parts for value in part]
     lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-    return Bags(_of_values(flat), lengths, has_lists)
+    return Bags(_of_values(list(itertools.chain.from_iterable(parts))), lengths, has_lists)
 
 
 def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
@@ -245,9 +253,10 @@ def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
     if hasattr(column, "dictionary"):
         names = column.dictionary
         if as_codes and not _are_numbers(names.to_numpy(zero_copy_only=False)):
-            codes = column.indices.fill_null(-1).to_numpy()
+            is_there = column.indices.is_valid().to_numpy(zero_copy_only=False)
+            codes = column.indices.fill_null(0).to_numpy()  # of a type that may be unsigned
             is_null = np.append(names.is_null().to_numpy(zero_copy_only=False), True)
-            return _masked(codes, ~is_null[codes])
+            return _masked(codes, is_there & ~is_null[codes])
         column = column.dictionary_decode()
     if hasattr(column, "value_lengths"):
         inside = _of_arrow(subject, column.flatten(), as_codes)

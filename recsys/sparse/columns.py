@@ -124,6 +124,6 @@ def _first_difference(weights: Tensor, ids: Tensor) -> str:
         return f"{weights.numel()} rows of weights and {ids.numel()} of ids"
     row = int((weights != ids).nonzero()[0, 0])
     return (
-        f"{int(weights[row])} weights and {int(ids[row])} ids in row {row}, where missing ones do "
-        "not count"
+        f"{int(weights[row])} weights and {int(ids[row])} ids in row {row}; a missing value (None, "
+        "NaN) counts as none"
     )

@@ -270,7 +270,8 @@ def _complain(
     low: float,
     high: float,
 ) -> NoReturn:
-    is_bad = ~((values >= allowed.low) & (values <= allowed.high))
+    wide = values.double()  # float32 would round the ends of the range to infinity
+    is_bad = ~((wide >= allowed.low) & (wide <= allowed.high))
     places = is_bad.reshape(-1).nonzero().reshape(-1)
     if places.numel():
         place = int(places[0])
