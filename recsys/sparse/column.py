@@ -133,13 +133,12 @@ def read_ids(subject: str, bags: Bags) -> Tensor:
         return ids
     if values.dtype is torch.bool or values.is_complex():
         _check(subject, bags, torch.ones_like(values, dtype=torch.bool), _WHOLE)
-    ids = values.long()
     if values.is_floating_point():
         limit = int(2 / torch.finfo(values.dtype).eps)
         _check(subject, bags, values.isnan(), _THERE)
-        _check(subject, bags, ids != values, _WHOLE)
+        _check(subject, bags, values.isinf() | (values != values.trunc()), _WHOLE)
         _check(subject, bags, values.abs() >= limit, _exact(limit, values.dtype))
-    return ids
+    return values.long()
 
 
 def read_weights(subject: str, bags: Bags) -> Tensor:
@@ -203,11 +202,11 @@ def _of_tensor(subject: str, values: Tensor, padding: int | None) -> Bags:
         )
     if values.dtype in (torch.uint16, torch.uint32):
         values = values.long()
-    compared = values.view(torch.int64) if values.dtype is torch.uint64 else values
-    if padding is not None:
-        is_there = compared != padding
-    else:
+    is_uint64 = values.dtype is torch.uint64
+    if padding is None or (is_uint64 and padding < 0):
         is_there = torch.ones(values.shape, dtype=torch.bool, device=values.device)
+    else:
+        is_there = (values.view(torch.int64) if is_uint64 else values) != padding
     if values.dim() == 1:
         if values.is_floating_point():
             is_there = is_there & ~values.isnan()

@@ -14,7 +14,11 @@ from collections.abc import Iterable, Iterator
 from tests.ranks import RankPool
 
 # Kind to the seeds of the cases that were wrong when the kind was first searched.
-FINDS: dict[str, list[int]] = {}
+FINDS: dict[str, list[int]] = {
+    "data": [
+        *(5, 11, 12, 13, 16, 18, 24, 38, 49, 82, 124, 156, 160, 163, 171, 246, 269, 1078, 1383),
+    ],
+}
 
 
 def search(pool: RankPool, kind: str, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
