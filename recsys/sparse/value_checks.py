@@ -244,10 +244,10 @@ def _has_values(values: Tensor) -> bool:
     """Return whether a tensor has values that can be looked at, and is not traced or captured."""
     return (
         not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None  # of torch.jit.trace
         and type(values) in (Tensor, nn.Parameter)
         and values.numel() > 0
         and values.dtype is not torch.bool
-        and torch._C._get_tracing_state() is None  # of torch.jit.trace
         and all(torch._C._get_dispatch_mode(mode) is None for mode in _TRACING_MODES)
         and not torch._C._functorch.is_functorch_wrapped_tensor(values)
         and (values.is_cpu or (values.is_cuda and not torch.cuda.is_current_stream_capturing()))
