@@ -55,6 +55,7 @@ class Batch:
     label_name: str = ""
 
     def __post_init__(self) -> None:
+        self.dense_names = tuple(self.dense_names)
         name_columns(self.dense_features, self.dense_names)
         name_columns(self.labels, (self.label_name,) if self.label_name else ())
 
@@ -103,7 +104,7 @@ class Batch:
         unknown = sorted(named.keys() - set(sparse))
         if unknown:
             raise KeyError(
-                f"weights must be of sparse columns; received {unknown}, not in {sparse}."
+                f"weights must be of features in sparse; received {unknown}, not in {sparse}."
             )
         ids = jagged_of({name: columns[name] for name in sparse}, named, padding)
         numbers = [read_numbers(f"Column {name!r}", columns[name]) for name in dense]

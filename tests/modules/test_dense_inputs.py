@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.datasets.utils import Batch
+from recsys.fx import symbolic_trace
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dlrm import DLRM, DenseArch, DLRMTrain, mean_loss
@@ -213,11 +214,11 @@ def test_traced_and_scripted() -> None:
     expected = loss(*given)
     torch.testing.assert_close(torch.jit.script(mean_loss)(*given), expected)
     torch.testing.assert_close(torch.jit.trace(loss, given)(*given), expected)
-    torch.testing.assert_close(torch.fx.symbolic_trace(loss)(*given), expected)
-    model = MODELS["no tables"](tables())
-    graph = torch.fx.symbolic_trace(model, concrete_args={"sparse_features": None})
-    dense = torch.randn(2, DENSE)
-    torch.testing.assert_close(torch.jit.script(graph)(dense), model(dense, None))
+    model, batch = MODELS["no tables"](tables()), a_batch()
+    traced = torch.fx.symbolic_trace(DLRMTrain(model))
+    torch.testing.assert_close(traced(batch)[0], DLRMTrain(model)(batch)[0])
+    scripted, dense = torch.jit.script(symbolic_trace(model)), torch.randn(2, DENSE)
+    torch.testing.assert_close(scripted(dense, None), model(dense, None))
 
 
 def test_the_size_that_is_checked_is_that_of_the_dense_part() -> None:
