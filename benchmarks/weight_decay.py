@@ -2,7 +2,8 @@
 
     python -m benchmarks.weight_decay [--seeds 1] [--out benchmarks/results/weight_decay-cpu.json]
 
-The same DLRM is trained on MovieLens 100K with Adam attached to its tables, and with
+The same DLRM is trained on MovieLens 100K with Adam attached to its tables, once with the L2
+penalty of `torch.optim.Adam` and once with the decoupled decay of AdamW; and with
 `torch.optim.Adam` stepping the same tables as plain parameters, whose decay shrinks every row at
 every step. The dense layers' optimizer has no decay. One process; the data is fetched if needed.
 """
@@ -21,13 +22,14 @@ from recsys.metrics import auc
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.optim import apply_optimizer_in_backward
+from recsys.optim import AdamL2, AdamW, apply_optimizer_in_backward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from movielens.data import MovieLens, load_movielens
 
 DECAYS = (0.0, 1e-4, 1e-3, 1e-2)
-OWNERS = ("attached", "stepped")
+ATTACHED = {"attached L2": AdamL2, "attached AdamW": AdamW}
+OWNERS = (*ATTACHED, "stepped L2")
 DIM, BATCH, EPOCHS, RATE = 64, 256, 4, 0.001
 
 
@@ -65,8 +67,8 @@ def fit(data: MovieLens, owner: str, decay: float, seed: int) -> float:
     rest = [p for p in model.parameters() if id(p) not in held]
     settings = {"lr": RATE, "weight_decay": decay}
     groups = [{"params": rest, "weight_decay": 0.0}]
-    if owner == "attached":
-        apply_optimizer_in_backward(torch.optim.Adam, tables, settings)
+    if owner in ATTACHED:
+        apply_optimizer_in_backward(ATTACHED[owner], tables, settings)
     else:
         groups.append({"params": tables, "weight_decay": decay})
     optimizer = torch.optim.Adam(groups, lr=RATE)
@@ -99,11 +101,12 @@ def main() -> None:
     torch.set_num_threads(1)
     data = load_movielens()
     rows = []
-    print(f"{'decay':>6} {'attached':>9} {'stepped':>9}   test AUC, mean of the seeds", flush=True)
+    heads = "".join(f"{owner:>16}" for owner in OWNERS)
+    print(f"{'decay':>6}{heads}   test AUC, mean of the seeds", flush=True)
     for decay in DECAYS:
         aucs = {o: [fit(data, o, decay, s) for s in range(arguments.seeds)] for o in OWNERS}
         rows.append({"weight_decay": decay, "auc": aucs})
-        print(f"{decay:6g}", *(f"{np.mean(aucs[owner]):9.4f}" for owner in OWNERS), flush=True)
+        print(f"{decay:6g}", *(f"{np.mean(aucs[owner]):15.4f}" for owner in OWNERS), flush=True)
         if arguments.out is not None:
             result = {
                 "data": "MovieLens 100K, split by time",

@@ -111,7 +111,10 @@ def _plan(options: argparse.Namespace) -> int:
                 f"--{name} must be a file in a folder that exists; there is no {folder}."
             )
     topology = _topology(options.topology)
-    tables = read_tables(options.tables) if options.tables else _tables_of_model(options.model)
+    if options.tables:
+        tables = read_tables(_existing("--tables", options.tables))
+    else:
+        tables = _tables_of_model(options.model)
     planner = EmbeddingShardingPlanner(
         topology,
         options.batch_size if options.batch_size is not None else tables.batch_size,
@@ -120,7 +123,7 @@ def _plan(options: argparse.Namespace) -> int:
         timeout_seconds=options.timeout,
     )
     if options.rate:
-        given = ShardingPlan.from_json(Path(options.rate))
+        given = ShardingPlan.from_json(_existing("--rate", options.rate))
         plan = planner.rate(tables.model, tables.sharders, given)
     else:
         plan = planner.plan(tables.model, tables.sharders)
@@ -141,15 +144,19 @@ def _plan(options: argparse.Namespace) -> int:
     return _FITS
 
 
+def _existing(option: str, given: str, rule: str = "a file that can be read") -> Path:
+    path = Path(given)
+    if not path.exists() or path.is_dir():
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        raise ValueError(f"{option} must be {rule}; received {given!r}, and {found}.")
+    return path
+
+
 def _topology(given: str) -> Topology:
     preset = re.fullmatch(r"([\w-]+):(\d+)(?::(\d+))?", given)
     if preset is None:
-        if not Path(given).exists():
-            raise ValueError(
-                f"--topology must be a file, or a preset and a number of ranks such as H100:64; "
-                f"received {given!r}, and there is no such file."
-            )
-        return Topology.from_json(Path(given))
+        rule = "a preset and a number of ranks such as H100:64, or a file"
+        return Topology.from_json(_existing("--topology", given, rule))
     name, ranks, local = preset.groups()
     return Topology.preset(name, int(ranks), int(local) if local else None)
 

@@ -25,6 +25,7 @@ BROAD = {
     "distributed/planner/test_shard_estimators.py",
     "distributed/test_device_reads.py",
     "distributed/test_sharding.py",
+    "distributed/train_pipeline/test_structures.py",
     "distributed/test_step_cost.py",
     "metrics/test_every_metric.py",
     "metrics/test_sync.py",

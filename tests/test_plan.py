@@ -118,8 +118,10 @@ def test_what_does_not_fit_ends_with_1(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tables", "no.yaml"], "No such file or directory: 'no.yaml'"),
-        (["--topology", "H100"], "--topology must be a file, or a preset .* received 'H100'"),
+        (["--topology", "H100"], "--topology must be a preset .*; received 'H100', and there is"),
+        (["--tables", "none.yaml"], "--tables must be a file .* 'none.yaml', and there is no such"),
+        (["--tables", "/"], "--tables must be a file that can be read; received '/', and it is a"),
+        (["--rate", "none.json"], "--rate must be a file that can be read; received 'none.json'"),
         (["--topology", "H99:8"], "A preset must be one of .* received 'H99'"),
         (["--topology", "H100:0"], "world_size must be positive; received 0"),
         (["--topology", "tables.json"], "Topology file tables.json has keys .* 'optimizer'"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
+import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import recsys
+from tests.all_modules import all_modules
 
 SURFACE = {
     "recsys": """
@@ -50,9 +53,10 @@ SURFACE = {
     """,
     "recsys.modules": "",
     "recsys.optim": """
-        Adagrad Adam CombinedOptimizer GradScaler GradientClipping GradientClippingOptimizer
-        KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD OptimizerWrapper PartialRowWiseAdam
-        PartialRowWiseLAMB RowWiseAdagrad SGD WarmupOptimizer WarmupPolicy WarmupStage
+        Adagrad Adam AdamL2 AdamW CombinedOptimizer GradScaler GradientClipping
+        GradientClippingOptimizer KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD
+        OptimizerWrapper PartialRowWiseAdam PartialRowWiseLAMB RowWiseAdagrad SGD WarmupOptimizer
+        WarmupPolicy WarmupStage
         apply_optimizer_in_backward in_backward_optimizer_filter set_learning_rate
     """,
     "recsys.sparse": """
@@ -119,3 +123,16 @@ def test_a_module_that_moved_says_where_to() -> None:
         from recsys.distributed.layout import Layout
     assert Layout is importlib.import_module("recsys.distributed.placement.layout").Layout
     sys.modules.pop("recsys.distributed.layout")
+
+
+def test_enums_are_not_final() -> None:
+    """Tools that read types, such as LightningCLI, take a final class for a record."""
+    final = [
+        f"{module}.{name}"
+        for module in all_modules()
+        for name, value in vars(importlib.import_module(module)).items()
+        if inspect.isclass(value)
+        and issubclass(value, enum.Enum)
+        and getattr(value, "__final__", False)
+    ]
+    assert final == []

@@ -17,16 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from recsys.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recsys.distributed.default_sharders import get_default_sharders
-from recsys.distributed.model_parallel import (
-    DataParallelWrapper,
-    DistributedModelParallel,
-    check_not_wrapped,
-)
+from recsys.distributed.model_parallel import DistributedModelParallel, check_not_wrapped
 from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
-from recsys.distributed.ranks.agreement import agree
+from recsys.distributed.ranks.agreement import agree, in_words_by_name
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import check_made_for, replace_modules, resolve_device
@@ -155,7 +152,17 @@ class DMPCollection(DistributedModelParallel):
         if custom_all_reduce is not None:
             self.set_all_reduce_hook(custom_all_reduce)
         groups = [made[split] for split in splits]
-        with constructing(env, groups):
+        wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        with constructing(env, groups) as construction:
+            construction.add(
+                type(self).__name__,
+                in_words_by_name(
+                    data_parallel_wrapper=wrapper,
+                    init_data_parallel=init_data_parallel,
+                    init_parameters=init_parameters,
+                    custom_all_reduce=custom_all_reduce is not None,
+                ),
+            )
             check_not_wrapped(module)
             device = resolve_device(env, device)
             by_type = {
@@ -178,7 +185,7 @@ class DMPCollection(DistributedModelParallel):
             env_of = {one.module: ranks for one, ranks in zip(configs, groups[1:], strict=True)}
             module = replace_modules(module, plan, by_type, groups[0], device, env_of)
         placed = module, plan, device
-        self._finish(env, placed, data_parallel_wrapper, init_data_parallel, init_parameters)
+        self._finish(env, placed, wrapper, init_data_parallel, init_parameters)
 
     def _take_settings(self, other: Self) -> None:
         super()._take_settings(other)

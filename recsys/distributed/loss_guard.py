@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import finite, whole, writable_folder
 
 __all__ = ["BadLossError", "LossGuard"]
 
@@ -49,7 +49,9 @@ class LossGuard:
         most: how many steps may be skipped in a row, and how many batches are saved.
 
     Raises:
-        ValueError: if a number is not positive.
+        TypeError: if an argument is of another type.
+        ValueError: if a number is not positive, or `spike` not above 1.
+        OSError: if the folder cannot be written to.
 
     Example:
         >>> import tempfile
@@ -75,9 +77,10 @@ class LossGuard:
         skip: bool = False,
         most: int = 10,
     ) -> None:
-        if spike is not None and not spike > 1:
+        if spike is not None and not finite("LossGuard.spike", spike) > 1:
             raise ValueError(f"LossGuard.spike must be above 1, or None; received {spike}.")
-        self._folder, self._spike, self._skip = Path(folder), spike, skip
+        self._folder = writable_folder("LossGuard.folder", folder)
+        self._spike, self._skip = spike, skip
         self._most = whole("LossGuard.most", most)
         self._losses: deque[float] = deque(maxlen=whole("LossGuard.window", window))
         self._unread: deque[tuple[int, Tensor, Any, Any]] = deque()

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, Self, final
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from recsys.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.agreement import stable
+from recsys.distributed.ranks.agreement import in_words_by_name, stable
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.reshard import Moves, moves_by_module
 from recsys.distributed.shard import (
-    exclude_sharded_from_ddp,
     materialize_dense,
     move_dense,
     place_model,
     sharded_modules,
-    sharded_names,
     why_no_exchange,
     with_own_parts,
 )
@@ -42,7 +40,6 @@ from recsys.distributed.sharder import (
 )
 from recsys.distributed.train_pipeline.ahead import InputsAhead
 from recsys.kernels.arguments import wrong_type
-from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = [
@@ -53,13 +50,6 @@ __all__ = [
     "get_module",
     "get_unwrapped_module",
 ]
-
-# torch 2.13 renamed `broadcast_buffers` and warns of the old name
-_BROADCAST_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
@@ -74,73 +64,6 @@ def get_unwrapped_module(module: nn.Module) -> nn.Module:
 
 
 get_module = get_unwrapped_module
-
-
-class DataParallelWrapper(Protocol):
-    """Replicates the dense parts of a model."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap `dmp` 's inner module in place."""
-
-
-@final
-@dataclass(eq=False)
-class DefaultDataParallelWrapper:
-    """Wraps the dense parts in DistributedDataParallel, as many as there are trainable.
-
-    Args:
-        bucket_cap_mb: size of a gradient bucket in MB.
-        static_graph: whether every step uses the same parameters.
-        find_unused_parameters: whether some steps leave dense parameters unused.
-        broadcast_buffers: whether rank 0's buffers replace the others' before every forward pass,
-            which costs a collective. If None, where a batch or instance norm changes them; else
-            buffers are taken to stay as they are.
-    """
-
-    bucket_cap_mb: int = 25
-    static_graph: bool = False
-    find_unused_parameters: bool = False
-    broadcast_buffers: bool | None = field(default=None, kw_only=True)
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap the inner module in place, if there are several ranks and dense parameters."""
-        module = dmp._dmp_wrapped_module
-        if env.world_size == 1 or isinstance(module, DistributedDataParallel):
-            return
-        sharded = sharded_names(module)
-        everything = dict(module.named_parameters()) | dict(module.named_buffers())
-        dense = {n: t for n, t in everything.items() if n not in sharded}
-        if not any(t.requires_grad for t in dense.values()):
-            for tensor in dense.values():  # nothing to train, but rank 0's values as ever
-                torch.distributed.broadcast(tensor.data, group=env.process_group, group_src=0)
-            return
-        in_backward = [n for n in dense if attached_optimizer(everything[n]) is not None]
-        if in_backward:
-            raise ValueError(
-                f"Replicated parameters must keep their gradients for the all-reduce over ranks; "
-                f"received some that are updated in backward: {in_backward}. Give "
-                "apply_optimizer_in_backward the tables only, and step the others' optimizer."
-            )
-        exclude_sharded_from_ddp(module)
-        broadcasts = self.broadcast_buffers
-        if broadcasts is None:
-            broadcasts = any(_has_running_statistics(child) for child in module.modules())
-        settings: dict[str, Any] = {_BROADCAST_BUFFERS: broadcasts}
-        dmp._dmp_wrapped_module = DistributedDataParallel(
-            module,
-            device_ids=None if device.type == "cpu" else [device],
-            process_group=env.process_group,
-            gradient_as_bucket_view=True,
-            **settings,
-            bucket_cap_mb=self.bucket_cap_mb,
-            static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused_parameters,
-        )
-        dmp._dmp_wrapped_module.training = module.training
-
-
-def _has_running_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
 def check_not_wrapped(module: nn.Module) -> None:
@@ -206,23 +129,32 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         env = env or ShardingEnv.default()
-        with constructing(env):
+        wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        with constructing(env) as construction:
             check_not_wrapped(module)
             placed = place_model(module, env, device, plan, sharders, planner)
-        self._finish(env, placed, data_parallel_wrapper, init_data_parallel, init_parameters)
+            construction.add(
+                type(self).__name__,
+                in_words_by_name(
+                    data_parallel_wrapper=wrapper,
+                    init_data_parallel=init_data_parallel,
+                    init_parameters=init_parameters,
+                ),
+            )
+        self._finish(env, placed, wrapper, init_data_parallel, init_parameters)
 
     def _finish(
         self,
         env: ShardingEnv,
         placed: tuple[nn.Module, ShardingPlan, torch.device],
-        wrapper: DataParallelWrapper | None,
+        wrapper: DataParallelWrapper,
         init_data_parallel: bool,
         init_parameters: bool,
     ) -> None:
         """Do with the model, its plan and its device what is left to do once tables are placed."""
         self.env = env
         self._obstacle = ""
-        self._wrapper = wrapper or DefaultDataParallelWrapper()
+        self._wrapper = wrapper
         module, self._plan, self.device = placed
         if init_parameters:
             materialize_dense(module, self.device)

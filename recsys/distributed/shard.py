@@ -392,22 +392,28 @@ def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def exclude_sharded_from_ddp(module: nn.Module) -> None:
-    """Tell DistributedDataParallel to leave alone what is sharded in a model it will wrap.
+def exclude_sharded_from_ddp(module: nn.Module, params_to_ignore: Sequence[str] = ()) -> None:
+    """Exclude what is sharded in a model from the DistributedDataParallel that will wrap it.
 
     Otherwise it would spread rank 0's part of each table over the other ranks' parts. Call it on
-    the very module that is wrapped; `shard_modules` does it for the model it returns.
+    the very module that is wrapped; `shard_modules` does it for the model it returns. Names that
+    are excluded already stay excluded.
 
     Args:
         module: what is to be wrapped, with its sharded modules in place.
+        params_to_ignore: names of further parameters and buffers to exclude.
 
     Example:
         >>> model = nn.ModuleDict({"over": nn.Linear(4, 1)})  # and model["ebc"] = shard(ebc, ...)
         >>> exclude_sharded_from_ddp(model)
     """
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, sorted(sharded_names(module))
-    )
+    excluded = {*names_excluded_from_ddp(module), *sharded_names(module), *params_to_ignore}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(excluded))
+
+
+def names_excluded_from_ddp(module: nn.Module) -> set[str]:
+    """Return the names that DistributedDataParallel leaves alone when it wraps a module."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _is_sharded(module: nn.Module) -> bool:

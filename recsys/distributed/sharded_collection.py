@@ -135,6 +135,7 @@ class ShardedCollection(ShardedModule):
             )
             construction.works_on(self._device)
             construction.add(subject, self._facts())
+            construction.connect(self._output_dist.connect)
             construction.load(
                 module.init_seed,
                 lambda seed: load_tables(self._tables(), module, construction.env, seed),
@@ -615,6 +616,7 @@ class ShardedCollection(ShardedModule):
                 own, others = self._tables(), other._tables()
                 check_moves(own, others)
                 construction.add(self._path, other._facts())
+                construction.connect(other._output_dist.connect)
                 construction.load(0, lambda seed: move_tables(own, others, self._env))
                 construction.at_the_end(lambda: self._become(other))
         finally:
@@ -680,11 +682,9 @@ def _facts_of_tables(
         ]
         facts[f"table {config.name!r}"] = "; ".join(
             (
-                f"{config.num_embeddings} x {config.embedding_dim} {config.data_type.value}",
-                f"features {config.feature_names}",
-                f"initial values from {config.weight_init_min} to {config.weight_init_max}",
-                "an init_fn" if config.init_fn is not None else "no init_fn",
+                in_words(config),
                 "on the meta device" if option.is_meta else "with values",
+                f"trains {option.requires_grad}",
                 alike,
                 f"shards {', '.join(shards) or 'on every rank'}",
             )

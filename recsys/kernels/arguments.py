@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from operator import index
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
@@ -150,6 +151,61 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
     if length is not None and len(numbers) != length:
         raise ValueError(f"{subject} must have {length} numbers; received {shown(numbers)}.")
     return numbers
+
+
+def path_of(subject: str, value: object) -> Path:
+    """Return a path, given as text or as any `os.PathLike`.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+
+    Raises:
+        TypeError: It is not a path.
+        ValueError: It is empty.
+
+    Example:
+        >>> path_of("path", "runs/film").name
+        'film'
+    """
+    if not isinstance(value, str | os.PathLike):
+        wrong_type(subject, "a path, as text or pathlib.Path", value)
+    if not str(value):
+        raise ValueError(f"{subject} must not be empty; received {value!r}.")
+    return Path(value)
+
+
+def writable_folder(subject: str, value: object) -> Path:
+    """Return the path of a folder that can be written to, or created; creates nothing.
+
+    Args:
+        subject: How errors call the value.
+        value: Text or an `os.PathLike`.
+
+    Raises:
+        TypeError: It is not a path.
+        ValueError: It is empty.
+        OSError: The folder, or the nearest one above it that exists, is no folder or cannot be
+            written to.
+
+    Example:
+        >>> writable_folder("folder", "/dev/null/saved")
+        Traceback (most recent call last):
+        NotADirectoryError: folder must be a folder that can be written to; received ...
+    """
+    folder = path_of(subject, value)
+    nearest = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    rule = f"{subject} must be a folder that can be written to; received {str(folder)!r}"
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"{rule}, and {nearest} is not a folder. Choose another one.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{rule}, and {nearest} is read-only for this process. Choose another one, or change "
+            "its permissions."
+        )
+    return folder
 
 
 def setting(variable: str, least: int = 1) -> int | None:

@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 
-@final
 class PoolingType(enum.Enum):
     """How the rows of one bag become one vector."""
 
@@ -36,7 +35,6 @@ class PoolingType(enum.Enum):
     """They do not: a sequence lookup, one row per id."""
 
 
-@final
 class UpdateMode(enum.Enum):
     """Who applies the gradient of a table, and when."""
 
@@ -48,7 +46,6 @@ class UpdateMode(enum.Enum):
     """The tables are plain parameters: backward fills `.grad`, any torch optimizer trains them."""
 
 
-@final
 class RowState(enum.Enum):
     """What an optimizer that reads whole rows does where a table is split by columns."""
 
@@ -58,7 +55,6 @@ class RowState(enum.Enum):
     """Each owner takes its columns for whole rows: no exchange, but other values than unsplit."""
 
 
-@final
 class EmbeddingLocation(enum.Enum):
     """Where a table's weights live. On a CPU always HOST; the managed ones need CUDA and FBGEMM."""
 
@@ -68,7 +64,6 @@ class EmbeddingLocation(enum.Enum):
     HOST = "host"
 
 
-@final
 class BoundsCheckMode(enum.Enum):
     """What to do with an id that is negative or not smaller than the table's row count."""
 

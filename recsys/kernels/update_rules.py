@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from recsys.kernels.arguments import finite
 
 
-@final
 class EmbOptimType(enum.Enum):
     """Optimizers that a table can own. Names as in FBGEMM, whose users know them."""
 
@@ -51,7 +50,6 @@ class EmbOptimType(enum.Enum):
         return self.value
 
 
-@final
 class WeightDecayMode(enum.Enum):
     """How `weight_decay` acts. Only rows that were looked up decay, never the rest of the table."""
 
@@ -61,7 +59,6 @@ class WeightDecayMode(enum.Enum):
     """`w` shrinks by `learning_rate * weight_decay`, beside the update (as in AdamW)."""
 
 
-@final
 class RowReads(enum.Enum):
     """What an update takes from all columns of a row at once."""
 

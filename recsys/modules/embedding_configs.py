@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 
-@final
 class DataType(enum.Enum):
     """Element type of a table. Training uses the first three; quantized tables the others."""
 

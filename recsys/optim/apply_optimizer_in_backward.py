@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recsys.kernels.scaled_loss import watch_grad_scaler
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
+from recsys.optim.optimizers import warn_of_decay
 from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_update_mode
 
 _ATTRIBUTE = "_in_backward_optimizers"
@@ -141,6 +142,7 @@ def apply_optimizer_in_backward(
         to_row_state(row_state),
         stochastic_rounding,
     )
+    warn_of_decay(optimizer_class, optimizer_kwargs.get("weight_decay"))
     params = list(params)
     for parameter in params:
         if hasattr(parameter, _ATTRIBUTE):

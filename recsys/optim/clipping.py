@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.contact import explained
+from recsys.kernels.arguments import choice, wrong_type
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 
 _PART = "_is_part_of_table"
 
 
-@final
 class GradientClipping(enum.Enum):
     """What is limited."""
 
@@ -41,7 +41,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         optimizer: the optimizer to wrap, such as a
             `CombinedOptimizer` of a model's `fused_optimizer` and
             that of its dense parameters.
-        clipping: what to limit.
+        clipping: what to limit; also taken by name, such as "norm".
         max_gradient: the limit; 0 stops training.
         norm_type: of `NORM`: 2.0, another exponent, or `inf` for the
             largest value.
@@ -56,8 +56,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
         last_total_grad_norm: the norm before the last clipping, None before it.
 
     Raises:
-        ValueError: if `max_gradient` is negative or NaN; at a step, if tables are fused, or their
-            norm is wanted without `enable_global_grad_clip`.
+        TypeError: if an argument is of another type.
+        ValueError: if `max_gradient` is negative or NaN, `norm_type` is not positive, or there is
+            no such `clipping`; at a step, if tables are fused, or their norm is wanted without
+            `enable_global_grad_clip`; at the first step, on every rank, if ranks clip in different
+            ways with `enable_global_grad_clip`.
         LostContactError: at a step, if contact with another rank is lost.
 
     Example:
@@ -82,19 +85,23 @@ class GradientClippingOptimizer(OptimizerWrapper):
         track_grad_norm: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        if not max_gradient >= 0:
+        name = "GradientClippingOptimizer"
+        self._clipping = choice(f"{name}.clipping", clipping, GradientClipping)
+        self._max_gradient = _number(f"{name}.max_gradient", max_gradient)
+        if not self._max_gradient >= 0:
             raise ValueError(
-                f"max_gradient must be at least 0; received {max_gradient}. To leave gradients as "
-                "they are use GradientClipping.NONE."
+                f"{name}.max_gradient must be at least 0; received {max_gradient}. To leave "
+                "gradients as they are use GradientClipping.NONE."
             )
-        self._clipping = clipping
-        self._max_gradient = max_gradient
-        self._norm_type = float(norm_type)
+        self._norm_type = _number(f"{name}.norm_type", norm_type)
         if not self._norm_type > 0:
-            raise ValueError(f"norm_type must be positive, or 'inf'; received {norm_type!r}.")
+            raise ValueError(
+                f"{name}.norm_type must be positive, or 'inf'; received {norm_type!r}."
+            )
         self._is_global = enable_global_grad_clip
         self._groups_of = {id(p): tuple(groups) for p, groups in (param_to_pgs or {}).items()}
         self._tracks_norm = track_grad_norm
+        self._has_agreed = False
         self.last_total_grad_norm: Tensor | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -107,6 +114,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
             What the closure returned.
         """
         loss = closure() if closure is not None else None
+        if self._is_global and not self._has_agreed:
+            self._agree()
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._tracks_norm:
@@ -118,6 +127,34 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 values.clamp_(-self._max_gradient, self._max_gradient)
         self._optimizer.step()
         return loss
+
+    def _agree(self) -> None:
+        """Raise ValueError, on every rank alike, if ranks clip in different ways."""
+        self._has_agreed = True
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        group = self._group_of_tables()
+        own = {
+            "clipping": self._clipping.value,
+            "max_gradient": self._max_gradient,
+            "norm_type": self._norm_type,
+            "track_grad_norm": self._tracks_norm,
+        }
+        seen = [own] * dist.get_world_size(group)
+        with explained(group, "compare how gradients are clipped"):
+            dist.all_gather_object(seen, own, group=group)
+        for rank, settings in enumerate(seen):
+            for name, value in settings.items():
+                if value != seen[0][name]:
+                    raise ValueError(
+                        "With enable_global_grad_clip all ranks must clip in the same way; "
+                        f"{name} differs: rank 0 has {seen[0][name]!r}, rank {rank} has {value!r}. "
+                        "Pass the same on every rank."
+                    )
+
+    def _group_of_tables(self) -> dist.ProcessGroup | None:
+        groups = (tables.process_group for tables in self.table_gradients())
+        return next((group for group in groups if group is not None), None)
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:
@@ -153,7 +190,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         for parameter, values in gradients:
             found[self._shared_by(parameter)].append(values)
         has_ranks = dist.is_available() and dist.is_initialized()
-        group = next((t.process_group for t in tables if t.process_group is not None), None)
+        group = self._group_of_tables()
         if has_ranks and not self._is_global and (found[None] or group is not None):
             raise ValueError(
                 "The norm of sharded tables is that of all ranks' parts; received "
@@ -212,6 +249,22 @@ class GradientClippingOptimizer(OptimizerWrapper):
                     yield parameter, parameter.grad.to_local()
                 else:
                     yield parameter, parameter.grad
+
+
+def _number(subject: str, value: object) -> float:
+    """Return a number, given as one or, such as 'inf', as text.
+
+    Raises:
+        TypeError: if it is neither.
+        ValueError: if the text is not a number.
+    """
+    number: Any = value
+    if isinstance(value, bool) or not (isinstance(value, str) or hasattr(value, "__float__")):
+        wrong_type(subject, "a number", value)
+    try:
+        return float(number)
+    except ValueError:
+        raise ValueError(f"{subject} must be a number; received {value!r}.") from None
 
 
 def _device_of(optimizer: KeyedOptimizer, tables: Sequence[TableGradients]) -> torch.device:

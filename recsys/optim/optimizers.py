@@ -8,6 +8,8 @@ rows are updated.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 
 from recsys.kernels.arguments import finite
 from recsys.kernels.row_update import init_state, update_rows
-from recsys.kernels.types import EmbOptimType, OptimizerSpec
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 
 Parameters: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -26,6 +28,8 @@ class _RowOptimizer(Optimizer):
     """Applies `row_update` to parameters; subclasses name the algorithm and its arguments."""
 
     algorithm: EmbOptimType
+    weight_decay_mode: WeightDecayMode | None = None
+    """None: the algorithm's own."""
 
     def __init__(self, params: Parameters, **settings: Any) -> None:
         super().__init__(params, settings)
@@ -34,7 +38,12 @@ class _RowOptimizer(Optimizer):
         fields = {n: v for n, v in group.items() if n in self.defaults and n not in ("lr", "betas")}
         if "betas" in group:
             fields["beta1"], fields["beta2"] = group["betas"]
-        return OptimizerSpec(algorithm=self.algorithm, learning_rate=float(group["lr"]), **fields)
+        return OptimizerSpec(
+            algorithm=self.algorithm,
+            learning_rate=float(group["lr"]),
+            weight_decay_mode=self.weight_decay_mode,
+            **fields,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings, as in torch.optim; checks the settings."""
@@ -191,7 +200,11 @@ class _AdamLike(_RowOptimizer):
 
 
 class Adam(_AdamLike):
-    """Adam with decoupled weight decay (AdamW).
+    """Adam whose weight decay is that of AdamW, not that of `torch.optim.Adam`.
+
+    FBGEMM's and TorchRec's `Adam` decay in the same way. A weight decay warns, once per process:
+    pass `AdamW`, which is the same, if this decay is meant, or `AdamL2` for the decay of
+    `torch.optim.Adam`. Without weight decay all three are equal.
 
     Args:
         params: Parameters or groups, as in torch.optim.
@@ -202,6 +215,59 @@ class Adam(_AdamLike):
     """
 
     algorithm = EmbOptimType.ADAM
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own settings, as in torch.optim; checks the settings."""
+        super().add_param_group(param_group)
+        warn_of_decay(type(self), self.param_groups[-1]["weight_decay"])
+
+
+class AdamW(_AdamLike):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
+
+    A row shrinks by `lr * weight_decay`, beside Adam's update, as under `torch.optim.AdamW`.
+
+    Args:
+        params: Parameters or groups, as in torch.optim.
+        lr: Learning rate.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the square root.
+        weight_decay: Decoupled; a table that owns it applies it to the rows of the batch only.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.zeros(2)
+        >>> AdamW([weight], lr=0.1, weight_decay=0.5).step()
+        >>> weight.detach()
+        tensor([0.9500, 0.9500])
+    """
+
+    algorithm = EmbOptimType.ADAM
+    weight_decay_mode = WeightDecayMode.DECOUPLE
+
+
+class AdamL2(_AdamLike):
+    """Adam with an L2 penalty, as `torch.optim.Adam` has it (Kingma and Ba 2015, with a penalty).
+
+    `weight_decay` times the weight is added to the gradient, so that both moments see it.
+
+    Args:
+        params: Parameters or groups, as in torch.optim.
+        lr: Learning rate.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the square root.
+        weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.zeros(2)
+        >>> AdamL2([weight], lr=0.1, weight_decay=0.5).step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
+    """
+
+    algorithm = EmbOptimType.ADAM
+    weight_decay_mode = WeightDecayMode.L2
 
 
 class PartialRowWiseAdam(_AdamLike):
@@ -282,12 +348,36 @@ OWN_CLASSES: tuple[type[_RowOptimizer], ...] = (
     Adagrad,
     RowWiseAdagrad,
     Adam,
+    AdamW,
+    AdamL2,
     PartialRowWiseAdam,
     LAMB,
     PartialRowWiseLAMB,
     LarsSGD,
 )
 """Those that tables can own."""
+
+
+def warn_of_decay(optimizer_class: type[Optimizer], weight_decay: object) -> None:
+    """Warn, once per process, of a weight decay that `Adam` has and torch's does not.
+
+    Args:
+        optimizer_class: Which optimizer is asked for.
+        weight_decay: What it is given.
+    """
+    if optimizer_class is Adam and weight_decay:
+        _warn_of_decoupled_decay()
+
+
+@functools.cache
+def _warn_of_decoupled_decay() -> None:
+    warnings.warn(
+        "recsys.optim.Adam applies weight_decay as AdamW does, beside the update; torch.optim.Adam "
+        "adds it to the gradient (L2). The results differ. Pass recsys.optim.AdamW for the first, "
+        "recsys.optim.AdamL2 for the second.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def in_backward_optimizer_filter(

@@ -19,7 +19,7 @@ from recsys.kernels.types import (
     WeightDecayMode,
 )
 from recsys.kernels.update_rules import UPDATE_RULES, RowReads
-from recsys.optim.optimizers import OWN_CLASSES
+from recsys.optim.optimizers import OWN_CLASSES, warn_of_decay
 
 
 @final
@@ -99,7 +99,10 @@ _CLASSES: Mapping[type[Optimizer], _Meaning] = {
     cls: (algorithm, decay)
     for algorithm, rule in UPDATE_RULES.items()
     for cls, decay in rule.torch_classes.items()
-} | {cls: (cls.algorithm, UPDATE_RULES[cls.algorithm].decay) for cls in OWN_CLASSES}
+} | {
+    cls: (cls.algorithm, cls.weight_decay_mode or UPDATE_RULES[cls.algorithm].decay)
+    for cls in OWN_CLASSES
+}
 _ANY_VALUE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """How torch computes, not what."""
 
@@ -190,6 +193,7 @@ def optimizer_spec(
         )
     values = {name: p.default for name, p in parameters.items() if name != "self"}
     values.update(optimizer_kwargs)
+    warn_of_decay(optimizer_class, values.get("weight_decay"))
     fields: dict[str, Any] = {
         "learning_rate": values.pop("lr"),
         "weight_decay": values.pop("weight_decay", 0.0),

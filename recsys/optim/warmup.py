@@ -15,7 +15,6 @@ from recsys.kernels.arguments import choice, finite, whole
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 
-@final
 class WarmupPolicy(enum.Enum):
     """How the learning rate's factor follows the step `i` (counted from 0) in a stage.
 

@@ -68,9 +68,10 @@ def test_without_spike_a_jump_is_no_error(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved_does_not_hide_the_loss(tmp_path: Path) -> None:
+    guard = LossGuard(tmp_path / "file")
     (tmp_path / "file").touch()
     with pytest.raises(BadLossError, match=r"is nan\. Its batch cannot be saved in .*file"):
-        LossGuard(tmp_path / "file").check(torch.tensor(math.nan), None)
+        guard.check(torch.tensor(math.nan), None)
 
 
 class Event:
@@ -162,6 +163,13 @@ def test_a_pipeline_raises_before_tables_learn(ranks: RankPool, tmp_path: Path) 
 
 
 def test_bad_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"LossGuard\.folder must be a folder that can be"):
+        LossGuard(tmp_path / "file" / "bad")
+    with pytest.raises(TypeError, match=r"LossGuard\.folder must be a path"):
+        LossGuard(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"LossGuard\.spike must be a number"):
+        LossGuard(tmp_path, spike="10")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"LossGuard.spike must be above 1, or None; received 1"):
         LossGuard(tmp_path, spike=1)
     with pytest.raises(ValueError, match=r"LossGuard\.window"):

@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from recsys.datasets.random import RandomRecDataset
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.model_parallel import (
-    DefaultDataParallelWrapper,
     DistributedModelParallel,
     get_module,
     get_unwrapped_module,
 )
 from recsys.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from recsys.distributed.types import LazyAwaitable, ShardingEnv, ShardingPlan
+from recsys.distributed.types import ShardingEnv, ShardingPlan
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -32,10 +31,8 @@ from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from recsys.optim.optimizers import in_backward_optimizer_filter
-from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 from tests.distributed.cases import (
     CPU,
-    FEATURES,
     Case,
     EachType,
     Model,
@@ -274,153 +271,6 @@ def test_plans_where_none_is_given(ranks: RankPool) -> None:
 # -- data parallel ---------------------------------------------------------------------------------
 
 
-def _wrap_later() -> None:
-    case = case_of(2)
-    model = DistributedModelParallel(
-        case.model(), device=CPU, plan=case.plan(), init_data_parallel=False
-    )
-    expected = logits_of(case, model)
-    assert type(model._dmp_wrapped_module) is Model
-    model.init_data_parallel()
-    wrapped = model._dmp_wrapped_module
-    assert isinstance(wrapped, DistributedDataParallel)
-    model.init_data_parallel()
-    assert model._dmp_wrapped_module is wrapped
-    assert list(model.state_dict()) == NAMES
-    torch.testing.assert_close(logits_of(case, model), expected, rtol=0, atol=0)
-    train(case, model, range(2), rank=dist.get_rank())
-    weights = [torch.empty_like(model.module.over.weight) for _ in range(2)]
-    dist.all_gather(weights, model.module.over.weight.detach())
-    assert torch.equal(*weights)
-
-
-def test_dense_parts_are_wrapped_when_asked(ranks: RankPool) -> None:
-    ranks(2, _wrap_later)
-
-
-class _Unused(Model):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.unused = nn.Linear(1, 1)
-
-
-def _leave_unused() -> None:
-    case = case_of(2)
-    model = _Unused(case)
-    wrapper = DefaultDataParallelWrapper(find_unused_parameters=True, bucket_cap_mb=1)
-    sharded = DistributedModelParallel(
-        model, device=CPU, plan=case.plan(), data_parallel_wrapper=wrapper
-    )
-    train(case, sharded, range(3), rank=dist.get_rank())
-
-
-def test_settings_reach_data_parallel(ranks: RankPool) -> None:
-    ranks(2, _leave_unused)
-
-
-class _Unusual(_Unused):
-    """A model whose output is no tensor."""
-
-    def __init__(self, output: str, *args: Any) -> None:
-        super().__init__(*args)
-        self.output = output
-
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        pooled = self.ebc(features).values()
-
-        def finish() -> KeyedTensor:
-            return KeyedTensor(["x"], [3], self.over(pooled))
-
-        if self.output == "keyed":
-            return finish()
-        return LazyAwaitable(finish) if self.output == "pending" else {"a": LazyAwaitable(finish)}
-
-
-def _gradients_of(output: str, setting: str) -> list[bool]:
-    case, equal = case_of(2), []
-    model = DistributedModelParallel(
-        _Unusual(output, case),
-        device=CPU,
-        plan=case.plan(),
-        data_parallel_wrapper=DefaultDataParallelWrapper(**{setting: True}),
-    )
-    weight = model.module.over.weight
-    for step in range(1, 4):
-        weight.grad = None
-        keyed = model(case.batches(step)[dist.get_rank()])
-        keyed = keyed["a"] if output == "in_dict" else keyed
-        assert isinstance(keyed, KeyedTensor)
-        keyed["x"].sum().backward()
-        grads = [torch.empty_like(weight) for _ in range(2)]
-        dist.all_gather(grads, weight.grad)
-        assert grads[0].abs().sum() > 0
-        equal.append(torch.equal(*grads))
-    return equal
-
-
-@pytest.mark.parametrize("output", ["keyed", "pending", "in_dict"])
-@pytest.mark.parametrize("setting", ["find_unused_parameters", "static_graph"])
-def test_parameters_are_found_behind_any_output(ranks: RankPool, output: str, setting: str) -> None:
-    assert ranks(2, _gradients_of, output, setting, timeout=20.0) == [[True] * 3] * 2
-
-
-class _Normalized(Model):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.norm = nn.BatchNorm1d(self.over.in_features)
-
-    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        pooled = self.norm(self.ebc(features).values())
-        return pooled, self.over(pooled)
-
-
-def _running_means(broadcast_buffers: bool | None) -> Tensor:
-    case, rank = case_of(2), dist.get_rank()
-    model = DistributedModelParallel(
-        _Normalized(case),
-        device=CPU,
-        plan=case.plan(),
-        data_parallel_wrapper=DefaultDataParallelWrapper(broadcast_buffers=broadcast_buffers),
-    )
-    for _ in range(2):
-        ids = torch.arange(rank, rank + 8) % 12
-        batch = KeyedJaggedTensor(FEATURES, ids, lengths=torch.ones(8, dtype=torch.int64))
-        model(batch)[1].sum().backward()
-    model.eval()
-    model(batch)
-    return model.module.norm.running_mean.clone()
-
-
-@pytest.mark.parametrize(
-    ("broadcast_buffers", "same"), [(None, True), (True, True), (False, False)]
-)
-def test_running_statistics_are_those_of_rank_0(
-    ranks: RankPool, broadcast_buffers: bool | None, same: bool
-) -> None:
-    means = ranks(2, _running_means, broadcast_buffers, timeout=20.0)
-    assert means[0].abs().sum() > 0
-    assert torch.equal(*means) is same
-
-
-def _update_dense_in_backward() -> str:
-    case = case_of(2)
-    model = case.model()
-    apply_optimizer_in_backward(torch.optim.SGD, model.over.parameters(), {"lr": 0.1})
-    try:
-        DistributedModelParallel(model, device=CPU, plan=case.plan())
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_dense_parts_keep_their_gradients(ranks: RankPool) -> None:
-    for message in ranks(2, _update_dense_in_backward):
-        assert "updated in backward: ['over.weight', 'over.bias']. Give" in message
-
-
-# -- initial values --------------------------------------------------------------------------------
-
-
 def _initial_values(
     build: Callable[[Case], Model], case: Case, plan_seed: int
 ) -> dict[str, Tensor]:
@@ -530,9 +380,8 @@ def _train_copy(how: str) -> None:
     model.fused_optimizer.param_groups[0]["lr"] = 0.02
     model.eval()
     copied = copy.deepcopy(model) if how == "deepcopy" else model.copy(CPU)
-    assert type(copied._dmp_wrapped_module) is (
-        DistributedDataParallel if how == "deepcopy" else Model
-    )
+    kind = DistributedDataParallel if how == "deepcopy" else Model
+    assert isinstance(copied._dmp_wrapped_module, kind)
     assert copied.device == CPU
     assert not any(module.training for module in copied.modules())
     before = whole_state(model)

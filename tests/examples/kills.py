@@ -1,12 +1,12 @@
 """Kills the processes of the DLRM example while it trains, and compares what it ends with.
 
-    python -m tests.examples.kills [--one 10] [--all 5] [--agent 5] [--seed 0]
+    python -m tests.examples.kills [--ranks 2] [--one 10] [--all 5] [--agent 5] [--seed 0]
 
-A job of two ranks under torchrun trains with `--resume auto`. At a random moment one of its ranks
-is killed (signal 9), or all of them, which torchrun starts again; or torchrun's agent, after which
-no worker may live for 10 s, and the same command is started again. What the job saves at its end
-(weights, optimizer states, position, random generators, each with its CRC) must be what a job that
-nobody disturbed saves.
+A job of several ranks under torchrun trains with `--resume auto`. At a random moment one of its
+ranks is killed (signal 9), or all of them, which torchrun starts again; or torchrun's agent, after
+which no worker may live for 10 s, and the same command is started again. The job must save at its
+end what a job saves that nobody disturbed: weights, optimizer states, position and random
+generators, each with its CRC.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from recsys.distributed.checkpoint import newest_version
 from recsys.distributed.checkpoint.versions import read_manifest
 
 ROOT = Path(__file__).parents[2]
-RANKS = 2
 SETTINGS = (
     *("--dataset", "random", "--num-embeddings", "200", "--batch-size", "32"),
     *("--embedding-dim", "16", "--epochs", "8", "--resume", "auto", "--save-every", "6"),
 )
 
 
-def start(out: Path) -> subprocess.Popen[bytes]:
+def start(out: Path, ranks: int) -> subprocess.Popen[bytes]:
     """Starts the job; its output is added to a file beside `out`."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={RANKS}", "--max-restarts=3", "--monitor-interval=0.1"),
+        *(f"--nproc-per-node={ranks}", "--max-restarts=3", "--monitor-interval=0.1"),
         *(str(ROOT / "examples" / "dlrm" / "train.py"), *SETTINGS, "--out", str(out)),
     ]
     environment = {
@@ -89,9 +88,9 @@ def wait_for_training(job: subprocess.Popen[bytes], out: Path, seconds: float = 
         time.sleep(0.01)
 
 
-def kill(how: str, out: Path, chance: random.Random) -> dict[str, object]:
+def kill(how: str, out: Path, ranks: int, chance: random.Random) -> dict[str, object]:
     """Runs a job to its end, and kills something of it on the way."""
-    job = start(out)
+    job = start(out, ranks)
     wait_for_training(job, out)
     time.sleep(chance.uniform(0, 3.0))
     workers = workers_of(job.pid)
@@ -104,7 +103,7 @@ def kill(how: str, out: Path, chance: random.Random) -> dict[str, object]:
             assert time.monotonic() < began + 10, "workers live without their agent"
             time.sleep(0.01)
         found["workers ended after"] = round(time.monotonic() - began, 2)
-        job = start(out)
+        job = start(out, ranks)
     else:
         for worker in [chance.choice(workers)] if how == "one" and workers else workers:
             os.kill(worker, signal.SIGKILL)
@@ -120,18 +119,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for how, times in (("one", 10), ("all", 5), ("agent", 5)):
         parser.add_argument(f"--{how}", type=int, default=times, help="kills of this kind")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the job (2)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
+    ranks, chance = arguments.ranks, random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Path(folder) / "undisturbed"
-        assert start(undisturbed).wait(timeout=180) == 0, undisturbed.with_suffix(".log")
+        assert start(undisturbed, ranks).wait(timeout=180) == 0, undisturbed.with_suffix(".log")
         expected = saved_by(undisturbed)
         kills = [how for how in ("one", "all", "agent") for _ in range(getattr(arguments, how))]
         found = []
         for number, how in enumerate(kills):
             out = Path(folder) / f"{number}-{how}"
-            found.append(kill(how, out, chance))
+            found.append(kill(how, out, ranks, chance))
             assert saved_by(out) == expected, f"{how}: it ended elsewhere"
             print(found[-1], file=sys.stderr, flush=True)
         went_on = sum(bool(kill["went on"]) for kill in found)

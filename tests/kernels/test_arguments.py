@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from recsys.kernels.arguments import (
     setting,
     whole,
     whole_list,
+    writable_folder,
 )
 from recsys.kernels.types import PoolingType
 
@@ -109,3 +112,12 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECSYS_TEST", "two")
     with pytest.raises(ValueError, match="RECSYS_TEST must be a whole number; received 'two'"):
         setting("RECSYS_TEST")
+
+
+def test_folders_that_can_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / "a" / "b"
+    assert writable_folder("folder", str(deep)) == deep
+    assert not (tmp_path / "a").exists()  # nothing is created
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may all
+    with pytest.raises(PermissionError, match=f"folder must be .*{tmp_path} is read-only"):
+        writable_folder("folder", deep)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.optim import (
@@ -17,6 +19,7 @@ from recsys.optim import (
     WarmupStage,
 )
 from recsys.optim.clipping import power_sum
+from tests.ranks import RankPool
 
 GRADIENTS = (torch.tensor([3.0, -4.0]), torch.tensor([0.05, 12.0]))
 
@@ -120,11 +123,49 @@ def test_wrappers_can_be_stacked() -> None:
         ({"max_gradient": -1.0}, "max_gradient must be at least 0; received -1.0"),
         ({"max_gradient": math.nan}, "max_gradient must be at least 0; received nan"),
         ({"norm_type": -1.0}, "norm_type must be positive, or 'inf'; received -1.0"),
+        ({"norm_type": "two"}, "norm_type must be a number; received 'two'"),
+        ({"clipping": "all"}, "clipping must be one of norm, value, none; received 'all'"),
     ],
 )
-def test_bad_settings_raise(settings: dict[str, float], message: str) -> None:
+def test_bad_settings_raise(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        two(clipping=GradientClipping.NORM, **settings)
+        two(**{"clipping": GradientClipping.NORM, **settings})
+
+
+@pytest.mark.parametrize("setting", ["clipping", "max_gradient", "norm_type"])
+def test_settings_of_a_wrong_type_raise(setting: str) -> None:
+    for value in (None, [1.0], True):
+        with pytest.raises(TypeError, match=rf"GradientClippingOptimizer\.{setting} must be"):
+            two(**{setting: value})
+
+
+def test_clipping_is_taken_by_name() -> None:
+    optimizer, (a, _) = two(clipping="value", max_gradient=np.float32(1.0))
+    optimizer.step()
+    torch.testing.assert_close(a.detach(), torch.tensor([-1.0, 1.0]))
+    optimizer, parameters = two(clipping="norm", max_gradient=1.0)
+    optimizer.step()
+    assert torch.cat([p.detach() for p in parameters]).norm().item() == pytest.approx(1.0)
+
+
+def _clip_otherwise(setting: str, values: list[object]) -> str:
+    settings = {"clipping": "norm", "enable_global_grad_clip": True}
+    optimizer, _ = two(**{**settings, setting: values[dist.get_rank()]})
+    with pytest.raises(ValueError, match="all ranks must clip in the same way") as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [("clipping", ["norm", "value"]), ("max_gradient", [1.0, 2.0]), ("norm_type", [2.0, "inf"])],
+)
+def test_ranks_that_clip_in_different_ways_raise_alike(
+    ranks: RankPool, setting: str, values: list[object]
+) -> None:
+    first, second = ranks(2, _clip_otherwise, setting, values)
+    assert first == second
+    assert f"{setting} differs: rank 0 has {values[0]!r}, rank 1 has" in first
 
 
 def test_power_sums() -> None:

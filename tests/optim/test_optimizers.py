@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ CLASSES = [
     optimizers.Adagrad,
     optimizers.RowWiseAdagrad,
     optimizers.Adam,
+    optimizers.AdamW,
+    optimizers.AdamL2,
     optimizers.PartialRowWiseAdam,
     optimizers.LAMB,
     optimizers.PartialRowWiseLAMB,
@@ -30,7 +33,9 @@ CLASSES = [
     [
         (optimizers.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
         (optimizers.Adagrad, torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-8}),
-        (optimizers.Adam, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
+        (optimizers.AdamW, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
+        (optimizers.AdamL2, torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
+        (optimizers.Adam, torch.optim.Adam, {"lr": 0.1}),
     ],
 )
 def test_dense_layers_train_as_with_torch(ours, theirs, kwargs: dict[str, float]) -> None:  # type: ignore[no-untyped-def]
@@ -47,6 +52,28 @@ def test_dense_layers_train_as_with_torch(ours, theirs, kwargs: dict[str, float]
             optimizer.step()
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_weight_decay_of_adam_warns_once(owned: bool) -> None:
+    """It is that of AdamW, and not that of torch.optim.Adam."""
+    optimizers._warn_of_decoupled_decay.cache_clear()
+
+    def make(optimizer_class: Any, decay: float) -> None:
+        weight = nn.Parameter(torch.ones(2, 2))
+        if owned:
+            apply_optimizer_in_backward(
+                optimizer_class, [weight], {"lr": 0.1, "weight_decay": decay}
+            )
+        else:
+            optimizer_class([weight], lr=0.1, weight_decay=decay)
+
+    for other in (optimizers.AdamW, optimizers.AdamL2, torch.optim.Adam, optimizers.LAMB):
+        make(other, 0.1)  # a warning is an error here
+    make(optimizers.Adam, 0.0)
+    with pytest.warns(UserWarning, match=r"weight_decay as AdamW .* recsys\.optim\.AdamL2 for the"):
+        make(optimizers.Adam, 0.1)
+    make(optimizers.Adam, 0.1)
 
 
 @pytest.mark.parametrize("optimizer_class", CLASSES)

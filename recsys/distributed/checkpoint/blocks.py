@@ -195,7 +195,7 @@ class BlockReader(FileSystemReader):
             CheckpointError: if it is damaged, or no metadata.
         """
         if self._metadata is None:
-            data = (self._folder / METADATA).read_bytes()
+            data = versions.regular_file(self._folder / METADATA).read_bytes()
             if self._blocks is not None:
                 length, crc = self._blocks.get((METADATA, 0), (-1, -1))
                 self._check(METADATA, 0, (len(data), crc32(data)), (length, crc))
@@ -232,7 +232,7 @@ class BlockReader(FileSystemReader):
                 (name, start) not in self._blocks for start in items_at
             ):
                 raise CheckpointError(f"{self._folder / name} is not in the manifest.")
-            with (self._folder / name).open("rb", buffering=0) as file:
+            with versions.regular_file(self._folder / name).open("rb", buffering=0) as file:
                 _tell_disk(file, "POSIX_FADV_SEQUENTIAL", 0, 0)  # it reads farther ahead
                 for start in sorted(items_at):
                     self._load_block(file, name, start, items_at[start], planner)

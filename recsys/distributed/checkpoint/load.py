@@ -22,7 +22,14 @@ from recsys.distributed.checkpoint.plain import decode, decode_pickle
 from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank_key
 from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
-from recsys.distributed.checkpoint.state import env_of, flat, load_optimizer, state_of, whole_names
+from recsys.distributed.checkpoint.state import (
+    checked_path,
+    env_of,
+    flat,
+    load_optimizer,
+    state_of,
+    whole_names,
+)
 from recsys.distributed.checkpoint.torchrec_names import own_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.ranks import where
@@ -69,8 +76,10 @@ def load_checkpoint(
             folder is no checkpoint, is damaged, or lacks a part of the model or of the optimizer's
             state or of `progress`, or if that state is of an optimizer of another kind, or a table
             has another shape than saved.
-        TypeError: if `progress` holds something without a state.
+        TypeError: if path, model or optimizer is of another type, or `progress` holds something
+            without a state.
     """
+    path = checked_path("load_checkpoint", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
     group = env.process_group
@@ -79,7 +88,7 @@ def load_checkpoint(
     def choose() -> tuple[Path, dict[str, Any] | None] | None:
         if env.rank != 0:  # all load what rank 0 finds, whoever saves meanwhile
             return None
-        folder = find_version(Path(path))
+        folder = find_version(path)
         return folder, read_manifest(folder) if (folder / MANIFEST).exists() else None
 
     chosen = on_every_rank(env, what, choose)[0]

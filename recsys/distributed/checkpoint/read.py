@@ -26,6 +26,7 @@ from recsys.distributed.checkpoint.errors import (
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.kernels.arguments import path_of
 
 _STATE = "optimizer.state."
 _SECTIONS = ("model", "optimizer", "extra", "progress")
@@ -71,7 +72,7 @@ def read_checkpoint(
         ['0.weight', '1.weight', '1.bias']
         torch.Size([10, 2])
     """
-    saved = SavedValues.find(Path(path), optimizer)
+    saved = SavedValues.find(path_of("read_checkpoint.path", path), optimizer)
     rows: dict[str, slice] = {}
     names = list(saved.values)
     if tables is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,21 @@ from recsys.distributed.checkpoint.plain import check_plain, encode
 from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_key
 from recsys.distributed.checkpoint.read import SavedValues
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
-from recsys.distributed.checkpoint.state import env_of, flat, in_blocks, state_of, whole_names
+from recsys.distributed.checkpoint.state import (
+    checked_path,
+    env_of,
+    flat,
+    in_blocks,
+    state_of,
+    tables_without,
+    whole_names,
+)
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.ranks import where
+from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.kernels.arguments import whole
 from recsys.optim.keyed import KeyedOptimizer
 
 
@@ -55,7 +66,8 @@ def save_checkpoint(
         optimizer: all optimizers of the model; join the fused one and the dense one by
             `CombinedOptimizer`. Learning rates and other settings of
             its parameter groups are saved with its state. What a torch optimizer keeps for the
-            parts of a table is saved as that of the whole table, too.
+            parts of a table is saved as that of the whole table, too. A warning names tables with
+            an optimizer whose state is not saved, because `optimizer` does not contain it.
         extra: further values to keep, such as the epoch: None, numbers, text, tensors, and lists,
             tuples and dicts of those. Rank 0's are kept.
         step: N, larger than that of any complete version; the next number if None.
@@ -73,7 +85,8 @@ def save_checkpoint(
             kind, an optimizer keeps something for a part of a table that is neither one value per
             element, nor per row of whole width, nor a single one, or the files cannot be written;
             or an asynchronous save of the model before this one failed.
-        TypeError: if `extra` is no mapping, or `progress` holds something else.
+        TypeError: if an argument is of another type: `step` and `keep` are whole numbers, `extra` a
+            mapping, and the members of `progress` have a state.
         ValueError: if `step` is negative or `keep` not positive, or the model is a `DMPCollection`
             whose groups of ranks hold different tables.
 
@@ -89,13 +102,15 @@ def save_checkpoint(
         ['step-1', 'step-2']
         {'epoch': 2}
     """
+    path = checked_path("save_checkpoint", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
-    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
+    same = _in_words("save_checkpoint", optimizer, step, keep, consolidated)
+    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress, same)
     with contextlib.ExitStack() as until_saved:
         folder = _claim(env, path, step, until_saved)
         _write(env, folder, state, settings, consolidated)
-    _remove_old(env, Path(path), folder, keep)
+    _remove_old(env, path, folder, keep)
 
 
 @where.long_section("save_checkpoint_async")
@@ -133,7 +148,7 @@ def save_checkpoint_async(
     Raises:
         CheckpointError: on every rank, as for `save_checkpoint`; what fails in the background is
             raised by `wait`, on every rank.
-        TypeError: if `extra` is no mapping, or `progress` holds something else.
+        TypeError: as for `save_checkpoint`.
         ValueError: if `step` is negative or `keep` not positive.
 
     Example:
@@ -144,9 +159,11 @@ def save_checkpoint_async(
         ...     pending.wait().name
         'step-1'
     """
+    path = checked_path("save_checkpoint_async", path, model, optimizer)
     end_pending(model)
     env = env_of(model)
-    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress)
+    same = _in_words("save_checkpoint_async", optimizer, step, keep, consolidated)
+    state, settings = _collect(env, path, model, optimizer, extra, step, keep, progress, same)
     aside = env.aside()
     copied: dict[str, Any] = {}
     with contextlib.ExitStack() as until_copied:
@@ -157,30 +174,51 @@ def save_checkpoint_async(
     def work() -> Path:
         with until_saved:
             _write(aside, folder, copied, settings, consolidated)
-        _remove_old(aside, Path(path), folder, keep)
+        _remove_old(aside, path, folder, keep)
         return folder
 
     return PendingSave(model, work)
 
 
+def _in_words(
+    function: str,
+    optimizer: KeyedOptimizer | None,
+    step: int | None,
+    keep: int | None,
+    consolidated: bool,
+) -> dict[str, str]:
+    """Return the arguments that must be the same on all ranks, in words."""
+    return in_words_by_name(
+        function=function,
+        optimizer="None" if optimizer is None else "given",
+        step=step,
+        keep=keep,
+        consolidated=consolidated,
+    )
+
+
 def _collect(
     env: ShardingEnv,
-    path: str | Path,
+    path: Path,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
     extra: Mapping[str, Any] | None,
     step: int | None,
     keep: int | None,
     progress: Mapping[str, Stateful] | None,
+    same: dict[str, str],
 ) -> tuple[dict[str, Any], Settings]:
-    """Return the live values to save, and the optimizers' settings; all checked."""
+    """Return the live values to save, and the optimizers' settings; all checked.
+
+    `same` are the arguments that must be the same on all ranks, in words.
+    """
     state: dict[str, Any] = {}
 
-    def prepare() -> Settings:
-        if step is not None and step < 0:
-            raise ValueError(f"step must not be negative; received {step}.")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be positive, or None for all; received {keep}.")
+    def prepare() -> tuple[Settings, dict[str, str]]:
+        if step is not None:
+            whole("step", step, least=0)
+        if keep is not None:
+            whole("keep", keep)
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
         check_plain("extra", dict(extra or {}))
@@ -188,6 +226,15 @@ def _collect(
             if isinstance(module, DMPCollection):
                 module.check_averaged()
         state.update(state_of(model, optimizer))
+        if env.rank == 0 and (tables := tables_without(model, optimizer)):
+            warnings.warn(
+                f"The checkpoint in {path} lacks the optimizer state of {len(tables)} tables, "
+                f"{tables[:3]}{'...' if tables[3:] else ''}: training that resumes from it starts "
+                "with fresh state. Pass an optimizer that contains model.fused_optimizer, such as "
+                "CombinedOptimizer([model.fused_optimizer, dense_optimizer]).",
+                UserWarning,
+                stacklevel=6,
+            )
         if optimizer is not None:
             state["optimizer"].pop("param_groups", None)  # the manifest says what they do
         for name, value in flat(state).items():
@@ -197,20 +244,26 @@ def _collect(
             state["extra"] = encode(extra or {})  # one leaf: nothing in it is renamed
         if progress:
             state["progress"] = {rank_key(env.rank): encode(progress_of(progress))}
-        return [] if optimizer is None else settings_of(optimizer, whole_names(model, optimizer))
+        settings: Settings = []
+        if optimizer is not None:
+            settings = settings_of(optimizer, whole_names(model, optimizer))
+        return settings, same
 
-    return state, merge(on_every_rank(env, f"Saving {path}", prepare))
+    prepared = on_every_rank(env, f"Saving {path}", prepare)
+    raise_if_facts_differ("save a checkpoint", [facts for _, facts in prepared])
+    return state, merge([settings for settings, _ in prepared])
 
 
 def _claim(
-    env: ShardingEnv, path: str | Path, step: int | None, until_saved: contextlib.ExitStack
+    env: ShardingEnv, path: Path, step: int | None, until_saved: contextlib.ExitStack
 ) -> Path:
     """Return the folder of the new version."""
 
     def claim() -> Path | None:
         if env.rank != 0:
             return None
-        return until_saved.enter_context(new_version(Path(path), step))
+        number = None if step is None else whole("step", step, least=0)
+        return until_saved.enter_context(new_version(path, number))
 
     folder = on_every_rank(env, f"Saving {path}", claim)[0]
     assert folder is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,13 +12,46 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
+from recsys.kernels.arguments import path_of, wrong_type
 from recsys.optim.keyed import KeyedOptimizer
 
 _BLOCK_BYTES = 64 << 20
+
+
+def checked_path(function: str, path: object, model: object, optimizer: object = None) -> Path:
+    """Return the path; raise unless path, model and optimizer are of their types.
+
+    Args:
+        function: whose arguments they are, for messages.
+        path: text or a pathlib.Path.
+        model: an nn.Module.
+        optimizer: a KeyedOptimizer, or None.
+
+    Raises:
+        TypeError: naming the argument.
+        ValueError: if the path is empty.
+    """
+    if isinstance(path, nn.Module):
+        raise TypeError(
+            f"{function}.path must be a path, as text or pathlib.Path; received a "
+            f"{type(path).__name__}. The path is the first argument: {function}(path, model)."
+        )
+    found = path_of(f"{function}.path", path)
+    if not isinstance(model, nn.Module):
+        wrong_type(f"{function}.model", "an nn.Module", model)
+    if not isinstance(optimizer, KeyedOptimizer | None):
+        raise TypeError(
+            f"{function}.optimizer must be a KeyedOptimizer; received a "
+            f"{type(optimizer).__qualname__}. Wrap a torch optimizer by KeyedOptimizerWrapper, and "
+            "join several by CombinedOptimizer, both of recsys.optim.keyed."
+        )
+    return found
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
@@ -40,6 +74,20 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
     if optimizer is not None:
         state["optimizer"] = {**optimizer.state_dict(), "state": _join_parts(model, optimizer)}
     return state
+
+
+def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[str]:
+    """Return the tables that have an optimizer with state which is not a part of `optimizer`."""
+    known = set() if optimizer is None else set(map(id, optimizer.params.values()))
+    found = []
+    for path, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, ShardedCollection):
+            own = module.fused_optimizer
+            state = own.state_dict()["state"]
+            for name, parameter in own.params.items():
+                if state.get(name) and id(parameter) not in known:
+                    found.append(f"{path}.{name}" if path else name)
+    return found
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from recsys.distributed.checkpoint.errors import on_every_rank
 from recsys.distributed.checkpoint.read import is_named
 from recsys.distributed.checkpoint.state import env_of
+from recsys.distributed.checkpoint.versions import regular_file
 from recsys.distributed.state.table_shards import TableShards
+from recsys.kernels.arguments import wrong_type
 
 _BLOCK_BYTES = 64 << 20
 
@@ -35,8 +37,9 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
 
     Raises:
         CheckpointError: on every rank, if a file cannot be read.
+        TypeError: if `model` is not an nn.Module, or `table` not text.
         ValueError: on every rank, if the model has no such table or several, or the values are of
-            another shape, or not of floating point.
+            another shape, not of floating point, NaN, infinite, or too large for the table's dtype.
 
     Example:
         >>> model = nn.ModuleDict({"t_user": nn.Embedding(3, 2)})
@@ -44,17 +47,23 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
         >>> model["t_user"].weight.tolist()
         [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     """
+    if not isinstance(model, nn.Module):
+        wrong_type("load_table.model", "an nn.Module", model)
+    if not isinstance(table, str):
+        wrong_type("load_table.table", "the name of a table", table)
 
     def work() -> None:
         name, weight = _find(model, table)
-        source = np.load(values, mmap_mode="r") if isinstance(values, str | Path) else values
+        source: Any = values
+        if isinstance(values, str | Path):
+            source = np.load(regular_file(Path(values)), mmap_mode="r")
         _check(name, weight, source)
         fill = weight.fill if isinstance(weight, TableShards) else _filler(weight)
         if isinstance(weight, TableShards):
             weight.flush()
         for rows in _stretches(weight, source):
-            block = np.array(source[rows], source.dtype.newbyteorder("="))
-            fill(rows, torch.from_numpy(block))
+            block = torch.from_numpy(np.array(source[rows], source.dtype.newbyteorder("=")))
+            fill(rows, _converted(name, rows, block, weight.dtype))
         if isinstance(weight, TableShards):
             for shard in weight.shards:
                 shard.kernel.drop_cache()
@@ -107,6 +116,24 @@ def _check(name: str, weight: TableShards | Tensor, values: Any) -> None:
             f"The values of {name!r} must be of floating point; received {values.dtype}. Convert "
             "them by .astype('float32')."
         )
+
+
+def _converted(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values of some rows in the table's dtype.
+
+    Raises:
+        ValueError: if one is NaN or infinite, or too large for the dtype.
+    """
+    converted = values.to(dtype)
+    is_bad = ~torch.isfinite(converted)
+    if bool(is_bad.any()):
+        row, column = is_bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"The values of {name!r} must be finite as {dtype}; received "
+            f"{values[row, column].item()} in row {rows.start + row}, column {column}. Rows before "
+            "it may have been filled: correct the values and load the table again."
+        )
+    return converted
 
 
 def _filler(weight: Tensor) -> Callable[[slice, Tensor], None]:

@@ -51,13 +51,13 @@ def find_version(path: Path) -> Path:
     Raises:
         CheckpointError: if there is none.
     """
-    if (path / MANIFEST).exists():
+    if regular_file(path / MANIFEST).exists():
         return path
     complete = _complete(path)
     if complete:
         return _folder(path, complete[-1])
     is_unfinished = (path / _LOCK).exists()
-    if (path / ".metadata").exists() and not is_unfinished:
+    if regular_file(path / ".metadata").exists() and not is_unfinished:
         return path
     unfinished = [path.name] if is_unfinished else [f"step-{n}" for n in _steps(path)]
     if unfinished:
@@ -89,7 +89,9 @@ def new_version(path: Path, step: int | None) -> Iterator[Path]:
     """
     path.mkdir(parents=True, exist_ok=True)
     for unfinished in set(_steps(path)) - set(_complete(path)):
-        _remove_unless_in_use(_folder(path, unfinished))
+        folder = _folder(path, unfinished)
+        if not folder.is_symlink():
+            _remove_unless_in_use(folder)
     folder, lock = _claim(path, step)
     try:
         yield folder
@@ -161,7 +163,7 @@ def _remove_unless_in_use(folder: Path) -> None:
 
 
 def keep_newest(path: Path, keep: int | None, current: Path) -> None:
-    """Remove all complete versions but the newest; all but `current` may go.
+    """Remove all complete versions but the newest; all but `current` may go. Links stay.
 
     Args:
         path: the checkpoint's folder.
@@ -170,7 +172,9 @@ def keep_newest(path: Path, keep: int | None, current: Path) -> None:
     """
     if keep is None:
         return
-    for number in _complete(path)[:-keep]:
+    # a link is not a version that a save has made: what it leads to belongs to somebody else
+    own = [n for n in _complete(path) if not _folder(path, n).is_symlink()]
+    for number in own[:-keep]:
         folder = _folder(path, number)
         if folder != current:
             try:
@@ -203,7 +207,7 @@ def _steps(path: Path) -> list[int]:
 
 
 def _complete(path: Path) -> list[int]:
-    return [number for number in _steps(path) if (_folder(path, number) / MANIFEST).exists()]
+    return [number for number in _steps(path) if (_folder(path, number) / MANIFEST).is_file()]
 
 
 # -- the manifest ----------------------------------------------------------------------------------
@@ -233,7 +237,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is damaged, or of a later format.
     """
-    file = folder / MANIFEST
+    file = regular_file(folder / MANIFEST)
     data = file.read_bytes()
     try:
         content = json.loads(data)["content"]
@@ -254,6 +258,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _encode(content: Mapping[str, Any]) -> bytes:
     text = json.dumps(content, sort_keys=True)
     return json.dumps({"content": content, "crc32": crc32(text.encode())}, sort_keys=True).encode()
+
+
+def regular_file(file: Path) -> Path:
+    """Return the path of a file to read.
+
+    Raises:
+        CheckpointError: if it is a folder, a pipe or the like: reading a pipe would wait for ever.
+    """
+    if file.exists() and not file.is_file():
+        raise CheckpointError(
+            f"{file} must be a regular file; received a folder, a pipe or a device. Load another "
+            "version, or copy this one anew."
+        )
+    return file
 
 
 def sync_folder(folder: Path) -> None:

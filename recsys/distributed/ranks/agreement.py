@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TypeVar
@@ -105,17 +105,33 @@ def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
         stage: what the ranks are to do.
         rank: which differs.
         name: of the fact.
-        first: the fact on rank 0; parts set off by "; " are left out where they are the same.
+        first: the fact on rank 0; parts set off by "; " are left out where both have them.
         own: the fact on the rank.
     """
     ours, theirs = first.split("; "), own.split("; ")
     if len(ours) == len(theirs):
         pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
         first, own = ("; ".join(side) for side in zip(*pairs, strict=True))
+    else:
+        first = "; ".join(part for part in ours if part not in theirs) or "nothing more"
+        own = "; ".join(part for part in theirs if part not in ours) or "nothing more"
     return (
         f"All ranks must {stage} from the same arguments; {name} differs: rank 0 has {_cut(first)}"
         f", rank {rank} has {_cut(own)}. Pass the same on every rank."
     )
+
+
+def raise_if_facts_differ(stage: str, facts: Sequence[Facts]) -> None:
+    """Raise ValueError, on every rank alike, unless all ranks have the same facts.
+
+    Args:
+        stage: what the ranks are to do.
+        facts: of each rank, with the same names; all ranks have exchanged them.
+    """
+    for rank, own in enumerate(facts):
+        for name, value in own.items():
+            if value != facts[0][name]:
+                raise ValueError(differs(stage, rank, name, facts[0][name], value))
 
 
 def stable(value: object) -> str:
@@ -140,6 +156,11 @@ def in_words(settings: object) -> str:
         shown = value.name if isinstance(value, Enum) else text
         parts.append(text if is_dataclass(value) else f"{own.name} {shown}")
     return "; ".join(parts)
+
+
+def in_words_by_name(**arguments: object) -> dict[str, str]:
+    """Return arguments in words, by their names; see `in_words`."""
+    return {name: in_words(value) for name, value in arguments.items()}
 
 
 def _cut(text: str, most: int = 400) -> str:

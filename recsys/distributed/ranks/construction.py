@@ -46,6 +46,7 @@ class Construction:
         self._facts: dict[str, str] = {}
         self._subjects: set[str] = set()
         self._gpu: str | None = None
+        self._connections: list[Callable[[], None]] = [env.connect]
         self._loads: list[tuple[int, Load]] = []
         self._may_fail_alone = False
         self._last: list[Callable[[], None]] = []
@@ -77,6 +78,10 @@ class Construction:
         self._loads.append((seed, load))
         self._may_fail_alone |= may_fail_alone
 
+    def connect(self, make_groups: Callable[[], None]) -> None:
+        """Add what makes process groups, once all ranks agree."""
+        self._connections.append(make_groups)
+
     def at_the_end(self, change: Callable[[], None]) -> None:
         """Add a change of the given model, for when nothing can fail any more."""
         self._last.append(change)
@@ -92,7 +97,7 @@ class Construction:
         return seen[0][1]
 
     def finish(self, error: Exception | None = None) -> None:
-        """Let the ranks agree, and then fill the tables and change the model.
+        """Let the ranks agree, and then make groups, fill the tables and change the model.
 
         Args:
             error: why this rank could not build its part.
@@ -102,6 +107,8 @@ class Construction:
                 ranks differ in what they built: the same on every rank.
         """
         seeds = self._agree(error)
+        for make_groups in self._connections:
+            make_groups()
         for seed, (_, load) in zip(seeds, self._loads, strict=True):
             try:
                 load(seed)

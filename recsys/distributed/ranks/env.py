@@ -102,7 +102,7 @@ class ShardingEnv:
 
         So what is computed next never waits in a queue behind what is computed now: ids of the
         batch to come, embeddings, and the gradients of dense layers have a group each. They are
-        made at the first exchange, once for all models over these ranks. Gloo has threads in place
+        made with the first model over these ranks. Gloo has threads in place
         of a queue, and more of them would only cost time: there it is this environment itself.
         """
         return self._beside("ids") if self.exchanges_in_streams else self
@@ -111,6 +111,20 @@ class ShardingEnv:
     def for_embeddings(self) -> ShardingEnv:
         """The same ranks, with a process group for embeddings, or itself; see `for_ids`."""
         return self._beside("embeddings") if self.exchanges_in_streams else self
+
+    def connect(self) -> None:
+        """Make the process groups of later exchanges and asynchronous saves; every rank must.
+
+        Making a group waits for all its ranks, up to the timeout of the default group. A model
+        makes its groups while it is built, where a rank that is lost ends the job at once, so that
+        training and saves do not wait for a rank that was lost meanwhile.
+        """
+        if self.process_group is None or self.world_size == 1:
+            return
+        _ = self.for_ids, self.for_embeddings
+        backends = str(torch.distributed.get_backend_config(self.process_group))
+        if "gloo" in backends or "nccl" in backends:  # others, such as `fake`, have no real ranks
+            self._beside("saves", "gloo")
 
     def aside(self) -> ShardingEnv:
         """Return the same ranks with a gloo group of their own, for exchanges of another thread.

@@ -65,9 +65,9 @@ from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
 # sender has no batch after this one, the sender will train on it, its features have batch sizes of
-# their own, its bags are short; above them, which module it is of
-_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS, _VARIABLE, _SHORT = (
-    1 << bit for bit in range(7)
+# their own, its bags are short, its batch lacks the features; above them, which module it is of
+_FAILED, _WARNED, _WEIGHTS_NEED_GRAD, _IS_LAST, _TRAINS, _VARIABLE, _SHORT, _ABSENT = (
+    1 << bit for bit in range(8)
 )
 _MODULE = ~0xFF
 _COUNT_BITS = 40  # of a word that says how many ids come; above them how many bags, if `_VARIABLE`
@@ -89,6 +89,11 @@ def _warnings_raise() -> bool:
         if message is None and module is None and line == 0 and issubclass(UserWarning, category):
             return action == "error"
     return False
+
+
+@final
+class FeaturesAbsentError(ValueError):
+    """A batch lacks the features of a module: an error unless it does on every rank."""
 
 
 @final
@@ -407,7 +412,7 @@ class InputDist:
         if not self.may_skip_header:
             return False
         if trip.error is not None:  # nothing else will be read
-            trip.flag = _FAILED
+            trip.flag = _failure_flag(trip.error)
             trip.host_RH = np.array([[trip.flag]])
             return True
         bags, routes = trip.bags, trip.routes
@@ -450,14 +455,14 @@ class InputDist:
         flag = self._mark
         if self.trains and torch.is_grad_enabled():
             flag |= _TRAINS
+        if trip.last_batches is not None and trip.last_batches.is_last:
+            flag |= _IS_LAST
         if trip.error is not None:
-            trip.flag = flag | _FAILED
+            trip.flag = flag | _failure_flag(trip.error)
             total = sum(self.header_sizes)
             return torch.full((total,), trip.flag, dtype=torch.int64, device=self.device)
         if trip.weights_need_grad:
             flag |= _WEIGHTS_NEED_GRAD
-        if trip.last_batches is not None and trip.last_batches.is_last:
-            flag |= _IS_LAST
         if trip.own_bags is not None:
             flag |= _VARIABLE
         if trip.is_short:
@@ -608,6 +613,11 @@ class InputDist:
         return found
 
 
+def _failure_flag(error: Exception) -> int:
+    """Return the header's flag for a batch that cannot be sent."""
+    return _FAILED | _ABSENT if isinstance(error, FeaturesAbsentError) else _FAILED
+
+
 def ids_per_key(bags: Parts) -> Tensor:
     """Return `[K]`, for features of one batch size."""
     if bags.stride == 0:
@@ -729,6 +739,7 @@ class Trip(Multistreamable):
         given: the batch as the user gave it.
         safe: the same; on a device with lengths and inverse indices that can be read.
         error: why it cannot travel, or None.
+        is_absent: whether the batches of all ranks lack the features; known once `send` has run.
         flag: what its header says of it before its ids are looked at.
         last_batches: of the epoch that the batch belongs to, or None.
         routes: the ways of its segments.
@@ -794,6 +805,7 @@ class Trip(Multistreamable):
     def __init__(self, stage: InputDist) -> None:
         self.stage = stage
         self.error: Exception | None = None
+        self.is_absent = False
         self.last_batches: LastBatches | None = None
         self.has_bad_ids: Tensor | None = None
         self.has_bad_bags: Tensor | None = None
@@ -862,9 +874,12 @@ class Trip(Multistreamable):
             stage.late.read_arrived()
         flags = host_RH[:, FLAG]
         is_usual = self.error is None and bool((flags == self.flag).all())
-        warning = "" if is_usual else self._raise_faults(flags)
+        self.is_absent = not is_usual and bool((flags & _ABSENT).all())
+        warning = "" if is_usual or self.is_absent else self._raise_faults(flags)
         if self.last_batches is not None:
             self.last_batches.ranks = (flags & _IS_LAST) != 0
+        if self.is_absent:
+            return self
         self.batch_sizes = host_RH[:, BATCH]
         self.received_counts = host_RH[:, COUNTS:]
         if stage.has_streams and not (self.lookups or self.routes.is_identity):

@@ -370,6 +370,10 @@ class OutputStage(abc.ABC, Generic[T]):
     def _prepare(self, codecs: QuantizedCommCodecs) -> None:
         """Work out what does not depend on a batch, and set `codecs`."""
 
+    def connect(self) -> None:
+        """Make the process groups of the module's exchanges; every rank must."""
+        _ = self.env.for_ids, self.env.for_embeddings
+
     @abc.abstractmethod
     def start(
         self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
@@ -447,6 +451,12 @@ class OutputDist(OutputStage[KeyedTensor]):
             and blocks == [((0, layout.width),)]
             and len(layout.groups[0]) == 1
         )
+
+    def connect(self) -> None:
+        """Make the process groups of the module's exchanges; every rank must."""
+        super().connect()
+        if self.hop is not None:
+            _ = self.hop.env
 
     @cached_property
     def ragged(self) -> RaggedGather:
@@ -695,7 +705,7 @@ class NodeHop:
 
     @cached_property
     def env(self) -> ShardingEnv:
-        """The ranks of the node. Every rank asks first at an exchange, where all are sure to be."""
+        """The ranks of the node. Every rank asks first while the model is built."""
         return self._whole_env.for_embeddings.of_node(self.size)
 
     def start(

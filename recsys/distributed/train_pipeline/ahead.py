@@ -24,7 +24,7 @@ from torch import nn
 
 from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
-from recsys.distributed.stages.input_dist import Trip, start_together
+from recsys.distributed.stages.input_dist import FeaturesAbsentError, Trip, start_together
 from recsys.sparse import KeyedJaggedTensor
 
 _Path: TypeAlias = tuple[object, ...]
@@ -137,6 +137,9 @@ class InputsAhead:
     def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Started:
         """Start the input stages of one batch: one header for all.
 
+        If the inputs lack the features of a module on some ranks, every rank raises an error when
+        the batch is used. If they lack them on all ranks, the module sends when it is called.
+
         Args:
             args: the model's inputs.
             kwargs: the model's inputs by name.
@@ -144,12 +147,33 @@ class InputsAhead:
         assert self._paths is not None
         inputs = dict(_features_in((args, kwargs))) if self._paths else {}
         given = {module: inputs[path] for module, path in self._paths.items() if path in inputs}
-        trips = {m: m.input_stage.prepare(features) for m, features in given.items()}
+        trips = {
+            module: module.input_stage.prepare(
+                given[module] if module in given else self._absent(module, args, kwargs)
+            )
+            for module in self._paths
+        }
         for module, make in self._made.items():
             trips[module] = module.input_stage.prepare(_made_by(make, args, kwargs))
         if trips:
             start_together(list(trips.values()))
         return Started(self, trips, given)
+
+    def _absent(
+        self, module: ShardedCollection, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> FeaturesAbsentError:
+        assert self._paths is not None
+        kind, first, *inner = self._paths[module]
+        name = f"argument {first}" if kind == 0 else f"argument {first!r}"
+        where = name + "".join(f"[{part!r}]" for part in inner)
+        path = next(path for path, one in self.collections.items() if one is module)
+        given = [*map(_structure_of, args), *(f"{k}={_structure_of(v)}" for k, v in kwargs.items())]
+        return FeaturesAbsentError(
+            "Batches must have the same structure on all ranks. Module "
+            f"{path!r} reads its features from {where} of the model's inputs; received inputs "
+            f"without a KeyedJaggedTensor there: {', '.join(given)}. Give every rank batches like "
+            "its first one."
+        )
 
     def _leave_out(self, module: ShardedCollection) -> None:
         """Let a module send when it is called from now on: the model takes another way."""
@@ -192,6 +216,7 @@ class Started:
                 trip.send()
         except Exception as error:
             self._error = error
+        self.trips = {module: trip for module, trip in self.trips.items() if not trip.is_absent}
 
     def look_up(self) -> None:
         """Look up and start sending embeddings, with the tables as they are now."""
@@ -315,6 +340,16 @@ def _check_made(path: str, made: KeyedJaggedTensor, read: KeyedJaggedTensor) -> 
             f"with; received {made.keys()} with {made.values().numel()} ids for {read.keys()} with "
             f"{read.values().numel()}. Let both be made by one function."
         )
+
+
+def _structure_of(given: object, depth: int = 2) -> str:
+    """Describe an input for a message: the types in its containers, and the keys."""
+    if isinstance(given, Mapping) and depth:
+        parts = (f"{key!r}: {_structure_of(value, depth - 1)}" for key, value in given.items())
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(given, tuple | list) and depth:
+        return f"({', '.join(_structure_of(value, depth - 1) for value in given)})"
+    return type(given).__name__
 
 
 def _features_in(given: object, path: _Path = ()) -> Iterator[tuple[_Path, KeyedJaggedTensor]]:

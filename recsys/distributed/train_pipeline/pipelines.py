@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
+from recsys.kernels.arguments import whole, wrong_type
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -133,6 +134,9 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         device: where batches go.
         custom_model_fwd: called with a batch in place of the model.
 
+    Raises:
+        TypeError: if `model` is not an nn.Module, or `optimizer` has no `step`.
+
     Example:
         >>> class Model(nn.Module):
         ...     def __init__(self):
@@ -151,6 +155,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     """
 
     execute_all_batches = True
+    _needs_optimizer = True
 
     def __init__(
         self,
@@ -159,6 +164,11 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         device: torch.device,
         custom_model_fwd: ModelForward | None = None,
     ) -> None:
+        name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            wrong_type(f"{name}.model", "an nn.Module", model)
+        if self._needs_optimizer and not callable(getattr(optimizer, "step", None)):
+            wrong_type(f"{name}.optimizer", "an optimizer with step() and zero_grad()", optimizer)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward = custom_model_fwd
         self._copies = _stream(self._device)
@@ -311,6 +321,9 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self.execute_all_batches = execute_all_batches
         self._features = dict(features or {})
         self._sync_interval = dmp_collection_sync_interval_batches
+        if self._sync_interval is not None:
+            name = f"{type(self).__name__}.dmp_collection_sync_interval_batches"
+            self._sync_interval = whole(name, self._sync_interval)
         self._steps = 0
         self._dist = _stream(self._device)
         self._ahead: InputsAhead | None = None
@@ -508,7 +521,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
             features=features,
         )
-        self.start_batch = start_batch
+        self.start_batch = whole("TrainPipelineSemiSync.start_batch", start_batch, least=0)
 
     def is_semi_sync(self) -> bool:
         """Return whether the next step looks up early."""
@@ -533,6 +546,8 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         pipeline_postproc: means nothing.
         features: what makes features that the model makes itself.
     """
+
+    _needs_optimizer = False
 
     def __init__(
         self,

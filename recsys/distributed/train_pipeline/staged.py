@@ -219,7 +219,7 @@ class SparseDataDistUtil(Generic[In]):
     def start_sparse_data_dist(self, batch: In) -> In:
         """Send the header of a batch, after the ids of the one before; return the batch."""
         self.wait_sparse_data_dist()
-        if self._ahead.has_observed and batch is not None:
+        if self._ahead.has_observed:
             self._started.append((batch, self._ahead.start((batch,), {})))
         return batch
 

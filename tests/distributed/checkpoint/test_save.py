@@ -11,17 +11,26 @@ import os
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+    save_checkpoint_async,
+)
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.optim import RowWiseAdagrad
+from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from tests.distributed.cases import EachType, shard
 from tests.ranks import RankPool
 
@@ -159,10 +168,63 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="step must not be negative; received -1"):
         save_checkpoint(tmp_path, model, step=-1)
-    with pytest.raises(ValueError, match="keep must be positive, or None for all; received 0"):
+    with pytest.raises(ValueError, match="keep must be positive; received 0"):
         save_checkpoint(tmp_path, model, keep=0)
+    for step in (2.0, "2", True):
+        with pytest.raises(TypeError, match="step must be a whole number; received"):
+            save_checkpoint(tmp_path, model, step=step)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match="extra must be a dict; received a list"):
         save_checkpoint(tmp_path, model, extra=[1])  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_numpy_are_steps(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, nn.Linear(1, 1), step=np.int64(3))  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["step-3"]
+
+
+@pytest.mark.parametrize("function", [save_checkpoint, save_checkpoint_async, load_checkpoint])
+def test_path_and_model_in_the_wrong_order_are_named(function: Any, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"{name}.path must be a path, .*: {name}\(path, model\)"):
+        function(model, tmp_path)
+    with pytest.raises(TypeError, match=rf"{name}.path must be a path, .*; received 3"):
+        function(3, model)
+    with pytest.raises(ValueError, match=rf"{name}.path must not be empty"):
+        function("", model)
+    with pytest.raises(TypeError, match=rf"{name}.model must be an nn.Module; received 'm'"):
+        function(tmp_path, "m")
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(TypeError, match=rf"{name}.optimizer must be a KeyedOptimizer; .* Adam"):
+        function(tmp_path, model, adam)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _save_without_table_states(path: str) -> list[str]:
+    case = EachType(1, dist.get_world_size(), optimizer=RowWiseAdagrad)
+    model = shard(case)
+    dense = KeyedOptimizerWrapper(
+        dict(model.module.over.named_parameters()), lambda ps: torch.optim.Adam(ps)
+    )
+    told = []
+    both = CombinedOptimizer([model.fused_optimizer, dense])
+    for optimizer in (None, dense, model.fused_optimizer, both):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save_checkpoint(path, model, optimizer)
+        told += [str(warning.message) for warning in caught] or [""]
+    return told
+
+
+def test_optimizer_states_of_tables_are_not_left_out_silently(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    first, second = ranks(2, _save_without_table_states, str(tmp_path))
+    for message in first[:2]:
+        assert "lacks the optimizer state of 4 tables, ['ebc." in message
+    assert first[2:] == ["", ""]
+    assert second == [""] * 4  # rank 0 warns for all
 
 
 def test_versions_are_numbered_and_kept(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,31 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_all(ranks: RankPool, tmp_path
     np.save(tmp_path / "values.npy", VALUES)
     for text in ranks(2, _fill_from_a_file_that_one_lacks, str(tmp_path / "values")):
         assert text.startswith("On rank 1: Loading table 'row_wise': FileNotFoundError: ")
+
+
+@pytest.mark.parametrize("bad", [1e300, float("nan"), float("-inf")])
+def test_values_that_do_not_fit_are_named(bad: float) -> None:
+    model = nn.ModuleDict({"t": nn.Embedding(5, 3)})
+    values = np.zeros((5, 3))
+    values[3, 1] = bad
+    with pytest.raises(ValueError, match=re.escape(f"received {bad} in row 3, column 1")):
+        load_table(model, "t", values)
+
+
+def test_a_narrow_table_does_not_overflow() -> None:
+    model = nn.ModuleDict({"t": nn.Embedding(5, 3, dtype=torch.float16)})
+    with pytest.raises(ValueError, match=r"finite as torch.float16; received 1000000.0 in row 0"):
+        load_table(model, "t", np.full((5, 3), 1e6, np.float32))
+
+
+def test_a_pipe_is_no_file_of_values(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.npy")
+    with pytest.raises(CheckpointError, match="must be a regular file"):
+        load_table(nn.ModuleDict({"t": nn.Embedding(5, 3)}), "t", tmp_path / "t.npy")
+
+
+def test_arguments_of_load_table_are_named() -> None:
+    with pytest.raises(TypeError, match=r"load_table\.model must be an nn.Module"):
+        load_table("t", "t", np.zeros((5, 3)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"load_table\.table must be the name of a table"):
+        load_table(nn.Embedding(5, 3), 3, np.zeros((5, 3)))  # type: ignore[arg-type]

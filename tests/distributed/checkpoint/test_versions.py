@@ -51,6 +51,34 @@ def test_numbers_go_on_and_the_newest_is_found(tmp_path: Path) -> None:
     assert _names(path / "step-2") == ["data", MANIFEST]  # no lock stays
 
 
+def test_folders_that_links_lead_to_are_left_alone(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    best, unfinished, path = _save(elsewhere), elsewhere / "unfinished", tmp_path / "c"
+    unfinished.mkdir()
+    (unfinished / "notes").write_text("mine")
+    (unfinished / "saving.lock").touch()
+    path.mkdir()
+    (path / "step-1").symlink_to(best)
+    (path / "step-2").symlink_to(unfinished)
+    assert find_version(path) == path / "step-1"
+    for _ in range(3):
+        _save(path, keep=1)
+    assert _names(path) == ["step-1", "step-2", "step-5"]
+    assert _names(best) == ["data", MANIFEST]
+    assert _names(unfinished) == ["notes", "saving.lock"]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, ".metadata"])
+def test_a_pipe_is_no_manifest(tmp_path: Path, name: str) -> None:
+    """Reading one would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} must be a regular file"):
+        find_version(tmp_path)
+    folder = _save(tmp_path / "c")
+    os.mkfifo(tmp_path / "c" / "step-2")
+    assert find_version(tmp_path / "c") == folder
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for _ in range(4):
         _save(tmp_path, keep=2)

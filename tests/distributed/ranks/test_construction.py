@@ -6,8 +6,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -16,11 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.distributed.checkpoint import save_checkpoint_async
+from recsys.distributed.data_parallel import DefaultDataParallelWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.ranks import construction
 from recsys.distributed.shard import shard, shard_modules
 from recsys.distributed.sharded_collection import ShardedCollection, default_device
-from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from recsys.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from recsys.distributed.types import ShardingEnv, ShardingPlan
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -32,12 +41,17 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 NAMES = ["a", "b", "c"]
 
 
-def _fails(values: Tensor) -> None:
-    raise RuntimeError("no such file: weights.bin")
+def _fails_on_rank_1(values: Tensor) -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("no such file: weights.bin")
 
 
-def _keeps(values: Tensor) -> None:
+def _threes(values: Tensor) -> None:
     values.fill_(3.0)
+
+
+def _fours(values: Tensor) -> None:
+    values.fill_(4.0)
 
 
 def _model(
@@ -48,14 +62,17 @@ def _model(
     device: torch.device = CPU,
     init_fn: Callable[[Tensor], None] | None = None,
     tied: bool = False,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    trains: bool = True,
     **_: Any,
 ) -> nn.Module:
     tables = [
-        EmbeddingBagConfig(rows, 4, name, feature_names=[f"f_{name}"], init_fn=init_fn)
+        EmbeddingBagConfig(rows, 4, name, feature_names=[f"f_{name}"], init_fn=init_fn, **config)
         for name in NAMES
     ]
     ebc = EmbeddingBagCollection(tables=tables, device=device, is_weighted=weighted)
     apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": lr})
+    ebc.embedding_bags["a"].weight.requires_grad_(trains)
     model = nn.ModuleDict({"ebc": ebc, "over": nn.Linear(4, width)})
     if tied:
         model["over"].weight = ebc.embedding_bags["b"].weight  # type: ignore[assignment, union-attr]
@@ -89,7 +106,14 @@ def _build(how: str, both: dict[str, Any], of_rank_1: dict[str, Any]) -> tuple[s
             elif how == "shard_modules":
                 shard_modules(model, device=CPU, plan=plan)
             else:
-                DistributedModelParallel(model, device=CPU, plan=plan)
+                wrapper = DefaultDataParallelWrapper(asked.get("bucket_cap_mb", 25))
+                DistributedModelParallel(
+                    model,
+                    device=CPU,
+                    plan=plan,
+                    data_parallel_wrapper=wrapper,
+                    init_data_parallel=asked.get("replicates", True),
+                )
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     dist.barrier()  # nobody waits for anybody
@@ -111,7 +135,31 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "differs: rank 0 has shards rows 0-10 and columns 0-4 on 1, rank 1 has shards rows 0-10 "
         "and columns 0-4 on 0. Pass the same on every rank.",
     ),
-    "tables differ": ({}, {"rows": 9}, "table 'a' of {} differs: rank 0 has 10 x 4 FP32; shards"),
+    "tables differ": (
+        {},
+        {"rows": 9},
+        "table 'a' of {} differs: rank 0 has num_embeddings 10; shards",
+    ),
+    "the pooling of a table differs": (
+        {"config": {"pooling": "sum"}},
+        {"config": {"pooling": "mean"}},
+        "table 'a' of {} differs: rank 0 has pooling SUM, rank 1 has pooling MEAN.",
+    ),
+    "initial ranges differ": (
+        {},
+        {"config": {"weight_init_max": 0.5}},
+        "rank 0 has weight_init_max None, rank 1 has weight_init_max 0.5.",
+    ),
+    "init functions differ": (
+        {"init_fn": _threes},
+        {"init_fn": _fours},
+        "rank 0 has init_fn <function _threes>, rank 1 has init_fn <function _fours>.",
+    ),
+    "only one trains a table": (
+        {},
+        {"trains": False},
+        "rank 1 has trains False; optimizer None;",
+    ),
     "learning rates differ": (
         {},
         {"lr": 0.2},
@@ -126,8 +174,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "memory is short": ({}, {"breaks": True}, "MemoryError: On rank 1: 2 GB"),
     "an init_fn fails": (
-        {"device": META, "init_fn": _keeps},
-        {"init_fn": _fails},
+        {"device": META, "init_fn": _fails_on_rank_1},
+        {},
         "RuntimeError: On rank 1: no such file: weights.bin",
     ),
 }
@@ -138,6 +186,17 @@ OF_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"no_plan": True},
         "ValueError: All ranks must take the same steps; rank 0 is to build the model, rank 1 to "
         "plan the model. Pass the same arguments on every rank.",
+    ),
+    "buckets differ": (
+        {},
+        {"bucket_cap_mb": 1},
+        "data_parallel_wrapper of DistributedModelParallel differs: rank 0 has bucket_cap_mb 25, "
+        "rank 1 has bucket_cap_mb 1.",
+    ),
+    "only one replicates": (
+        {},
+        {"replicates": False},
+        "init_data_parallel of DistributedModelParallel differs: rank 0 has True, rank 1 has False",
     ),
     "a weight is tied": (
         {},
@@ -153,7 +212,12 @@ OF_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ("how", "kind"),
     [
         *[(how, kind) for how in ("model", "shard_modules", "shard") for kind in DIFFERENCES],
-        *[(how, kind) for how in ("model", "shard_modules") for kind in OF_MODELS],
+        *[
+            (how, kind)
+            for how in ("model", "shard_modules")
+            for kind in OF_MODELS
+            if how == "model" or not kind.startswith(("buckets", "only one replicates"))
+        ],
     ],
 )
 def test_all_ranks_raise_the_same_and_keep_their_model(
@@ -365,3 +429,28 @@ def test_the_default_gpu_is_that_of_the_local_rank(
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert default_device(ShardingEnv(1, 0)) == torch.device("cuda", expected)
+
+
+def _use_groups(path: str) -> None:
+    """Trains and saves a model whose tables are added up on nodes, where no group can be made."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model = _model()
+        ebc: Any = model["ebc"]  # type: ignore[index]
+        kinds = {name: table_row_wise(host_index=0) for name in NAMES}
+        tables = construct_module_sharding_plan(
+            ebc, kinds, world_size=4, local_size=2, device_type="cpu"
+        )
+        sharded = DistributedModelParallel(
+            nn.ModuleDict({"ebc": ebc}), device=CPU, plan=ShardingPlan({"ebc": tables})
+        )
+    features = KeyedJaggedTensor(
+        [f"f_{name}" for name in NAMES], torch.tensor([1, 2, 3]), lengths=torch.ones(3).int()
+    )
+    with mock.patch("torch.distributed.new_group", side_effect=AssertionError("a group is made")):
+        sharded.module["ebc"](features).values().sum().backward()  # type: ignore[index]
+        save_checkpoint_async(path, sharded).wait()
+
+
+def test_groups_are_made_while_the_model_is_built(ranks: RankPool, tmp_path: Path) -> None:
+    """Making a group waits for all ranks: a rank that is lost later must not hold up the others."""
+    ranks(4, _use_groups, str(tmp_path / "saved"))

@@ -524,6 +524,23 @@ def test_the_end_of_the_data(ranks: RankPool, execute_all: bool, expected: list[
     assert ranks(2, _ends, execute_all) == [expected] * 2
 
 
+def test_arguments_are_named() -> None:
+    layer = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"TrainPipelineBase\.model must be an nn.Module; .* None"):
+        TrainPipelineBase(None, sgd, CPU)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"TrainPipelineSparseDist\.optimizer must be an optimizer"):
+        TrainPipelineSparseDist(layer, None, CPU)  # type: ignore[arg-type]
+    for value in (None, 1.5, "900"):
+        with pytest.raises(TypeError, match=r"TrainPipelineSemiSync\.start_batch must be a whole"):
+            TrainPipelineSemiSync(layer, sgd, CPU, start_batch=value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"start_batch must not be negative; received -1"):
+        TrainPipelineSemiSync(layer, sgd, CPU, start_batch=-1)
+    with pytest.raises(ValueError, match=r"sync_interval_batches must be positive; received 0"):
+        TrainPipelineSparseDist(layer, sgd, CPU, dmp_collection_sync_interval_batches=0)
+    EvalPipelineSparseDist(layer, None, CPU)  # type: ignore[arg-type]  # steps nothing
+
+
 def test_one_process_without_ranks() -> None:
     model, optimizer = nn.Linear(2, 1), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

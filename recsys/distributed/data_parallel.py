@@ -1,0 +1,138 @@
+"""Dense parts replicated over the ranks by DistributedDataParallel, in buckets of a fixed order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.shard import exclude_sharded_from_ddp, names_excluded_from_ddp
+from recsys.optim.apply_optimizer_in_backward import attached_optimizer
+
+if TYPE_CHECKING:
+    from recsys.distributed.model_parallel import DistributedModelParallel
+
+__all__ = ["DataParallelWrapper", "DefaultDataParallelWrapper"]
+
+# torch 2.13 renamed `broadcast_buffers` and warns of the old name
+_BROADCAST_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class DataParallelWrapper(Protocol):
+    """Replicates the dense parts of a model."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap `dmp` 's inner module in place."""
+
+
+@final
+@dataclass(eq=False)
+class DefaultDataParallelWrapper:
+    """Wraps the dense parts in DistributedDataParallel, as many as there are trainable.
+
+    Args:
+        bucket_cap_mb: size of a gradient bucket in MB.
+        static_graph: whether every step uses the same parameters.
+        find_unused_parameters: whether some steps leave dense parameters unused.
+        params_to_ignore: names of parameters and buffers that each rank keeps for itself: they are
+            neither copied from rank 0 nor reduced. Names that
+            `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` was given for the
+            model are ignored as well.
+        broadcast_buffers: whether rank 0's buffers replace the others' before every forward pass,
+            which costs a collective. If None, where a batch or instance norm changes them; else
+            buffers are taken to stay as they are.
+
+    Raises:
+        ValueError: when the model is wrapped, if `params_to_ignore` has a name that the model does
+            not have, or a dense parameter is updated in backward.
+    """
+
+    bucket_cap_mb: int = 25
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    params_to_ignore: Sequence[str] = field(default=(), kw_only=True)
+    broadcast_buffers: bool | None = field(default=None, kw_only=True)
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap the inner module in place, if there are several ranks and dense parameters."""
+        module = dmp._dmp_wrapped_module
+        if env.world_size == 1 or isinstance(module, DistributedDataParallel):
+            return
+        everything = dict(module.named_parameters()) | dict(module.named_buffers())
+        unknown = [name for name in self.params_to_ignore if name not in everything]
+        if unknown:
+            raise ValueError(
+                "DefaultDataParallelWrapper.params_to_ignore must hold names of the model's "
+                f"parameters and buffers; received {unknown}. The model has "
+                f"{list(everything)[:8]} (at most 8 shown)."
+            )
+        exclude_sharded_from_ddp(module, self.params_to_ignore)
+        excluded = names_excluded_from_ddp(module)
+        dense = {n: t for n, t in everything.items() if n not in excluded}
+        if not any(t.requires_grad for t in dense.values()):
+            for tensor in dense.values():  # nothing to train, but rank 0's values as ever
+                torch.distributed.broadcast(tensor.data, group=env.process_group, group_src=0)
+            return
+        in_backward = [n for n in dense if attached_optimizer(everything[n]) is not None]
+        if in_backward:
+            raise ValueError(
+                f"Replicated parameters must keep their gradients for the all-reduce over ranks; "
+                f"received some that are updated in backward: {in_backward}. Give "
+                "apply_optimizer_in_backward the tables only, and step the others' optimizer."
+            )
+        broadcasts = self.broadcast_buffers
+        if broadcasts is None:
+            broadcasts = any(_has_running_statistics(child) for child in module.modules())
+        settings: dict[str, Any] = {_BROADCAST_BUFFERS: broadcasts}
+        dmp._dmp_wrapped_module = FixedOrderDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=env.process_group,
+            gradient_as_bucket_view=True,
+            **settings,
+            bucket_cap_mb=self.bucket_cap_mb,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused_parameters,
+        )
+        dmp._dmp_wrapped_module.training = module.training
+
+
+@final
+class FixedOrderDataParallel(DistributedDataParallel):
+    """DistributedDataParallel with the same buckets in every step of every process.
+
+    DistributedDataParallel reduces the first step of a process in one bucket, and later steps in
+    buckets in the order in which the first step's gradients became ready. Where a gradient lies in
+    a bucket decides in which order an all-reduce adds up the ranks' values, so on three ranks or
+    more a job that is killed and started again would not repeat the steps to the bit. Here the
+    final buckets are made at once, in the reverse order of the parameters: about the order in
+    which gradients become ready, and the order that DistributedDataParallel itself assumes where it
+    cannot observe one.
+
+    Args:
+        args: those of DistributedDataParallel.
+        kwargs: those of DistributedDataParallel.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reducer._push_all_rebuilt_params()  # as if gradients had become ready in this order
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], expect_sparse_gradient[::-1]
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
