@@ -121,6 +121,7 @@ class PretendedCuda(TorchFunctionMode):
                 (torch.cuda, "Event", lambda: _Event(self)),
                 (torch.cuda, "current_stream", lambda device=None: None),
                 (torch.cuda, "current_device", lambda: 0),
+                (torch.cuda, "is_current_stream_capturing", lambda: False),
                 (torch.cuda, "set_device", lambda device: None),
                 (ops, "FBGEMM_DEVICES", frozenset(("cpu", "cuda"))),
                 (ops, "HAS_TRITON", self._triton),

@@ -12,6 +12,7 @@ TESTS = Path(__file__).parent
 
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
+    "datasets/test_workers.py",
     "distributed/test_job.py",
     "compat/test_facts.py",
     "compat/test_own_pipeline.py",

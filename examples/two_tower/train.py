@@ -29,6 +29,7 @@ from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from recsys.sparse import KeyedJaggedTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from arguments import folder, positive, whole
 from movielens.data import MovieLens, MovieLensBatches, load_movielens
 
 USER = {"user_id": ["user_id"], "occupation": ["occupation"], "zip": ["zip"], "seen": ["history"]}
@@ -171,14 +172,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="MovieLens; default: fetch MovieLens 100K")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=256, help="likes per rank and step")
-    parser.add_argument("--embedding-dim", type=int, default=64)
-    parser.add_argument("--embedding-lr", type=float, default=0.05)
-    parser.add_argument("--dense-lr", type=float, default=0.001)
-    parser.add_argument("--temperature", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=folder, help="MovieLens; default: fetch MovieLens 100K")
+    parser.add_argument("--epochs", type=whole(1), default=3)
+    parser.add_argument("--batch-size", type=whole(1), default=256, help="likes per rank and step")
+    parser.add_argument("--embedding-dim", type=whole(1), default=64)
+    parser.add_argument("--embedding-lr", type=positive, default=0.05)
+    parser.add_argument("--dense-lr", type=positive, default=0.001)
+    parser.add_argument("--temperature", type=positive, default=0.1)
+    parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument(
         "--tf32", action=argparse.BooleanOptionalAction, default=True, help="of a GPU's matmuls"
     )

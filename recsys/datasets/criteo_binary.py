@@ -11,15 +11,21 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from recsys.datasets.criteo import CAT_FEATURE_COUNT, DEFAULT_CAT_NAMES
+from recsys.datasets.criteo import (
+    CAT_FEATURE_COUNT,
+    DEFAULT_CAT_NAMES,
+    DEFAULT_INT_NAMES,
+    DEFAULT_LABEL_NAME,
+)
 from recsys.datasets.criteo_utils import gather_rows
 from recsys.datasets.utils import (
     PATH_MANAGER_KEY,
     Batch,
     check_path_manager_key,
     check_rank,
+    of_worker,
 )
 from recsys.sparse import KeyedJaggedTensor
 
@@ -32,7 +38,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
 
     A step is `world_size` batches that follow one another, rank 0's first. What is left after the
     full steps is dealt evenly: as a step of its own, or, if there would not be a row for each rank,
-    to the last full step. Pass it to a DataLoader with `batch_size=None`.
+    to the last full step. Pass it to a DataLoader with `batch_size=None`: its workers take steps
+    in turn, so that any `num_workers` gives the same steps in the same order.
 
     Args:
         stage: "train": all rows; "val": the first half of them, the larger one; "test": the rest.
@@ -43,13 +50,15 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         rank: this process.
         world_size: number of processes.
         drop_last: leave out what follows the full steps.
-        shuffle_batches: shuffle the rows within each batch, differently in each epoch.
+        shuffle_batches: shuffle the rows within each batch, differently in each epoch; with workers
+            of a DataLoader by the seed that torch draws for each of them.
         shuffle_training_set: deal the rows of stage "train" in a random order, the same in each
             epoch.
         shuffle_training_set_random_seed: of that order; the same on all ranks.
         mmap_mode: read rows from the files when they are needed; else this rank's rows are kept in
             memory.
-        hashes: the rows of each of the 26 tables: ids are taken modulo them.
+        hashes: the rows of each of the 26 tables: ids are taken modulo them. None: ids as they
+            are, which must be of a signed dtype.
         path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
 
     Attributes:
@@ -137,6 +146,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         ]
         self._arrays = kinds
         self._generator = np.random.default_rng(rank)
+        self._worker_seed: int | None = None
         if not mmap_mode:
             rows = [self._rows_of(step) for step in self._steps] or [np.arange(0)]
             mine = np.concatenate(rows)
@@ -175,7 +185,12 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give the batches of one epoch."""
-        for step in self._steps:
+        worker = get_worker_info()
+        if worker is not None and worker.seed != self._worker_seed:
+            # a new worker, with a copy of the generator that all others have, too
+            self._generator = np.random.default_rng((self.rank, worker.seed))
+            self._worker_seed = worker.seed
+        for step in of_worker(self._steps):
             rows = self._rows_of(step)
             if self.shuffle_batches:
                 rows = self._generator.permutation(rows)
@@ -184,6 +199,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
     def _to_batch(self, dense: NDArray[Any], sparse: NDArray[Any], labels: NDArray[Any]) -> Batch:
         if self.hashes is not None:
             sparse = sparse % self.hashes.astype(sparse.dtype)
+            if sparse.dtype.kind == "u":  # lookups take signed ids
+                sparse = sparse.astype(np.int64)
         ids = np.ascontiguousarray(sparse.T).reshape(-1)
         return Batch(
             dense_features=torch.from_numpy(dense),
@@ -194,4 +211,6 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
                 stride=len(sparse),
             ),
             labels=torch.from_numpy(labels.reshape(-1)),
+            dense_names=DEFAULT_INT_NAMES,
+            label_name=DEFAULT_LABEL_NAME,
         )

@@ -17,7 +17,14 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from recsys.datasets.criteo import CAT_FEATURE_COUNT, DAYS, INT_FEATURE_COUNT, parse_criteo
+from recsys.datasets.criteo import (
+    CAT_FEATURE_COUNT,
+    DAYS,
+    INT_FEATURE_COUNT,
+    has_labels,
+    log_counts,
+    parse_criteo,
+)
 from recsys.datasets.utils import PATH_MANAGER_KEY, check_path_manager_key
 
 FREQUENCY_THRESHOLD = 3
@@ -41,8 +48,9 @@ class BinaryCriteoUtils:
     ) -> None:
         """Convert one text file.
 
-        Counts become `log(count - smallest count + 2)`, the smallest of the whole file; a missing
-        count is 0, as is a missing category.
+        Counts become dense features by `recsys.datasets.criteo.log_counts`, which is the same
+        function for every file. A missing count is 0, as is a missing category. The label of a file
+        without labels is -1 in every row.
 
         Args:
             in_file: lines of Criteo's format, plain or `.gz`.
@@ -68,17 +76,17 @@ class BinaryCriteoUtils:
         dense = open_memmap(out_dense_file, "w+", np.float32, (num_rows, INT_FEATURE_COUNT))
         sparse = open_memmap(out_sparse_file, "w+", np.int64, (num_rows, CAT_FEATURE_COUNT))
         labels = open_memmap(out_labels_file, "w+", np.int32, (num_rows, 1))
-        smallest = np.iinfo(np.int64).max
+        labeled = True
         with _open(in_file) as lines:
             for start in range(0, num_rows, _ROWS):
-                rows = parse_criteo(list(itertools.islice(lines, _ROWS)), in_file, start + 1)
+                block = list(itertools.islice(lines, _ROWS))
+                if start == 0:
+                    labeled = has_labels(block[0])
+                rows = parse_criteo(block, in_file, start + 1, labeled=labeled)
                 here = slice(start, start + len(rows.label_B))
-                smallest = min(smallest, int(rows.counts_BK.min()))
-                dense[here] = rows.counts_BK
+                dense[here] = log_counts(rows.counts_BK)
                 sparse[here] = np.maximum(rows.categories_BK, 0)
                 labels[here, 0] = rows.label_B
-        for here in _stretches(num_rows):
-            dense[here] = np.log(dense[here] - np.float32(smallest - 2))
         for array in (dense, sparse, labels):
             array.flush()
 

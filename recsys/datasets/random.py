@@ -3,10 +3,11 @@
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from recsys.datasets.utils import Batch
+from recsys.datasets.utils import Batch, of_worker
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -28,6 +29,8 @@ class RandomRecDataset(IterableDataset[Batch]):
     """Batches of uniform ids, normal dense features and coin-flip labels.
 
     A few batches are made beforehand and given out in turn, so that making them is not measured.
+    Under a DataLoader (`batch_size=None`), its workers take these in turn; if all batches are new,
+    each worker makes others.
 
     Args:
         keys: names of the sparse features.
@@ -104,6 +107,7 @@ class RandomRecDataset(IterableDataset[Batch]):
                     f"ids; received hash size {rows}, min ids {least}, ids {most}."
                 )
         self._manual_seed = manual_seed
+        self._worker_seed: int | None = None
         self._generator = torch.Generator()
         if manual_seed is None:
             self._generator.seed()
@@ -113,8 +117,15 @@ class RandomRecDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give the batches of one epoch, the same in every epoch unless all are new."""
-        endless = itertools.cycle(self._batches) if self._batches else self._new_batches()
-        return itertools.islice(endless, self.num_batches)
+        if self._batches:
+            return of_worker(itertools.islice(itertools.cycle(self._batches), self.num_batches))
+        count = self.num_batches
+        worker = get_worker_info()
+        if worker is not None:
+            self._seed_worker(worker.id, worker.seed)
+            if count is not None:
+                count = len(range(worker.id, count, worker.num_workers))
+        return itertools.islice(self._new_batches(), count)
 
     def __len__(self) -> int:
         """Count the batches of an epoch.
@@ -125,6 +136,15 @@ class RandomRecDataset(IterableDataset[Batch]):
         if self.num_batches is None:
             raise TypeError("RandomRecDataset has no length unless num_batches is given.")
         return self.num_batches
+
+    def _seed_worker(self, number: int, seed: int) -> None:
+        """Seed a new worker of a DataLoader, which has a copy of the generator of all others."""
+        if seed != self._worker_seed:
+            self._worker_seed = seed
+            if self._manual_seed is not None:
+                own = np.random.SeedSequence((self._manual_seed % 2**64, number))
+                seed = int(own.generate_state(1, np.uint64)[0])
+            self._generator.manual_seed(seed)
 
     def _new_batches(self) -> Iterator[Batch]:
         while True:

@@ -1,19 +1,27 @@
 """Public data sets row by row, as dicts: for looking at them, and for preparing others.
 
-`CriteoDataset` gives batches, and is the faster way to train.
+`CriteoDataset` gives batches, and is the faster way to train. Under a DataLoader, its workers take
+the rows in turn: each row comes once an epoch.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
-from recsys.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_COLUMN_NAMES
+from recsys.datasets.criteo import (
+    DEFAULT_CAT_NAMES,
+    DEFAULT_COLUMN_NAMES,
+    DEFAULT_LABEL_NAME,
+)
+from recsys.datasets.utils import of_worker
 
 RowMapper = Callable[[list[str]], Any]
 """From the fields of a line to what is given out for it."""
@@ -22,20 +30,55 @@ DEFAULT_RATINGS_COLUMN_NAMES: list[str] = ["userId", "movieId", "rating", "times
 DEFAULT_MOVIES_COLUMN_NAMES: list[str] = ["movieId", "title", "genres"]
 
 _MOVIELENS_COLUMNS = [*DEFAULT_RATINGS_COLUMN_NAMES, *DEFAULT_MOVIES_COLUMN_NAMES[1:]]
+_MOST = 2**63 - 1
+_INTEGER = re.compile(r"-?[0-9]{1,19}", re.ASCII)
+_DECIMAL = re.compile(r"[0-9]{1,19}(\.[0-9]*)?", re.ASCII)
+
+
+def _integer(text: str) -> int:
+    if not _INTEGER.fullmatch(text) or abs(int(text)) > _MOST:
+        raise ValueError(f"received {text[:40]!r} for a whole number of 64 bits")
+    return int(text)
+
+
+def _id(text: str) -> int:
+    number = _integer(text)
+    if number < 0:
+        raise ValueError(f"received {text!r} for an id, which is not negative")
+    return number
+
+
+def _rating(text: str) -> float:
+    if not _DECIMAL.fullmatch(text) or float(text) > 5:
+        raise ValueError(f"received {text[:40]!r} for a rating from 0 to 5")
+    return float(text)
+
+
+def _label(text: str) -> int:
+    if text not in ("0", "1"):
+        raise ValueError(f"received {text[:40]!r} for a label, 0 or 1")
+    return int(text)
+
+
 _MOVIELENS_TYPES: dict[str, Callable[[str], Any]] = {
-    "userId": int,
-    "movieId": int,
-    "rating": float,
-    "timestamp": int,
+    "userId": _id,
+    "movieId": _id,
+    "rating": _rating,
+    "timestamp": _integer,
 }
 
 
 def _criteo_row(fields: list[str]) -> dict[str, int | str]:
     """Name a line's fields; a missing count is 0, a missing category is ''."""
-    return {
-        name: field if name in DEFAULT_CAT_NAMES else int(field or 0)
-        for name, field in zip(DEFAULT_COLUMN_NAMES, fields, strict=True)
-    }
+    has_label = len(fields) == len(DEFAULT_COLUMN_NAMES)
+    names = DEFAULT_COLUMN_NAMES if has_label else DEFAULT_COLUMN_NAMES[1:]
+    row: dict[str, int | str] = {}
+    for name, field in zip(names, fields, strict=True):
+        if name == DEFAULT_LABEL_NAME:
+            row[name] = _label(field)
+        else:
+            row[name] = field if name in DEFAULT_CAT_NAMES else _integer(field or "0")
+    return row
 
 
 def _movielens_row(fields: list[str]) -> dict[str, float | int | str]:
@@ -50,7 +93,10 @@ def _movielens_row(fields: list[str]) -> dict[str, float | int | str]:
 
 @final
 class _Rows(IterableDataset[Any]):
-    """What a function reads, each time anew, and a mapper makes of it."""
+    """Iterable that calls a reader function and maps each line.
+
+    The workers of a DataLoader take the lines in turn.
+    """
 
     def __init__(
         self, read: Callable[[], Iterator[tuple[str, list[str]]]], row_mapper: RowMapper | None
@@ -60,7 +106,7 @@ class _Rows(IterableDataset[Any]):
         self._row_mapper = row_mapper
 
     def __iter__(self) -> Iterator[Any]:
-        for where, fields in self._read():
+        for where, fields in of_worker(self._read()):
             if self._row_mapper is None:
                 yield fields
                 continue
@@ -83,6 +129,23 @@ def _lines(path: str | Path, delimiter: str, open_kw: Any) -> Iterator[tuple[str
             yield f"{path}, line {number}", fields
 
 
+def _read_criteo(
+    paths: list[str], is_checked: bool, open_kw: Any
+) -> Iterator[tuple[str, list[str]]]:
+    for path in paths:
+        num_fields = None
+        for where, fields in _lines(path, "\t", open_kw):
+            if num_fields is None:  # a file without labels has a field less in every line
+                num_fields = len(fields)
+            if is_checked and len(fields) != num_fields:
+                raise ValueError(
+                    f"{where}: must be a whole line of the data set, with {num_fields} fields as "
+                    f"the first line of the file; received {len(fields)} fields. The file is "
+                    "damaged or truncated."
+                )
+            yield where, fields
+
+
 def criteo_terabyte(
     paths: Iterable[str], *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
 ) -> IterableDataset[Any]:
@@ -92,7 +155,7 @@ def criteo_terabyte(
         paths: its text files, plain or `.gz`.
         row_mapper: makes of a line's 40 texts what is given out; by default a dict of the names in
             `DEFAULT_COLUMN_NAMES`, label and counts whole numbers (0 where missing), categories
-            texts. None: the texts themselves.
+            texts; without the label for a file without labels. None: the texts themselves.
         open_kw: further arguments of `open`.
 
     Returns:
@@ -111,10 +174,8 @@ def criteo_terabyte(
         >>> row["label"], row["int_0"], row["cat_25"]
         (1, 7, '0a')
     """
-    paths = list(paths)
-    return _Rows(
-        lambda: (line for path in paths for line in _lines(path, "\t", open_kw)), row_mapper
-    )
+    is_checked = row_mapper is _criteo_row
+    return _Rows(partial(_read_criteo, list(paths), is_checked, open_kw), row_mapper)
 
 
 def criteo_kaggle(
@@ -137,27 +198,34 @@ def criteo_kaggle(
     return criteo_terabyte([path], row_mapper=row_mapper, **open_kw)
 
 
+def _read_movielens(
+    root: str, include_movies_data: bool, open_kw: Any
+) -> Iterator[tuple[str, list[str]]]:
+    movies: dict[str, list[str]] = {}
+    if include_movies_data:
+        lines = _lines(Path(root) / "movies.csv", ",", open_kw)
+        movies = {fields[0]: fields[1:] for _, fields in lines if fields}
+    for number, (where, fields) in enumerate(_lines(Path(root) / "ratings.csv", ",", open_kw)):
+        if number == 0 and _is_header(fields):
+            continue
+        if include_movies_data and (len(fields) < 2 or fields[1] not in movies):
+            raise ValueError(
+                f"{where}: must rate a film that is in movies.csv; received {fields}. Both "
+                "files must be of one release."
+            )
+        yield where, fields + movies[fields[1]] if include_movies_data else fields
+
+
+def _is_header(fields: list[str]) -> bool:
+    names = [field.strip().lstrip("\ufeff").lower() for field in fields]
+    return names == [name.lower() for name in DEFAULT_RATINGS_COLUMN_NAMES]
+
+
 def _movielens(
     root: str, include_movies_data: bool, row_mapper: RowMapper | None, open_kw: Any
 ) -> IterableDataset[Any]:
     open_kw = {"encoding": "utf-8", **open_kw}
-
-    def read() -> Iterator[tuple[str, list[str]]]:
-        movies: dict[str, list[str]] = {}
-        if include_movies_data:
-            lines = _lines(Path(root) / "movies.csv", ",", open_kw)
-            movies = {fields[0]: fields[1:] for _, fields in lines}
-        ratings = _lines(Path(root) / "ratings.csv", ",", open_kw)
-        next(ratings, None)  # the header
-        for where, fields in ratings:
-            if include_movies_data and (len(fields) < 2 or fields[1] not in movies):
-                raise ValueError(
-                    f"{where}: must rate a film that is in movies.csv; received {fields}. Both "
-                    "files must be of one release."
-                )
-            yield where, fields + movies[fields[1]] if include_movies_data else fields
-
-    return _Rows(read, row_mapper)
+    return _Rows(partial(_read_movielens, root, include_movies_data, open_kw), row_mapper)
 
 
 def movielens_20m(
@@ -170,7 +238,7 @@ def movielens_20m(
     r"""Read the ratings of MovieLens 20M, row by row.
 
     Args:
-        root: folder of `ratings.csv` and `movies.csv`.
+        root: folder of `ratings.csv`, with its header or without, and `movies.csv`.
         include_movies_data: also give title and genres of the film.
         row_mapper: makes of a line's texts what is given out; by default a dict of the columns'
             names, numbers as numbers. None: the texts themselves.
@@ -181,7 +249,8 @@ def movielens_20m(
 
     Raises:
         FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is truncated or damaged, or rates an unknown film.
+        ValueError: while iterating, a line is truncated or damaged, rates an unknown film, or has a
+            rating that is not from 0 to 5 or an id that is negative or not below 2**63.
 
     Example:
         >>> import tempfile
@@ -214,6 +283,7 @@ def movielens_25m(
 
     Raises:
         FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is truncated or damaged, or rates an unknown film.
+        ValueError: while iterating, a line is truncated or damaged, rates an unknown film, or has a
+            rating that is not from 0 to 5 or an id that is negative or not below 2**63.
     """
     return _movielens(root, include_movies_data, row_mapper, open_kw)

@@ -1,16 +1,21 @@
 """The batch that every reader gives, and how ranks share a batch."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, final
 
-import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from recsys.kernels import ops
-from recsys.sparse import KeyedJaggedTensor, from_columns
+from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.column import read_numbers
+from recsys.sparse.columns import jagged_of
+from recsys.sparse.value_checks import name_columns
 from recsys.streamable import Pipelineable
 
+_T = TypeVar("_T")
 PATH_MANAGER_KEY = "torchrec"
 """The default, and only, value of arguments of this name: files are local ones."""
 
@@ -27,7 +32,11 @@ class Batch:
     Args:
         dense_features: `[B, dense_in_features]` float.
         sparse_features: ids of every feature, stride `B`.
-        labels: `[B]`, 1 for what happened and 0 for what did not.
+        labels: `[B]`, such as 1 for a click and 0 for none; any finite numbers are legal here, and
+            a log loss takes those from 0 to 1.
+        dense_names: of the columns of `dense_features`, for messages about their values; empty if
+            they are not known.
+        label_name: of the labels' column, for messages; empty if it is not known.
 
     Example:
         >>> import torch
@@ -42,6 +51,17 @@ class Batch:
     dense_features: torch.Tensor
     sparse_features: KeyedJaggedTensor
     labels: torch.Tensor
+    dense_names: Sequence[str] = ()
+    label_name: str = ""
+
+    def __post_init__(self) -> None:
+        self.dense_names = tuple(self.dense_names)
+        name_columns(self.dense_features, self.dense_names)
+        name_columns(self.labels, (self.label_name,) if self.label_name else ())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @staticmethod
     def from_columns(
@@ -56,10 +76,11 @@ class Batch:
         """Make a batch from the columns of a table.
 
         Args:
-            columns: name to column: a dict of arrays, a pandas DataFrame or an Arrow Table.
-            sparse: columns of ids, or of lists of ids; see `from_columns`.
+            columns: name to column: a dict of arrays, a pandas or polars DataFrame or an Arrow
+                Table.
+            sparse: columns of ids, or of lists of ids; see `recsys.sparse.from_columns`.
             dense: columns of numbers, one per sample.
-            label: the column of labels; all are 0 without it.
+            label: the column of labels, finite numbers; all are 0 without it.
             weights: feature to the column of its ids' weights.
             padding: what a matrix of ids holds where a sample has no more.
 
@@ -69,7 +90,9 @@ class Batch:
         Raises:
             KeyError: a column is not there.
             TypeError: a column holds no numbers.
-            ValueError: columns differ in their number of samples.
+            ValueError: columns differ in their number of samples; a dense feature, a label or a
+                weight is missing, NaN or infinite; or an id does not fit into int64. The message
+                names the column, the row and the value.
 
         Example:
             >>> table = {"age": [31.0, 44.0], "films": [[1, 2], [3]], "liked": [1, 0]}
@@ -77,18 +100,25 @@ class Batch:
             >>> batch.dense_features.tolist(), batch.labels.tolist()
             ([[31.0], [44.0]], [1.0, 0.0])
         """
-        named = {feature: columns[name] for feature, name in (weights or {}).items()}
-        ids = from_columns({name: columns[name] for name in sparse}, named, padding=padding)
-        numbers = [_numbers(columns, name) for name in dense]
-        labels = torch.zeros(ids.stride()) if label is None else _numbers(columns, label)
+        named = {f: (f"Column {name!r}", columns[name]) for f, name in (weights or {}).items()}
+        unknown = sorted(named.keys() - set(sparse))
+        if unknown:
+            raise KeyError(
+                f"weights must be of features in sparse; received {unknown}, not in {sparse}."
+            )
+        ids = jagged_of({name: columns[name] for name in sparse}, named, padding)
+        numbers = [read_numbers(f"Column {name!r}", columns[name]) for name in dense]
+        labels = torch.zeros(ids.stride())
+        if label is not None:
+            labels = read_numbers(f"Column {label!r}", columns[label])
         for name, column in zip([*dense, label], [*numbers, labels], strict=True):
-            if column.shape != (ids.stride(),):
+            if len(column) != ids.stride():
                 raise ValueError(
                     f"Columns must have as many samples; received {ids.stride()} in "
-                    f"{sparse[0]!r} and shape {tuple(column.shape)} in {name!r}."
+                    f"{sparse[0]!r} and {len(column)} in {name!r}."
                 )
         features = torch.stack(numbers, 1) if numbers else torch.zeros(ids.stride(), 0)
-        return Batch(features, ids, labels)
+        return Batch(features, ids, labels, tuple(dense), label or "")
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Copy to a device.
@@ -101,7 +131,8 @@ class Batch:
         Returns:
             A new batch; parts already on `device` are shared with this one.
         """
-        return Batch(
+        return replace(
+            self,
             dense_features=ops.copy_to(self.dense_features, device, non_blocking),
             sparse_features=self.sparse_features.to(device=device, non_blocking=non_blocking),
             labels=ops.copy_to(self.labels, device, non_blocking),
@@ -123,24 +154,12 @@ class Batch:
         Returns:
             A new batch in pinned memory.
         """
-        return Batch(
+        return replace(
+            self,
             dense_features=self.dense_features.pin_memory(),
             sparse_features=self.sparse_features.pin_memory(),
             labels=self.labels.pin_memory(),
         )
-
-
-def _numbers(columns: Any, name: str) -> torch.Tensor:
-    column = columns[name]
-    if not isinstance(column, torch.Tensor):
-        values = np.asarray(column)
-        if values.dtype.kind not in "biuf":
-            raise TypeError(
-                f"Column {name!r} must hold numbers; received {values.dtype} values, such as "
-                f"{values.ravel()[:1].tolist()}."
-            )
-        column = torch.from_numpy(values.astype(np.float32))
-    return column.float()
 
 
 def check_rank(rank: int, world_size: int, batch_size: int) -> None:
@@ -184,6 +203,27 @@ def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
         [slice(0, 2, None), slice(2, 5, None)]
     """
     return slice(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
+
+
+def of_worker(steps: Iterable[_T]) -> Iterator[_T]:
+    """Give a worker of a DataLoader its share of the steps: every `num_workers`-th one.
+
+    A DataLoader takes a step of each worker in turn, so that it gives the steps in their order.
+
+    Args:
+        steps: of an epoch, the same in every worker.
+
+    Returns:
+        The steps of this worker; all of them outside of a worker.
+
+    Example:
+        >>> list(of_worker([1, 2, 3]))
+        [1, 2, 3]
+    """
+    worker = get_worker_info()
+    if worker is None:
+        return iter(steps)
+    return itertools.islice(steps, worker.id, None, worker.num_workers)
 
 
 def check_path_manager_key(key: str) -> None:

@@ -135,8 +135,8 @@ def bad_id_message(
     )
 
 
-_LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[], None]]
-"""How much is bad, [] int64 in pinned memory; when that has arrived; and what then complains."""
+_LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[Tensor], None]]
+"""A result in pinned memory; the event after which it has arrived; and what reads it."""
 
 
 @final
@@ -157,18 +157,26 @@ class LateChecks:
             bad: [any] on the device, bool or int32, not 0 where something is bad.
             complain: Called, when it has arrived and is not 0, to raise or warn.
         """
-        count = torch.empty((), dtype=torch.int64, pin_memory=True)
-        count.copy_(bad.sum(), non_blocking=True)
+        self.send(bad.sum(), lambda count: complain() if int(count) else None)
+
+    def send(self, result: Tensor, read: Callable[[Tensor], None]) -> None:
+        """Start copying the result of a check to the host.
+
+        Args:
+            result: [any] on the device, small.
+            read: Called with the copy when it has arrived, to raise or warn.
+        """
+        copied = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        copied.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(bad.device))
-        self.pending.append((count, done, complain))
+        done.record(torch.cuda.current_stream(result.device))
+        self.pending.append((copied, done, read))
 
     def read_arrived(self) -> None:
         """Complain about what the checks that are done have found."""
         while self.pending and self.pending[0][1].query():
-            count, _, complain = self.pending.pop(0)
-            if int(count):
-                complain()
+            copied, _, read = self.pending.pop(0)
+            read(copied)
 
     def read_all(self) -> None:
         """Wait for the device, and complain about what all checks have found."""

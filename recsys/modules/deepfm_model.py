@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recsys.modules.deepfm import DeepFM, FactorizationMachine
+from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
@@ -63,6 +64,7 @@ class DenseArch(nn.Module):
 
     def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
         super().__init__()
+        self.in_features = in_features
         self.model = nn.Sequential(
             nn.Linear(in_features, hidden_layer_size),
             nn.ReLU(),
@@ -212,7 +214,16 @@ class SimpleDeepFMNN(nn.Module):
 
         Returns:
             `[B, 1]`, between 0 and 1; train it by `binary_cross_entropy`.
+
+        Raises:
+            TypeError: the dense features are no tensor of floats.
+            ValueError: the dense features have another shape, or one of them is NaN or infinite; on
+                CUDA, this is raised with a later batch: see `recsys.sparse.finish_value_checks`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            dense_features = check_dense_features(
+                dense_features, self.dense_arch, "num_dense_features"
+            )
         # The lookup first: sharded, it is a message on its way while the dense layers compute.
         pooled = self.sparse_arch(sparse_features)
         dense = self.dense_arch(dense_features)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.mlp import MLP
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+from recsys.sparse.value_checks import check_labels
 
 if TYPE_CHECKING:
     from recsys.datasets.utils import Batch
@@ -116,6 +118,7 @@ class DenseArch(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.in_features = in_features
         self.model = MLP(
             in_features, layer_sizes, device=device, batch_norm=batch_norm, dropout=dropout
         )
@@ -365,7 +368,16 @@ class DLRM(nn.Module):
 
         Returns:
             `[B, over_arch_layer_sizes[-1]]` logits.
+
+        Raises:
+            TypeError: the dense features are no tensor of floats.
+            ValueError: the dense features have another shape, or one of them is NaN or infinite; on
+                CUDA, this is raised with a later batch: see `recsys.sparse.finish_value_checks`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            dense_features = check_dense_features(
+                dense_features, self.dense_arch, "dense_in_features"
+            )
         if self.sparse_arch is None:
             dense = self.dense_arch(dense_features)
             embedded = dense.new_empty(dense.size(0), 0, dense.size(1))
@@ -414,7 +426,8 @@ class DLRMTrain(nn.Module):
             part in the backward pass.
 
         Raises:
-            ValueError: there are not as many labels as logits.
+            ValueError: there are not as many labels as logits, or a label is NaN or not in [0, 1];
+                also what the model raises.
         """
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = mean_loss(logits, batch.labels)
@@ -427,19 +440,22 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
     Args:
         logits: `[B]`.
-        labels: `[B]`, 0 or 1, any dtype.
+        labels: `[B]`, from 0 to 1, any dtype.
 
     Returns:
         Scalar.
 
     Raises:
-        ValueError: they differ in shape.
+        ValueError: they differ in shape, or a label is NaN or not in [0, 1]; on CUDA, this is
+            raised with a later batch: see `recsys.sparse.finish_value_checks`.
     """
     if logits.shape != labels.shape:
         raise ValueError(
             "labels must be one per sample, as the logits; received labels "
             f"{list(labels.shape)} and logits {list(logits.shape)}."
         )
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        labels = check_labels(labels)
     loss = nn.functional.binary_cross_entropy_with_logits(
         logits, labels.to(logits.dtype), reduction="sum"
     )

@@ -14,18 +14,22 @@ from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.validate import is_debug, set_debug
+from recsys.sparse.value_checks import finish_value_checks, has_value_checks, set_value_checks
 from recsys.streamable import Pipelineable
 
 __all__ = [
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "finish_value_checks",
     "from_columns",
+    "has_value_checks",
     "hash_ids",
     "is_debug",
     "jt_is_equal",
     "kjt_is_equal",
     "set_debug",
+    "set_value_checks",
 ]
 
 for _kind in (JaggedTensor, KeyedJaggedTensor, KeyedTensor):

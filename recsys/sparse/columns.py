@@ -1,20 +1,17 @@
-"""From columns of a data frame, matrices or lists to a KeyedJaggedTensor.
-
-pandas and pyarrow are not imported here: a column is recognised by what it can do.
-"""
+"""From the columns of a table to a KeyedJaggedTensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
-__all__ = ["from_columns"]
+__all__ = ["from_columns", "jagged_of"]
 
 
 def from_columns(
@@ -23,12 +20,17 @@ def from_columns(
     """Make a batch from one column per feature.
 
     A column holds, for each sample, one id or a list of ids. It is a tensor or an array ([B], or
-    [B, L] with `padding` behind the ids of a sample), a list (of numbers, or of lists of them), a
-    pandas Series, or an Arrow array (of whole numbers or lists of them). A missing id (None, NaN,
-    null) or list is an empty bag.
+    [B, L] with `padding` behind the ids of a sample), a list (of numbers, or of lists of them), or
+    a column of pandas, Arrow or polars (of whole numbers or lists of them). A missing id (None,
+    NaN, null) or list is an empty bag.
+
+    The ids of a categorical column (pandas) or a dictionary column (Arrow) are its categories if
+    those are numbers, and otherwise their codes. A code is the position of a category in the
+    table's own list of categories, so it means something else in a table with another list. Give
+    the tables for training and serving the same list.
 
     Args:
-        columns: Feature to column: a dict, a pandas DataFrame or an Arrow Table.
+        columns: Feature to column: a dict, a pandas or polars DataFrame or an Arrow Table.
         weights: Feature to column of weights, one for each id of that feature, in the same bags;
             ids of other features weigh 1.
         padding: What a matrix holds where a sample has no more ids; those entries are left out.
@@ -38,9 +40,11 @@ def from_columns(
         of the tensors given, else on the CPU.
 
     Raises:
-        TypeError: A column holds no whole numbers, or weights no numbers.
-        ValueError: There is no column, columns differ in their number of samples, or weights in
-            their bags from the ids.
+        TypeError: A column holds no whole numbers, or floats so large that they may stand for
+            several; or weights are no numbers.
+        ValueError: There is no column, an id does not fit into int64, a list has a missing value,
+            columns differ in their number of samples, weights differ from the ids in their bags, or
+            a weight is NaN or infinite.
         KeyError: Weights are of no column.
 
     Example:
@@ -54,118 +58,72 @@ def from_columns(
         >>> from_columns({"films": padded}, padding=0).to_dict()["films"].to_dense()
         [tensor([5]), tensor([6, 4])]
     """
-    names = list(getattr(columns, "column_names", None) or columns.keys())
-    if not names:
-        raise ValueError("from_columns needs at least one column; received none.")
+    if hasattr(columns, "get_columns"):  # polars
+        names = list(columns.columns)
+    else:
+        names = list(getattr(columns, "column_names", None) or columns.keys())
     weights = weights or {}
     unknown = sorted(weights.keys() - set(names))
     if unknown:
         raise KeyError(f"Weights are given for {unknown}, which are no columns of {names}.")
-    ids, bags, weighed = [], [], []
-    for name in names:
-        values, lengths = _bags(name, columns[name], padding)
-        ids.append(_whole(name, values))
-        bags.append(lengths)
-        if lengths.numel() != bags[0].numel():
+    named = {name: (f"Weights of {name!r}", column) for name, column in weights.items()}
+    return jagged_of({name: columns[name] for name in names}, named, padding)
+
+
+def jagged_of(
+    columns: Mapping[str, Any], weights: Mapping[str, tuple[str, Any]], padding: int | None
+) -> KeyedJaggedTensor:
+    """Make a batch as `from_columns` does.
+
+    Args:
+        columns: feature to column.
+        weights: feature to what its weights are, for messages, and their column.
+        padding: of matrices.
+
+    Returns:
+        The batch.
+
+    Raises:
+        TypeError: as `from_columns`.
+        ValueError: as `from_columns`.
+    """
+    if not columns:
+        raise ValueError("from_columns needs at least one column; received none.")
+    ids: list[Tensor] = []
+    lengths: list[Tensor] = []
+    weighed: list[Tensor] = []
+    first = next(iter(columns))
+    for name, column in columns.items():
+        subject = f"Column {name!r}"
+        bags = read_bags(subject, column, padding, as_codes=True)
+        ids.append(read_ids(subject, bags))
+        lengths.append(bags.lengths)
+        if bags.lengths.numel() != lengths[0].numel():
             raise ValueError(
-                f"Columns must have as many samples; received {bags[0].numel()} in {names[0]!r} "
-                f"and {lengths.numel()} in {name!r}."
+                f"Columns must have as many samples; received {lengths[0].numel()} in {first!r} "
+                f"and {bags.lengths.numel()} in {name!r}."
             )
         if name in weights:
-            given, of_given = _bags(f"weights of {name}", weights[name], None)
-            if not torch.equal(of_given, lengths):
+            of_weights, column = weights[name]
+            given = read_bags(of_weights, column)
+            if not torch.equal(given.lengths, bags.lengths):
                 raise ValueError(
-                    f"Each id of {name!r} needs a weight in the same place; received bags of "
-                    f"{lengths.tolist()[:8]} ids and {of_given.tolist()[:8]} weights."
+                    f"{of_weights} must hold one weight for each id of {name!r}; received "
+                    f"{_first_difference(given.lengths, bags.lengths)}."
                 )
-            weighed.append(_numbers(name, given))
+            weighed.append(read_weights(of_weights, given))
         else:
-            weighed.append(torch.ones(values.shape[0], device=values.device))
+            weighed.append(torch.ones(ids[-1].shape, device=ids[-1].device))
     return KeyedJaggedTensor(
-        names, torch.cat(ids), torch.cat(weighed) if weights else None, torch.cat(bags)
+        list(columns), torch.cat(ids), torch.cat(weighed) if weights else None, torch.cat(lengths)
     )
 
 
-def _bags(name: str, column: Any, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the values of a column end to end, and how many each sample has."""
-    if isinstance(column, Tensor):
-        return _rows(name, column, padding)
-    if hasattr(column, "combine_chunks"):  # Arrow's ChunkedArray
-        column = column.combine_chunks()
-    if hasattr(column, "value_lengths"):  # Arrow's lists
-        values, there = _bags(name, column.flatten(), None)
-        if not bool(there.all()):
-            raise ValueError(f"A list of column {name!r} holds a missing value. Leave it out.")
-        return values, _tensor(name, column.value_lengths().fill_null(0).to_numpy()).long()
-    if hasattr(column, "drop_null"):  # Arrow's numbers
-        there = column.is_valid().to_numpy(zero_copy_only=False)
-        ids = column.drop_null().to_numpy(zero_copy_only=False)
-        return _tensor(name, ids), torch.tensor(there).long()
-    if hasattr(column, "to_numpy"):  # pandas
-        column = column.to_numpy()
-    if isinstance(column, np.ndarray) and column.dtype != object:
-        if column.ndim == 1 and column.dtype.kind == "f":
-            is_there = ~np.isnan(column)
-            return _tensor(name, column[is_there]), torch.from_numpy(is_there).long()
-        return _rows(name, _tensor(name, column), padding)
-    return _lists(name, column)
-
-
-def _rows(name: str, values: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    if values.dim() not in (1, 2):
-        raise ValueError(
-            f"Column {name!r} must be [samples] or [samples, ids]; received shape "
-            f"{tuple(values.shape)}."
-        )
-    there = torch.ones_like(values, dtype=torch.bool) if padding is None else values != padding
-    lengths = there.sum(1) if values.dim() == 2 else there.long()
-    return values[there], lengths
-
-
-def _lists(name: str, column: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    parts: list[list[Any]] = []
-    for sample in column:
-        if _is_missing(sample):
-            parts.append([])
-        else:
-            parts.append(list(sample) if np.iterable(sample) else [sample])
-    flat = [value for part in parts for value in part]
-    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-    return _tensor(name, np.asarray(flat, dtype=None if flat else np.int64)), lengths
-
-
-def _is_missing(sample: object) -> bool:
-    is_nan = isinstance(sample, float) and sample != sample
-    return sample is None or is_nan or type(sample).__name__ == "NAType"  # pandas.NA
-
-
-def _tensor(name: str, values: np.ndarray[Any, Any]) -> Tensor:
-    if values.dtype.kind not in "iuf":
-        raise TypeError(
-            f"Column {name!r} must hold numbers; received {values.dtype} values, such as "
-            f"{values.ravel()[:1].tolist()}. Give each value a number, for instance its place in a "
-            "dictionary, or a hash."
-        )
-    # a copy: Arrow's memory may not be written to
-    return torch.from_numpy(values.astype(np.int64 if values.dtype.kind == "u" else values.dtype))
-
-
-def _whole(name: str, values: Tensor) -> Tensor:
-    ids = values.long()
-    if values.dtype == torch.bool or (values.is_floating_point() and not torch.equal(ids, values)):
-        raise TypeError(
-            f"Ids must be whole numbers; received {values.dtype} values in column {name!r}, such "
-            f"as {values[:3].tolist()}."
-        )
-    if values.is_floating_point() and bool((values.abs() > 2**53).any()):
-        raise TypeError(
-            f"Ids above 2**53 are not exact as {values.dtype}; received some in column {name!r}. "
-            "Give them as int64; pandas keeps missing ones apart in the dtype 'Int64'."
-        )
-    return ids
-
-
-def _numbers(name: str, values: Tensor) -> Tensor:
-    if values.dtype == torch.bool:
-        raise TypeError(f"Weights must be numbers; received {values.dtype} for {name!r}.")
-    return values.float()
+def _first_difference(weights: Tensor, ids: Tensor) -> str:
+    if weights.shape != ids.shape:
+        return f"{weights.numel()} rows of weights and {ids.numel()} of ids"
+    row = int((weights != ids).nonzero()[0, 0])
+    return (
+        f"{int(weights[row])} weights and {int(ids[row])} ids in row {row}; a missing value (None, "
+        "NaN) counts as none"
+    )

@@ -56,8 +56,9 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
         if rows < 1:
             raise ValueError(f"num_embeddings must be positive; received {rows} for {key!r}.")
     ids = features.values()
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be int32 or int64; received {ids.dtype}.")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
+        hint = " Keep all 64 bits with .view(torch.int64)." if ids.dtype is torch.uint64 else ""
+        raise TypeError(f"ids must be int32 or int64; received {ids.dtype}.{hint}")
     rows_F = torch.tensor([num_embeddings.get(key, 0) for key in keys], device=ids.device)
     rows_N = rows_F.repeat_interleave(features.values_per_key(), output_size=ids.numel())
     kept = ids.long()

@@ -19,6 +19,7 @@ from recsys.kernels import ops
 from recsys.sparse import exchange, rearrange, validate
 from recsys.sparse.jagged import Bags, JaggedTensor, empty_parts
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
+from recsys.sparse.value_checks import check_id_weights
 
 InverseIndices = tuple[list[str], Tensor]
 """Keys, and for each (in that order) the bag that each sample reads: `[keys, samples]`."""
@@ -814,8 +815,9 @@ def check_features(
     Raises:
         TypeError: No KeyedJaggedTensor, ids that are not int32 or int64, or weights no floats.
         ValueError: Ids or weights of more than one dim, a batch on another device, a weighted
-            lookup without weights, different batch sizes without inverse indices, or, on the CPU,
-            lengths, offsets or inverse indices that do not fit.
+            lookup without weights, different batch sizes without inverse indices, a weight that is
+            NaN or infinite (on CUDA, in an earlier batch), or, on the CPU, lengths, offsets or
+            inverse indices that do not fit.
     """
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(
@@ -856,6 +858,8 @@ def check_features(
                 f"{owner} needs weights of a floating dtype; received {weights.dtype}. Convert "
                 "them with .float()."
             )
+        safe = check_id_weights(owner, weights, parts.offsets, parts.keys, features.stride_per_key)
+        parts = parts._replace(weights=safe)
     if parts.stride_per_key_per_rank is not None or parts.inverse_indices is not None:
         _check_samples(features, parts, is_pooled)
     return parts

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.datasets.criteo import CAT_FEATURE_COUNT, CriteoDataset, parse_criteo
+from recsys.datasets.criteo import (
+    CAT_FEATURE_COUNT,
+    DEFAULT_INT_NAMES,
+    NO_LABEL,
+    CriteoDataset,
+    log_counts,
+    parse_criteo,
+)
+from recsys.modules.dlrm import mean_loss
 
 
 def line(label=1, first_count="5", first_category="0000000a", num_categories=CAT_FEATURE_COUNT):
@@ -70,6 +78,9 @@ def test_a_rank_without_lines_gets_an_empty_batch(tmp_path):
         (line(first_category="000000g"), r"line 3: field 'cat_0' .* hex digits; received '000000g"),
         (line(first_category="123456789"), r"line 3: field 'cat_0' .* received '123456789'"),
         (line(first_count="5.5"), r"line 3: field 'int_0' must be decimal; received '5.5'"),
+        (line(first_count="-"), r"line 3: field 'int_0' must be decimal; received '-'"),
+        (line(first_count="5\r"), r"line 3: field 'int_0' must be decimal; received '5\\r'"),
+        (line().split("\t", 1)[1], r"line 3: must have 40 fields .* received 39 fields"),
         (line(label=2), r"line 3: field 'label' must be 0 or 1; received '2'"),
         (line(label=""), r"line 3: field 'label' must be 0 or 1; received ''"),
     ],
@@ -111,3 +122,52 @@ def test_empty_and_misnamed_files_are_refused(tmp_path):
         list(CriteoDataset([empty], 2, np.int64(100)))
     with pytest.raises(ValueError, match=r"day_1 is gzipped: its name must end in .gz"):
         list(CriteoDataset([misnamed], 2, 100))
+
+
+def test_the_same_count_is_the_same_number_in_every_file(tmp_path):
+    for name, counts in (("a", ["-3", "0", "7"]), ("b", ["7", "-1", "1000000"])):
+        (tmp_path / name).write_text("".join(line(first_count=count) for count in counts))
+    first, second = CriteoDataset([tmp_path / "a", tmp_path / "b"], 3, 100)
+    assert first.dense_features[2, 0] == second.dense_features[0, 0]
+    numbers = [*first.dense_features[:, 0].tolist(), *second.dense_features[:, 0].tolist()]
+    wanted = [0.0, 0.0, math.log(8), math.log(8), 0.0, math.log(1000001)]
+    assert numbers == pytest.approx(wanted, rel=1e-6)
+    assert log_counts(np.array([[-3], [7]])).tolist() == [[0.0], [pytest.approx(math.log(8))]]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("labeled", [True, False])
+def test_files_without_labels_and_windows_line_ends(tmp_path, suffix, ending, labeled):
+    lines = [line(label=k % 2, first_count=str(k)).rstrip("\n") for k in range(5)]
+    if not labeled:
+        lines = [text.split("\t", 1)[1] for text in lines]
+    text = "".join(text + ending for text in lines).encode()
+    path = tmp_path / f"test.txt{suffix}"
+    path.write_bytes(gzip.compress(text) if suffix else text)
+    batches = list(CriteoDataset([path], batch_size=2, num_embeddings_per_feature=8))
+    labels = [label for batch in batches for label in batch.labels.tolist()]
+    assert labels == ([0.0, 1.0, 0.0, 1.0, 0.0] if labeled else [NO_LABEL] * 5)
+    counts = [count for batch in batches for count in batch.dense_features[:, 0].expm1().tolist()]
+    assert counts == pytest.approx(range(5), abs=1e-5)
+    ids = batches[0].sparse_features
+    assert ids["cat_25"].values().tolist() == [1 + 0xFFFFFFFF % 7] * 2
+    if not labeled:  # no loss is computed of labels that are not there
+        with pytest.raises(ValueError, match=r"received -1.0 in row 0 of column 'label' \(2 such"):
+            mean_loss(torch.zeros(2), batches[0].labels)
+
+
+def test_a_file_is_with_labels_or_without(tmp_path):
+    path = tmp_path / "test.txt"
+    path.write_text(line().split("\t", 1)[1] * 2 + line())
+    with pytest.raises(ValueError, match=r"line 3: must have 39 fields .*no label.* received 40"):
+        list(CriteoDataset([path], batch_size=2, num_embeddings_per_feature=100))
+
+
+def test_a_bad_number_is_named_by_its_column(tmp_path):
+    (tmp_path / "day_0").write_text(line())
+    (batch,) = CriteoDataset([tmp_path / "day_0"], 1, 100)
+    assert batch.dense_names == tuple(DEFAULT_INT_NAMES)
+    batch.labels[0] = math.nan
+    with pytest.raises(ValueError, match="received nan in row 0 of column 'label'"):
+        mean_loss(torch.zeros(1), batch.labels)

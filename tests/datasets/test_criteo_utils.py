@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from recsys.datasets.criteo import CriteoDataset
 from recsys.datasets.criteo_utils import BinaryCriteoUtils, gather_rows
 
 LINES = [
@@ -29,10 +30,30 @@ def test_text_to_arrays(tmp_path, name):
     assert labels.tolist() == [[1], [0], [1]]
     for row, line in enumerate(LINES):
         fields = line.split("\t")
-        # the smallest count is -2
-        expected = [math.log(int(field or 0) + 2 + 2) for field in fields[1:14]]
+        expected = [math.log(1 + max(int(field or 0), 0)) for field in fields[1:14]]
         np.testing.assert_allclose(dense[row], expected, rtol=1e-6)
         assert sparse[row].tolist() == [int(field or "0", 16) for field in fields[14:]]
+
+
+def test_arrays_have_the_numbers_of_the_text_whatever_else_is_in_the_file(tmp_path):
+    (tmp_path / "whole").write_text("\r\n".join(LINES) + "\r\n")
+    (tmp_path / "part").write_text(LINES[2] + "\n")  # whose smallest count is another
+    dense = []
+    for name in ("whole", "part"):
+        paths = [str(tmp_path / f"{name}_{kind}.npy") for kind in ("dense", "sparse", "labels")]
+        BinaryCriteoUtils.tsv_to_npys(str(tmp_path / name), *paths)
+        dense.append(np.load(paths[0]))
+    np.testing.assert_array_equal(dense[0][2], dense[1][0])
+    (batch,) = CriteoDataset([tmp_path / "whole"], 3, 1000)
+    np.testing.assert_array_equal(batch.dense_features.numpy(), dense[0])
+
+
+def test_a_file_without_labels(tmp_path):
+    paths = [str(tmp_path / f"{kind}.npy") for kind in ("dense", "sparse", "labels")]
+    (tmp_path / "test.txt").write_text("\n".join(x.split("\t", 1)[1] for x in LINES) + "\n")
+    BinaryCriteoUtils.tsv_to_npys(str(tmp_path / "test.txt"), *paths, dataset_name="criteo_kaggle")
+    assert np.load(paths[2]).tolist() == [[-1]] * 3
+    assert np.load(paths[1])[0, 25] == 25 * 1000 + 5
 
 
 def test_bad_text(tmp_path):

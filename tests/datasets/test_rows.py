@@ -35,8 +35,15 @@ def test_damaged_criteo_rows(tmp_path):
     path = write(tmp_path / "train.txt", [LINES[0], LINES[1][:7]])
     with pytest.raises(ValueError, match=r"train.txt, line 2: must be a whole line"):
         list(criteo_kaggle(path))
+    path = write(tmp_path / "train.txt", [LINES[0], LINES[0][1:]])
+    with pytest.raises(ValueError, match=r"line 2: .* with 40 fields as the first .* received 39"):
+        list(criteo_kaggle(path))
+    for count in ("1_000", "9" * 20, "5.5", "\u0663"):
+        path = write(tmp_path / "train.txt", [["1", count, *LINES[0][2:]]])
+        with pytest.raises(ValueError, match="for a whole number of 64 bits"):
+            list(criteo_kaggle(path))
     path = write(tmp_path / "train.txt", [["x", *LINES[0][1:]]])
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="received 'x' for a label, 0 or 1"):
         list(criteo_kaggle(path))
     with pytest.raises(FileNotFoundError):
         list(criteo_kaggle(str(tmp_path / "nothing")))
@@ -63,3 +70,44 @@ def test_movielens_rows(tmp_path, read):
     (tmp_path / "ratings.csv").write_text(header + "1,10,3.5\n")
     with pytest.raises(ValueError, match=r"line 2: must be a whole line .* received 3 fields"):
         list(read(str(tmp_path)))
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_criteo_rows_without_labels(tmp_path, ending):
+    (tmp_path / "test.txt").write_bytes(
+        "".join("\t".join(line[1:]) + ending for line in LINES).encode()
+    )
+    first, second = criteo_kaggle(str(tmp_path / "test.txt"))
+    assert list(first) == DEFAULT_COLUMN_NAMES[1:]
+    assert list(first.values()) == [*range(13), *LINES[0][14:]]
+    assert second["int_0"] == -2
+
+
+@pytest.mark.parametrize(
+    "header", ["", "userId,movieId,rating,timestamp\n", "\ufeffUserId, movieId,rating,timestamp\n"]
+)
+def test_a_file_without_header_keeps_its_first_rating(tmp_path, header):
+    (tmp_path / "ratings.csv").write_text(header + "1,10,3.5,7\n2,20,4,5\n", encoding="utf-8")
+    assert [row["userId"] for row in movielens_20m(str(tmp_path))] == [1, 2]
+    assert next(iter(movielens_20m(str(tmp_path), row_mapper=None))) == ["1", "10", "3.5", "7"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1,10,nan,7", r"line 1: .* received 'nan' for a rating from 0 to 5"),
+        ("1,10,inf,7", "received 'inf' for a rating"),
+        ("1,10,5.5,7", "received '5.5' for a rating"),
+        ("1,10,-1,7", "received '-1' for a rating"),
+        ("99999999999999999999,10,3,7", "received '99999999999999999999' for a whole number"),
+        ("9223372036854775808,10,3,7", "received '9223372036854775808' for a whole number"),
+        ("1,-10,3,7", "received '-10' for an id, which is not negative"),
+        ("1,1_0,3,7", "received '1_0' for a whole number"),
+        ("1,10,3,7.5", "received '7.5' for a whole number"),
+        ("user,item,rating,time", "received 'user' for a whole number"),
+    ],
+)  # fmt: skip
+def test_ratings_and_ids_that_cannot_be_are_refused(tmp_path, line, message):
+    (tmp_path / "ratings.csv").write_text(f"{line}\n1,10,3.5,7\n")
+    with pytest.raises(ValueError, match=message):
+        list(movielens_20m(str(tmp_path)))

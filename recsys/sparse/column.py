@@ -1,0 +1,406 @@
+"""One column of a table: a tensor, a NumPy array, a list, or a column of pandas, Arrow or polars.
+
+These libraries are not imported here: a column is recognized by its attributes.
+
+Legend: `B` rows, `N` values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from numbers import Integral, Real
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.sparse.value_checks import FINITE, check_values
+
+__all__ = ["Bags", "read_bags", "read_ids", "read_numbers", "read_weights"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_MIN_ID: Final = torch.iinfo(torch.int64).min
+_MAX_ID: Final = torch.iinfo(torch.int64).max
+_MAX_SHOWN: Final = 300
+
+
+@final
+class Bags(NamedTuple):
+    """The values of a column, row after row."""
+
+    values: Tensor | _Array
+    """[N]; an array of objects where some are no plain numbers."""
+    lengths: Tensor
+    """[B] int64, how many values each row has: 0 where the value or the list is missing."""
+    has_lists: bool
+    """Whether rows hold lists, not single values."""
+
+
+@final
+class _Rule(NamedTuple):
+    error: type[Exception]
+    text: str
+    hint: str
+
+
+_NUMBER_TEXTS: Final = (
+    "Number the texts: with a dictionary that training and serving share, or those of one table "
+    "with .astype('category') in pandas or .dictionary_encode() in Arrow."
+)
+_NUMBERS: Final = _Rule(TypeError, "must hold numbers", "Convert them to float32.")
+_WHOLE: Final = _Rule(TypeError, "must hold whole numbers", "Convert them to int64.")
+_THERE: Final = _Rule(
+    ValueError, "must not hold a missing value (None, NaN) in a list", "Leave it out."
+)
+_INT64: Final = _Rule(
+    ValueError,
+    "must hold ids that fit into int64",
+    "Hash them; or keep all 64 bits with NumPy's .view('int64'), which hash_ids takes.",
+)
+
+
+def _exact(limit: int, dtype: object) -> _Rule:
+    return _Rule(
+        TypeError,
+        f"must hold exact ids, and {dtype} rounds those from {limit} on",
+        "Give them as int64; pandas keeps missing ones apart in the dtype 'Int64'.",
+    )
+
+
+def read_bags(
+    subject: str, column: Any, padding: int | None = None, *, as_codes: bool = False
+) -> Bags:
+    """Read a column with one value, or one list of values, per row.
+
+    Args:
+        subject: what the column is, for messages.
+        column: see `recsys.sparse.from_columns`.
+        padding: the value of a matrix that stands for no value.
+        as_codes: whether categories that are no numbers are read as their codes.
+
+    Returns:
+        Its values.
+
+    Raises:
+        TypeError: it is no column.
+        ValueError: an array has no dimension or more than two, or a list of Arrow has a missing
+            value.
+    """
+    kind = type(column)
+    if hasattr(kind, "to_arrow"):  # polars
+        return _of_arrow(subject, column.to_arrow(), as_codes)
+    if hasattr(kind, "drop_null"):
+        return _of_arrow(subject, column, as_codes)
+    if hasattr(kind, "isna") and hasattr(kind, "dtype"):
+        return _of_pandas(subject, column, as_codes)
+    if isinstance(column, np.ndarray):
+        plain = _plain(column)
+        column = plain if isinstance(plain, Tensor) else list(column)
+    if isinstance(column, Tensor):
+        return _of_tensor(subject, column, padding)
+    if isinstance(column, str | bytes | Mapping) or not np.iterable(column):
+        raise TypeError(
+            f"{subject} must be a list, an array or a column of a table; received {_shown(column)}."
+        )
+    return _of_lists(column)
+
+
+def read_ids(subject: str, bags: Bags) -> Tensor:
+    """Convert the values of a column to ids.
+
+    Args:
+        subject: what the column is, for messages.
+        bags: the column.
+
+    Returns:
+        [N] int64.
+
+    Raises:
+        TypeError: a value is no whole number, or a float so large that it may stand for several.
+        ValueError: an id does not fit into int64, or a list has a missing value.
+    """
+    values = bags.values
+    if not isinstance(values, Tensor):
+        return torch.tensor(_each(subject, bags, _id_of), dtype=torch.int64)
+    if values.dtype is torch.uint64:
+        ids = values.view(torch.int64)
+        _check(subject, bags, ids < 0, _INT64)
+        return ids
+    if values.dtype is torch.bool or values.is_complex():
+        _check(subject, bags, torch.ones_like(values, dtype=torch.bool), _WHOLE)
+    if values.is_floating_point():
+        limit = int(2 / torch.finfo(values.dtype).eps)
+        _check(subject, bags, values.isnan(), _THERE)
+        _check(subject, bags, values.isinf() | (values != values.trunc()), _WHOLE)
+        _check(subject, bags, values.abs() >= limit, _exact(limit, values.dtype))
+    return values.long()
+
+
+def read_weights(subject: str, bags: Bags) -> Tensor:
+    """Convert the values of a column to weights of ids.
+
+    Args:
+        subject: what the column is, for messages.
+        bags: the column.
+
+    Returns:
+        [N] float32.
+
+    Raises:
+        TypeError: a value is no number.
+        ValueError: a value is NaN or infinite, or a list has a missing value.
+    """
+    values = _numeric(subject, bags)
+    if values.dtype is torch.bool:
+        _check(subject, bags, torch.ones_like(values), _NUMBERS)
+    return _finite(subject, values, bags.lengths)
+
+
+def read_numbers(subject: str, column: Any) -> Tensor:
+    """Read a column with one number per row, such as a dense feature or a label.
+
+    Args:
+        subject: what the column is, for messages.
+        column: see `recsys.sparse.from_columns`.
+
+    Returns:
+        [B] float32; NaN where the number is missing, if values are not checked.
+
+    Raises:
+        TypeError: a value is no number.
+        ValueError: a value is missing, NaN or infinite, or rows hold lists.
+    """
+    if isinstance(column, Tensor):  # read as it is: on a GPU, a mask would wait for it
+        lengths = torch.ones(column.shape[:1], dtype=torch.int64)
+        bags = Bags(column, lengths, column.dim() != 1)
+    else:
+        bags = read_bags(subject, column)
+    if bags.has_lists:
+        raise ValueError(
+            f"{subject} must hold one number per row; received lists, or a matrix. Split it into "
+            "columns."
+        )
+    values = _numeric(subject, bags)
+    if len(values) < len(bags.lengths):
+        found, values = values.double(), torch.full(bags.lengths.shape, torch.nan).double()
+        values[bags.lengths > 0] = found
+    return _finite(subject, values, torch.ones_like(bags.lengths))
+
+
+# -- from the kinds of columns to bags ---------------------------------------------------------
+
+
+def _of_tensor(subject: str, values: Tensor, padding: int | None) -> Bags:
+    if values.dim() not in (1, 2):
+        raise ValueError(
+            f"{subject} must be [samples] or [samples, ids]; received shape {tuple(values.shape)}."
+        )
+    if values.dtype in (torch.uint16, torch.uint32):
+        values = values.long()
+    is_uint64 = values.dtype is torch.uint64
+    if padding is None or (is_uint64 and padding < 0):
+        is_there = torch.ones(values.shape, dtype=torch.bool, device=values.device)
+    else:
+        is_there = (values.view(torch.int64) if is_uint64 else values) != padding
+    if values.dim() == 1:
+        if values.is_floating_point():
+            is_there = is_there & ~values.isnan()
+        return Bags(values[is_there], is_there.long(), False)
+    return Bags(values[is_there], is_there.sum(1), True)
+
+
+def _of_lists(column: Iterable[Any]) -> Bags:
+    rows = list(column)
+    kinds = {getattr(row, "dtype", None) for row in rows}
+    if len(kinds) == 1 and all(isinstance(row, np.ndarray) and row.ndim == 1 for row in rows):
+        lengths = torch.tensor([len(row) for row in rows])
+        return Bags(_plain(np.concatenate(rows)), lengths, True)
+    if set(map(type, rows)) in ({int}, {float}):
+        values = _of_values(rows)
+        if isinstance(values, Tensor):
+            return _of_tensor("", values, None)
+    parts: list[list[Any]] = []
+    has_lists = False
+    for row in rows:
+        if type(row) is list:
+            parts.append(row)
+            has_lists = True
+            continue
+        if isinstance(row, Tensor | np.ndarray):
+            row = row.tolist()
+        if _is_missing(row):
+            parts.append([])
+        elif isinstance(row, str | bytes | Mapping) or not np.iterable(row):
+            parts.append([row])
+        else:
+            parts.append(list(row))
+            has_lists = True
+    lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return Bags(_of_values(list(itertools.chain.from_iterable(parts))), lengths, has_lists)
+
+
+def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
+    if hasattr(column, "unify_dictionaries"):
+        column = column.unify_dictionaries()
+    if hasattr(column, "combine_chunks"):
+        column = column.combine_chunks()
+    if hasattr(column, "dictionary"):
+        names = column.dictionary
+        if as_codes and not _are_numbers(names.to_numpy(zero_copy_only=False)):
+            is_there = column.indices.is_valid().to_numpy(zero_copy_only=False)
+            codes = column.indices.fill_null(0).to_numpy()  # of a type that may be unsigned
+            is_null = np.append(names.is_null().to_numpy(zero_copy_only=False), True)
+            return _masked(codes, is_there & ~is_null[codes])
+        column = column.dictionary_decode()
+    if hasattr(column, "value_lengths"):
+        inside = _of_arrow(subject, column.flatten(), as_codes)
+        if inside.has_lists:
+            raise TypeError(f"{subject} must hold numbers or lists of them; received nested lists.")
+        lengths = torch.tensor(column.value_lengths().fill_null(0).to_numpy()).long()
+        missing = Bags(np.full(len(inside.lengths), None), lengths, True)
+        _check(subject, missing, inside.lengths == 0, _THERE)
+        return Bags(inside.values, lengths, True)
+    is_there = column.is_valid().to_numpy(zero_copy_only=False)
+    values = column.drop_null().to_numpy(zero_copy_only=False)
+    if values.dtype.kind == "f":
+        is_number = ~np.isnan(values)
+        values, is_there = values[is_number], is_there.copy()
+        is_there[is_there] = is_number
+    return Bags(_plain(values), torch.from_numpy(is_there).long(), False)
+
+
+def _of_pandas(subject: str, column: Any, as_codes: bool) -> Bags:
+    if hasattr(column.dtype, "pyarrow_dtype"):
+        return _of_arrow(subject, getattr(column, "array", column).__arrow_array__(), as_codes)
+    names = getattr(column.dtype, "categories", None)
+    if as_codes and names is not None and not _are_numbers(np.asarray(names)):
+        codes = np.asarray(getattr(column, "cat", column).codes)
+        return _masked(codes, codes >= 0)
+    if column.dtype == object:
+        return _of_lists(column.to_numpy())
+    is_there = ~np.asarray(column.isna())
+    return Bags(_plain(column[is_there].to_numpy()), torch.from_numpy(is_there).long(), False)
+
+
+def _masked(values: _Array, is_there: _Array) -> Bags:
+    return Bags(_plain(values[is_there]), torch.from_numpy(is_there).long(), False)
+
+
+def _are_numbers(values: _Array) -> bool:
+    return values.dtype.kind in "iuf"
+
+
+def _plain(values: _Array) -> Tensor | _Array:
+    """Copy to a tensor, or to objects what torch has no dtype for."""
+    if values.dtype.kind in "biuf" and values.dtype.itemsize <= 8:
+        # a copy: Arrow's memory may not be written to
+        return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+    # one by one: NumPy's own conversion makes numbers of dates
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def _of_values(values: list[Any]) -> Tensor | _Array:
+    """Make a tensor of Python's numbers if they are of one type and fit, or an array of them."""
+    kinds = set(map(type, values))
+    if kinds == {float}:
+        return torch.tensor(values, dtype=torch.float64)
+    if kinds == {bool}:
+        return torch.tensor(values)
+    if kinds <= {int}:
+        with contextlib.suppress(OverflowError):
+            return torch.from_numpy(np.array(values, dtype=np.int64))
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def _is_missing(value: object) -> bool:
+    is_nan = isinstance(value, float | np.floating) and bool(value != value)
+    return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")  # pandas
+
+
+# -- from values to ids and numbers ------------------------------------------------------------
+
+
+def _numeric(subject: str, bags: Bags) -> Tensor:
+    values = bags.values
+    if not isinstance(values, Tensor):
+        return torch.tensor(_each(subject, bags, _number_of), dtype=torch.float64)
+    if values.is_complex():
+        _check(subject, bags, torch.ones_like(values, dtype=torch.bool), _NUMBERS)
+    return values
+
+
+def _finite(subject: str, values: Tensor, lengths: Tensor) -> Tensor:
+    def place_of(place: int) -> str:
+        return f"in row {_row_of(lengths, place)}"
+
+    return check_values(values.float(), FINITE, subject, place_of, shown=values)
+
+
+def _id_of(value: Any) -> int | _Rule:
+    if isinstance(value, bool) or not _is_number(value):
+        return _WHOLE
+    if not isinstance(value, Integral):
+        if not math.isfinite(value) or value != int(value):
+            return _WHOLE
+        if isinstance(value, float | np.floating):
+            limit = int(2 / np.finfo(type(value)).eps)
+            if abs(float(value)) >= limit:
+                return _exact(limit, type(value).__name__)
+    number: int = int(value)
+    return number if _MIN_ID <= number <= _MAX_ID else _INT64
+
+
+def _is_number(value: object) -> bool:
+    # for Python, a np.timedelta64 is a whole number
+    return isinstance(value, Real | Decimal) and not isinstance(value, np.timedelta64)
+
+
+def _number_of(value: Any) -> float | _Rule:
+    if not _is_number(value) and not isinstance(value, np.bool_):
+        return _NUMBERS
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _each(subject: str, bags: Bags, convert: Callable[[Any], Any]) -> list[Any]:
+    """Convert values one by one."""
+    converted = []
+    for place, value in enumerate(bags.values):
+        result = _THERE if _is_missing(value) else convert(value)
+        if isinstance(result, _Rule):
+            _refuse(subject, bags, place, result)
+        converted.append(result)
+    return converted
+
+
+def _check(subject: str, bags: Bags, is_bad: Tensor, rule: _Rule) -> None:
+    """Raise if some of the values are bad, naming the first."""
+    if bool(is_bad.any()):
+        _refuse(subject, bags, int(is_bad.nonzero()[0, 0]), rule)
+
+
+def _refuse(subject: str, bags: Bags, place: int, rule: _Rule) -> NoReturn:
+    value = bags.values[place]
+    if isinstance(value, Tensor):
+        value = value.item()
+    hint = _NUMBER_TEXTS if isinstance(value, str | bytes) else rule.hint
+    row = _row_of(bags.lengths, place)
+    raise rule.error(f"{subject} {rule.text}; received {_shown(value)} in row {row}. {hint}")
+
+
+def _row_of(lengths: Tensor, place: int) -> int:
+    return int(torch.searchsorted(lengths.cumsum(0), place, right=True))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, np.generic) and not isinstance(value, np.datetime64 | np.timedelta64):
+        value = value.item()
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... of {len(text)} letters"

@@ -1,0 +1,295 @@
+"""Checks of the floating-point inputs of a model: dense features, labels and weights of ids.
+
+A NaN in one of them reaches the loss, and from there every table row of its batch. On a CPU a
+bad value raises at once. On CUDA the host does not wait: the largest and the smallest value are
+copied to it, and the error is raised with a later batch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from recsys.kernels.bounds import LateChecks
+
+__all__ = [
+    "FINITE",
+    "PROBABILITY",
+    "ValueRange",
+    "check_dense_values",
+    "check_id_weights",
+    "check_labels",
+    "check_values",
+    "finish_value_checks",
+    "has_value_checks",
+    "name_columns",
+    "set_value_checks",
+]
+
+_UNORDERED = frozenset((torch.uint16, torch.uint32, torch.uint64))
+"""Dtypes that torch does not compare."""
+_TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_is_on = os.environ.get("RECSYS_VALUE_CHECKS", "1") != "0"
+
+
+def set_value_checks(enabled: bool) -> None:
+    """Turn the checks of dense features, labels and weights of ids on or off.
+
+    They are on by default; `RECSYS_VALUE_CHECKS=0` in the environment turns them off from the
+    start. Shapes and ids are checked all the same.
+
+    Args:
+        enabled: whether values are checked.
+
+    Example:
+        >>> set_value_checks(False)
+        >>> has_value_checks()
+        False
+        >>> set_value_checks(True)
+    """
+    global _is_on
+    _is_on = bool(enabled)
+
+
+def has_value_checks() -> bool:
+    """Return whether dense features, labels and weights of ids are checked.
+
+    Returns:
+        The state set by `set_value_checks` or `RECSYS_VALUE_CHECKS`.
+
+    Example:
+        >>> has_value_checks()
+        True
+    """
+    return _is_on
+
+
+def finish_value_checks() -> None:
+    """Wait for the GPU, and raise now if an earlier batch of this thread had a bad value.
+
+    Call it after the last batch. On a CPU there is nothing to wait for.
+
+    Raises:
+        ValueError: a value was bad.
+
+    Example:
+        >>> finish_value_checks()
+    """
+    _of_thread.late.read_all()
+
+
+@final
+class ValueRange(NamedTuple):
+    """The values that are allowed, ends included; NaN never is."""
+
+    low: float
+    high: float
+    text: str
+    """The rule, for messages."""
+    hint: str
+    """How to obey it, for messages."""
+
+
+FINITE: Final = ValueRange(
+    -sys.float_info.max,
+    sys.float_info.max,
+    "must be finite",
+    "Fill in missing values, and clip or rescale large ones.",
+)
+PROBABILITY: Final = ValueRange(
+    0.0,
+    1.0,
+    "must be from 0 to 1 for a log loss",
+    "Map other labels, such as ratings, to that range.",
+)
+
+
+@final
+class _OfThread(threading.local):
+    """Checks that a GPU has not finished; one batch and the next are of one thread."""
+
+    def __init__(self) -> None:
+        self.late = LateChecks()
+
+
+_of_thread = _OfThread()
+_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def name_columns(values: Tensor, names: Sequence[str]) -> None:
+    """Name the columns of a tensor for messages about its values.
+
+    Args:
+        values: `[B, columns]`, or `[B]`, which is one column.
+        names: of its columns; with none there is nothing to do.
+    """
+    if names and isinstance(values, Tensor) and not torch.compiler.is_compiling():
+        _names[values] = tuple(names)
+
+
+def check_dense_values(values: Tensor) -> Tensor:
+    """Check that the dense features of a batch are finite.
+
+    Args:
+        values: `[B, columns]`.
+
+    Returns:
+        The features; on CUDA with 0 in place of values that are not finite.
+
+    Raises:
+        ValueError: a value is NaN or infinite, in this batch or (CUDA) in an earlier one.
+    """
+    return check_values(values, FINITE, "dense_features", partial(_place_in, values))
+
+
+def check_labels(values: Tensor) -> Tensor:
+    """Check that labels can be read by a log loss.
+
+    Args:
+        values: any shape and dtype.
+
+    Returns:
+        The labels; on CUDA with 0 in place of NaN and infinity.
+
+    Raises:
+        ValueError: a label is NaN or not in [0, 1], in this batch or (CUDA) in an earlier one.
+    """
+    return check_values(values, PROBABILITY, "labels", partial(_place_in, values))
+
+
+def check_id_weights(
+    owner: str,
+    weights: Tensor,
+    offsets: Tensor,
+    keys: Sequence[str],
+    stride_per_key: Callable[[], Sequence[int]],
+) -> Tensor:
+    """Check that the weights of ids are finite, unless they are computed from parameters.
+
+    Args:
+        owner: who looks up, for messages.
+        weights: `[N]`.
+        offsets: of the bags.
+        keys: features.
+        stride_per_key: returns how many bags each has, if a message needs it.
+
+    Returns:
+        The weights; on CUDA with 0 in place of values that are not finite.
+
+    Raises:
+        ValueError: a weight is NaN or infinite, in this batch or (CUDA) in an earlier one.
+    """
+    if weights.requires_grad:
+        return weights
+
+    def place_of(place: int) -> str:
+        bag = int(torch.searchsorted(offsets, place, right=True)) - 1
+        for key, stride in zip(keys, stride_per_key(), strict=True):
+            if bag < stride:
+                return f"in bag {bag} of feature {key!r}"
+            bag -= stride
+        return f"at position {place}"
+
+    return check_values(weights, FINITE, f"{owner}: weights", place_of)
+
+
+def check_values(
+    values: Tensor,
+    allowed: ValueRange,
+    subject: str,
+    place_of: Callable[[int], str],
+    shown: Tensor | None = None,
+) -> Tensor:
+    """Check the values of a tensor, unless the checks are off or the tensor is only traced.
+
+    Args:
+        values: any shape and dtype.
+        allowed: the range.
+        subject: what the tensor is, for messages.
+        place_of: describes where the value at a flat position is, for messages.
+        shown: the values that messages show, of the same shape; None: `values`.
+
+    Returns:
+        The values; on CUDA with 0 in place of NaN and infinity.
+
+    Raises:
+        ValueError: a value is out of range, in this batch or (CUDA) in an earlier one.
+    """
+    if not _is_on or not _has_values(values):
+        return values
+    given = values.detach()
+    if given.dtype in _UNORDERED:
+        given = given.double()
+    low, high = given.aminmax()
+    complain = partial(_complain, given, given if shown is None else shown, allowed, place_of)
+    if given.is_cpu:
+        _judge(allowed, partial(complain, subject), low.item(), high.item())
+        return values
+    earlier = partial(complain, f"{subject} of an earlier batch")
+    late = _of_thread.late
+    late.read_arrived()
+    late.send(torch.stack((low, high)), lambda found: _judge(allowed, earlier, *found.tolist()))
+    return values.nan_to_num(0.0, 0.0, 0.0) if values.is_floating_point() else values
+
+
+def _has_values(values: Tensor) -> bool:
+    """Return whether a tensor has values that can be looked at, and is not traced or captured."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None  # of torch.jit.trace
+        and type(values) in (Tensor, nn.Parameter)
+        and values.numel() > 0
+        and values.dtype is not torch.bool
+        and all(torch._C._get_dispatch_mode(mode) is None for mode in _TRACING_MODES)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(values)
+        and (values.is_cpu or (values.is_cuda and not torch.cuda.is_current_stream_capturing()))
+    )
+
+
+def _judge(
+    allowed: ValueRange, complain: Callable[[float, float], NoReturn], low: float, high: float
+) -> None:
+    if not (low >= allowed.low and high <= allowed.high):  # also if they are NaN
+        complain(low, high)
+
+
+def _complain(
+    values: Tensor,
+    shown: Tensor,
+    allowed: ValueRange,
+    place_of: Callable[[int], str],
+    subject: str,
+    low: float,
+    high: float,
+) -> NoReturn:
+    wide = values.double()  # float32 would round the ends of the range to infinity
+    is_bad = ~((wide >= allowed.low) & (wide <= allowed.high))
+    places = is_bad.reshape(-1).nonzero().reshape(-1)
+    if places.numel():
+        place = int(places[0])
+        more = f" ({places.numel()} such values in the batch)" if places.numel() > 1 else ""
+        received = f"{shown.reshape(-1)[place].item()} {place_of(place)}{more}"
+    else:  # the caller has written to the memory since
+        received = f"values from {low} to {high}, which are overwritten by now"
+    raise ValueError(
+        f"{subject} {allowed.text}; received {received}. {allowed.hint} "
+        "recsys.sparse.set_value_checks(False) turns this check off."
+    )
+
+
+def _place_in(values: Tensor, place: int) -> str:
+    """Describe a flat position by row and column."""
+    num_columns = values.shape[1:].numel()
+    row, column = divmod(place, num_columns)
+    names = _names.get(values, ())
+    if len(names) == num_columns:
+        return f"in row {row} of column {names[column]!r}"
+    return f"in row {row}" if num_columns == 1 else f"in row {row} of column {column}"
