@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
+from torch import nn
 
 from recsys.inference.quantized_collection import (
     SERVED,
@@ -186,6 +187,10 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         lookups = cast(QuantizedBags, self.lookups())
         return ServedBags(lookups, self._names, self._dims, self._is_weighted)
 
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this collection."""
+        return self.served
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the tables, in order."""
         return cast(list[EmbeddingBagConfig], self.configs())
@@ -291,6 +296,10 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         """What programs run in place of this collection; it reads the same tables."""
         processor = position_processor(self.feature_processor) or self.feature_processor
         return ProcessedBags(processor, cast(ServedBags, super().served))
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this collection."""
+        return self.served
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
@@ -416,6 +425,10 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         """What programs run in place of this collection; it reads the same tables."""
         names, read = map(list, zip(*self._outputs, strict=True))
         return ServedRows(cast(QuantizedRows, self.lookups()), names, read, self._need_indices)
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this collection."""
+        return self.served
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""
