@@ -115,7 +115,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             tables: list[Tensor] = []
             for table in self.embedding_bags.values():
-                tables.append(table.weight)
+                tables.append(table.weight)  # type: ignore[arg-type]
             return look_up_bags(
                 features,
                 self._is_weighted,

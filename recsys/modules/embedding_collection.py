@@ -99,7 +99,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             tables: list[Tensor] = []
             for table in self.embeddings.values():
-                tables.append(table.weight)
+                tables.append(table.weight)  # type: ignore[arg-type]
             return look_up_sequences(
                 features,
                 self._need_indices,

@@ -442,6 +442,11 @@ class TableCollection(nn.Module):
         Returns:
             fp32 [sum of R*D], and [N].
         """
+        if any(is_marked(table.weight) for table in self._tables()):
+            raise ValueError(
+                f"The tables of {type(self).__name__} are updated in backward, which a program "
+                "does not do. Train the model itself, and run programs under torch.no_grad()."
+            )
         weights = batch.weights_or_none()
         groups, of_tables = self._groups(), dict[int, Tensor]()
         of_weights = [] if weights is None else [torch.zeros_like(weights)]

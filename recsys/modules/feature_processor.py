@@ -127,9 +127,7 @@ class PositionWeightedModule(FeatureProcessor):
 
     def script_form(self) -> nn.Module:
         """Return what TorchScript compiles in place of this module."""
-        return _ScriptedPosition(
-            ScriptedPositions({"": self.position_weight}, type(self).__name__)
-        )
+        return _ScriptedPosition(ScriptedPositions({"": self.position_weight}, type(self).__name__))
 
 
 class _ScriptedPosition(nn.Module):
@@ -181,6 +179,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self._gather = PositionGather(max_feature_lengths, type(self).__name__)
 
     @property
+    @torch.jit.unused
     def position_weights_dict(self) -> dict[str, nn.Parameter]:
         """Feature to parameter [P]."""
         return dict(self.position_weights.items())

@@ -314,11 +314,11 @@ class ScriptedPositions(nn.Module):
             known: list[int] = []
             for i, key in enumerate(features.keys()):
                 if key in self.names:
-                    known.append(i)  # noqa: PERF401
+                    known.append(i)
             features = features.permute(known)
         weights: list[Tensor] = []
         for weight in self.weights:
-            weights.append(weight)  # noqa: PERF402
+            weights.append(weight)
         return weigh(features, weights, self.names, self.owner)
 
 

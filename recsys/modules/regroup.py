@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype

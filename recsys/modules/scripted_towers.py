@@ -127,5 +127,5 @@ class ScriptedTowers(nn.Module):
         """Apply all towers: `[B, columns of all towers]`."""
         outputs: list[torch.Tensor] = []
         for tower in self.towers:
-            outputs.append(tower(features, weighted_features))  # noqa: PERF401
+            outputs.append(tower(features, weighted_features))
         return torch.cat(outputs, dim=1)

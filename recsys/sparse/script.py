@@ -16,7 +16,6 @@ TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 o
 
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, List, Optional
 
@@ -190,7 +189,7 @@ class _KeyedJaggedTensor:
         strides = self._stride_per_key
         if strides is None:
             strides = [self._stride for _ in self._keys]
-        return strides
+        return strides  # type: ignore[no-any-return]
 
     def variable_stride_per_key(self) -> bool:
         return self._stride_per_key_per_rank is not None
@@ -216,7 +215,7 @@ class _KeyedJaggedTensor:
         return known  # type: ignore[no-any-return]
 
     def length_per_key_or_none(self) -> list[int] | None:
-        return self._length_per_key
+        return self._length_per_key  # type: ignore[no-any-return]
 
     def offset_per_key(self) -> list[int]:
         found = [0]
@@ -271,7 +270,7 @@ class _KeyedJaggedTensor:
         for size in segments:
             found.append(self.permute(list(range(start, start + size)), None))
             start += size
-        return found
+        return found  # type: ignore[no-any-return]
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(
@@ -359,7 +358,13 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     keys = annotate(list[str], [])
     weights = annotate(list[Tensor], [])
     for kjt in kjt_list:
-        keys += kjt.keys()
+        for key in kjt.keys():  # noqa: SIM118
+            if key in keys:
+                raise ValueError(
+                    "KeyedJaggedTensor.concat: parts must have keys of their own; received "
+                    f"{key} twice."
+                )
+            keys.append(key)
         if kjt.stride() != kjt_list[0].stride():
             raise ValueError(
                 "KeyedJaggedTensor.concat: all parts must have the same stride (batch size)."
@@ -395,7 +400,7 @@ def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[
                 raise KeyError(f"KeyedTensor.regroup: no source has the key {key}.")
             parts.append(columns[key])
         found.append(torch.cat(parts, keyed_tensors[0].key_dim()))
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _regroup_as_dict(
@@ -439,18 +444,26 @@ def add_forms() -> None:
     for kind, form in _FORMS.items():
         if _state._get_script_class(kind) is not None:
             continue
-        resolve = createResolutionCallbackFromClosure(form.values)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             compiled = torch._C._jit_script_class_compile(
                 _qualified_name(kind),
                 get_jit_class_def(form, kind.__name__),
                 get_default_args_for_class(form),
-                # a list of itself is resolved by TorchScript, which knows the class while compiling
-                lambda text, own=f"List[{kind.__name__}]": None if text == own else resolve(text),
+                _resolver(kind, form),
             )
         _state._add_script_class(kind, compiled)
 
 
-def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+def _same(function: Any) -> Any:
     return function
+
+
+def _resolver(kind: type, form: Any) -> Any:
+    """Return what looks up the names in a form.
+
+    A list of the class itself is left to TorchScript: only it knows a class while it compiles it.
+    """
+    resolve = createResolutionCallbackFromClosure(form.values)
+    own = f"List[{kind.__name__}]"
+    return lambda text: None if text == own else resolve(text)

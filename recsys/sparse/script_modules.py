@@ -59,7 +59,9 @@ def watch_script() -> None:
     ) -> ScriptModule:
         module = nn_module if is_tracing else with_forms(nn_module, {})
         try:
-            return create(module, stubs_fn, share_types, is_tracing)
+            return create(  # type: ignore[no-any-return, no-untyped-call]
+                module, stubs_fn, share_types, is_tracing
+            )
         except BaseException:
             # as torch's own tests do; modules compiled from now on share no types with earlier ones
             _recursive.concrete_type_store = _recursive.ConcreteTypeStore()
@@ -69,15 +71,15 @@ def watch_script() -> None:
     _recursive.create_script_module = create_script_module
 
 
-def with_forms(module: nn.Module, found: dict[int, nn.Module]) -> nn.Module:
+def with_forms(module: nn.Module, found: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a model with the forms of its modules; the model itself if none has one.
 
     Args:
         module: The model, which stays as it is.
-        found: By identity what the modules met so far became.
+        found: What the modules met so far became.
     """
-    if id(module) in found or isinstance(module, ScriptModule):
-        return found.get(id(module), module)
+    if module in found or isinstance(module, ScriptModule):
+        return found.get(module, module)
     if isinstance(module, HasScriptForm) and _is_of_one_class(type(module)):
         new = with_forms(module.script_form(), found)
     else:
@@ -89,13 +91,14 @@ def with_forms(module: nn.Module, found: dict[int, nn.Module]) -> nn.Module:
         if any(children[name] is not child for name, child in module._modules.items()):
             new = object.__new__(type(module))
             new.__dict__.update(module.__dict__, _modules=children)
-    found[id(module)] = new
+    found[module] = new
     return new
 
 
 def _is_of_one_class(kind: type) -> bool:
     """Return whether the form is that of `forward`, and not of one that a subclass replaced."""
-    owners = [
-        next(base for base in kind.__mro__ if name in vars(base)) for name in ("script_form", "forward")
-    ]
-    return issubclass(*owners)
+
+    def owner(name: str) -> type:
+        return next(base for base in kind.__mro__ if name in vars(base))
+
+    return issubclass(owner("script_form"), owner("forward"))

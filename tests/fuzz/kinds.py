@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator
 from tests.ranks import RankPool
 
 # Kind to the seeds of the cases that were wrong when the kind was first searched.
-FINDS: dict[str, list[int]] = {}
+FINDS: dict[str, list[int]] = {
+    "scripts": [0, 3, 86],
+}
 
 
 def search(pool: RankPool, kind: str, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
