@@ -57,7 +57,11 @@ from recsys.optim.apply_optimizer_in_backward import (
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
 
-__all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
+__all__ = ["QUANTIZATION_NOTES", "EmbeddingTable", "LookupGroup", "TableCollection"]
+
+QUANTIZATION_NOTES = ("_quantized_with", "_rows_after_pruning")
+"""Attributes by which `recsys.inference.quant_prep` says how a collection will be quantized. They
+go along when it is sharded."""
 
 
 @final
