@@ -52,6 +52,10 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
         self._embedding_bag_collection = embedding_bag_collection
         self._feature_processors = feature_processors
 
+    def split(self) -> tuple[FeatureProcessorsCollection, ShardedEmbeddingBagCollection]:
+        """Return the processors and the tables."""
+        return self._feature_processors, self._embedding_bag_collection
+
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Weigh and look up this rank's batch.
 

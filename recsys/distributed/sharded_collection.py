@@ -49,7 +49,7 @@ from recsys.kernels.support import shared_optimizer
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
-from recsys.modules.embedding_tables import TableCollection, TableDict
+from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection, TableDict
 from recsys.optim.apply_optimizer_in_backward import (
     attached_optimizer,
     mark_in_backward,
@@ -120,6 +120,9 @@ class ShardedCollection(ShardedModule):
             plan = with_table_settings(plan, fused_params or {})
             check_untied(module, weights.values())
             self._configs: list[Any] = module.configs()
+            for name in QUANTIZATION_NOTES:
+                if hasattr(module, name):
+                    setattr(self, name, getattr(module, name))
             self._poolings = module.poolings()
             self._plan = plan
             self._env = env
@@ -304,6 +307,24 @@ class ShardedCollection(ShardedModule):
     def _tables(self) -> dict[str, TableShards]:
         tables: dict[str, TableShards] = dict(getattr(self, self.tables_name).items())
         return tables
+
+    def configs(self) -> list[Any]:
+        """Return the tables, in order."""
+        return list(self._configs)
+
+    def table_weights(self) -> dict[str, Tensor]:
+        """Table name to weight, in order: a `ShardedTable`, or whole where it is replicated."""
+        return {name: table.whole() for name, table in self._tables().items()}
+
+    @property
+    def env(self) -> ShardingEnv:
+        """The ranks."""
+        return self._env
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's parts of the tables are."""
+        return self._device
 
     @property
     def input_stage(self) -> InputDist:

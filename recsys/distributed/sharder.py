@@ -47,6 +47,13 @@ class ShardedModule(nn.Module, abc.ABC):
         for name, _ in (*self.named_parameters(prefix), *self.named_buffers(prefix)):
             yield name
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} cannot be compiled by TorchScript: it exchanges its inputs "
+            "with other ranks. Quantize the model (recsys.inference.quantize_inference_model takes "
+            "a sharded one), or load its checkpoint into the unsharded model, and compile that."
+        )
+
     def copy(self, device: torch.device) -> Self:
         """Return a copy on another device; sharded modules inside are copied by themselves."""
         return copy_around_sharded(self, device)

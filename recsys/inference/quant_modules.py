@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
+from torch import nn
 
 from recsys.inference.quantized_collection import (
     SERVED,
     QuantizedCollection,
     Weights,
-    quantized_rows,
+    quantized_configs,
 )
 from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
 from recsys.inference.served import (
@@ -138,16 +139,28 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         """Quantize the tables of a trained collection.
 
         Args:
-            module: The collection, unsharded; its `qconfig`, if it has one, says how: a
-                `QuantConfig` or torch's own QConfig.
-                Without, rows are int8 and outputs float32.
+            module: The collection; its `qconfig`, if it has one, says how: a `QuantConfig` or
+                torch's own QConfig. Without, rows are int8 and outputs float32. Every rank of a
+                sharded collection must call this, and receives all tables.
             use_precomputed_fake_quant: Has no effect: tables have no fake quantization.
 
         Raises:
             ValueError: A dtype cannot be served, or a table cannot be quantized.
         """
-        configs, options = quantized_rows(module, module)
-        return cls(configs, module.is_weighted(), module.device, **options).eval()
+        return cls.like(module).quantize(module).eval()
+
+    @classmethod
+    def like(
+        cls, module: EmbeddingBagCollection, device: torch.device | None = None
+    ) -> QuantEmbeddingBagCollection:
+        """Return a collection for the tables of a trained one; all its rows are zero.
+
+        Args:
+            module: As for `from_float`.
+            device: Where the tables live; None: where those of the trained one do.
+        """
+        configs, options = quantized_configs(module, module)
+        return cls(configs, module.is_weighted(), device or module.device, **options)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
@@ -185,6 +198,10 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         """What programs run in place of this collection; it reads the same tables."""
         lookups = cast(QuantizedBags, self.lookups())
         return ServedBags(lookups, self._names, self._dims, self._is_weighted)
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this collection."""
+        return self.served
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the tables, in order."""
@@ -271,10 +288,20 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
 
         Arguments and errors as `from_float`.
         """
+        return cls.like(module).quantize(module.split()[1]).eval()
+
+    @classmethod
+    def like(  # type: ignore[override]
+        cls, module: FeatureProcessedEmbeddingBagCollection, device: torch.device | None = None
+    ) -> QuantFeatureProcessedEmbeddingBagCollection:
+        """Return a collection for the tables of a trained one; all its rows are zero.
+
+        Arguments as those of the base; the processors are copied.
+        """
         processors, tables = module.split()
-        configs, options = quantized_rows(tables, module)
-        processor = copy.deepcopy(processors)
-        return cls(configs, True, tables.device, feature_processor=processor, **options).eval()
+        configs, options = quantized_configs(tables, module)
+        options["feature_processor"] = copy.deepcopy(processors)
+        return cls(configs, True, device or tables.device, **options)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Weigh, look up and pool a batch.
@@ -291,6 +318,10 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         """What programs run in place of this collection; it reads the same tables."""
         processor = position_processor(self.feature_processor) or self.feature_processor
         return ProcessedBags(processor, cast(ServedBags, super().served))
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this collection."""
+        return self.served
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
@@ -377,8 +408,18 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
         Arguments and errors as `from_float`.
         """
-        configs, options = quantized_rows(module, module)
-        return cls(configs, module.device, module.need_indices(), **options).eval()
+        return cls.like(module).quantize(module).eval()
+
+    @classmethod
+    def like(
+        cls, module: EmbeddingCollection, device: torch.device | None = None
+    ) -> QuantEmbeddingCollection:
+        """Return a collection for the tables of a trained one; all its rows are zero.
+
+        Arguments as of `QuantEmbeddingBagCollection.like`.
+        """
+        configs, options = quantized_configs(module, module)
+        return cls(configs, device or module.device, module.need_indices(), **options)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch.
@@ -416,6 +457,10 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         """What programs run in place of this collection; it reads the same tables."""
         names, read = map(list, zip(*self._outputs, strict=True))
         return ServedRows(cast(QuantizedRows, self.lookups()), names, read, self._need_indices)
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this collection."""
+        return self.served
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""

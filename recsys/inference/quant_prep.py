@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.kernels.arguments import whole
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 
 __all__ = [
     "PREPARED",
@@ -23,10 +24,9 @@ __all__ = [
     "set_pruning_data",
 ]
 
-PREPARED = "_quantized_with"
-"""The attribute of a module with arguments, by name, of the quantized one."""
-PRUNED = "_rows_after_pruning"
-"""The attribute of a module with the rows that are left, by table name."""
+PREPARED, PRUNED = QUANTIZATION_NOTES
+"""The attributes of a module: arguments, by name, of the quantized one; and the rows that are left,
+by table name."""
 
 
 def quant_prep_customize_row_alignment(
@@ -125,11 +125,11 @@ def set_pruning_data(
         >>> quantize_embeddings(set_pruning_data(model, {"t": 10}))[0].embedding_bags["t"]
         QuantizedTable(10, 64, INT8)
     """
-    kinds = (TableCollection,) if module_types is None else tuple(module_types)
     collections = [
         module
         for module in model.modules()
-        if isinstance(module, TableCollection) and isinstance(module, kinds)
+        if isinstance(module, TableCollection | ShardedCollection)
+        and (module_types is None or _is_one_of(module, module_types))
     ]
     sizes = {config.name: config.num_embeddings for c in collections for config in c.configs()}
     unknown = sorted(tables_to_rows_post_pruning.keys() - sizes)
@@ -151,8 +151,14 @@ def _prepare_types(
     model: nn.Module, types: Sequence[type[nn.Module]], option: str, value: object
 ) -> None:
     for module in model.modules():
-        if isinstance(module, tuple(types)):
+        if _is_one_of(module, types):
             _prepare(module, option, value)
+
+
+def _is_one_of(module: nn.Module, types: Sequence[type[nn.Module]]) -> bool:
+    """Return whether a module, or what it was before it was sharded, is of one of some classes."""
+    unsharded = getattr(module, "unsharded_module_type", type(module))
+    return isinstance(module, tuple(types)) or issubclass(unsharded, tuple(types))
 
 
 def _prepare(module: nn.Module, option: str, value: object) -> None:

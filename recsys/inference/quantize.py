@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import PlaceholderObserver
+from torch.distributed.tensor import DTensor
 
+from recsys.distributed.dmp_collection import DMPCollection
+from recsys.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from recsys.distributed.model_parallel import get_unwrapped_module
+from recsys.distributed.ranks.agreement import agree, stable
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import ShardedModule
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
@@ -20,10 +28,10 @@ from recsys.inference.quant_modules import (
 )
 from recsys.inference.quantized_collection import (
     QuantizedCollection,
-    rows_of_table,
     split_header,
     to_data_type,
 )
+from recsys.inference.quantized_shards import rows_of_table
 from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -50,6 +58,11 @@ _COLLECTIONS: _Mapping = {
     EmbeddingBagCollection: QuantEmbeddingBagCollection,
     EmbeddingCollection: QuantEmbeddingCollection,
 }
+_PROCESSED = (
+    FeatureProcessedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
+_BUILT_IN = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
 _INFERENCE: _Mapping = {
     **_COLLECTIONS,
     FeatureProcessedEmbeddingBagCollection: QuantFeatureProcessedEmbeddingBagCollection,
@@ -64,26 +77,34 @@ def quantize_embeddings(
     additional_mapping: _Mapping | None = None,
     output_dtype: torch.dtype = torch.float32,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
+    *,
+    dst: int | None = None,
 ) -> nn.Module:
     """Replace the embedding collections of a model by quantized ones.
 
     EmbeddingBagCollections and EmbeddingCollections are replaced, also those inside of others, such
     as a FeatureProcessedEmbeddingBagCollection. Plain `nn.EmbeddingBag` and dense layers stay.
 
+    A sharded model, such as a DistributedModelParallel, gives the quantized model that the
+    unsharded one would, bit for bit. Every rank must call this. The sharded model stays as it is,
+    so that training can go on, and each rank quantizes its own shards.
+
     Args:
-        module: a trained model, unsharded.
+        module: a trained model, sharded or not.
         dtype: `torch.int8` (one byte per value), `torch.quint4x2` (half a byte),
             `torch.quint2x4` (a quarter), `torch.float16` (two) or `torch.float32` (four).
-        inplace: change the given model instead of a copy.
+        inplace: change the given model instead of a copy. A sharded model is always copied.
         additional_qconfig_spec_keys: other classes to replace...
         additional_mapping: ... and by what: a class whose `from_float(module)` reads
             `module.qconfig`. It may also name another replacement for a collection.
         output_dtype: of what is looked up: `torch.float32`, `torch.float16` or
             `torch.bfloat16`.
         per_table_weight_dtype: other dtypes by table name.
+        dst: of a sharded model the rank that receives the tables; on the others they are on the
+            `meta` device, and take no memory. None: every rank receives all of them.
 
     Returns:
-        The model with quantized tables, in evaluation mode.
+        The model with quantized tables, unsharded, in evaluation mode.
 
     Raises:
         ValueError: if the model has nothing to quantize or a collection that cannot be, a dtype
@@ -107,7 +128,7 @@ def quantize_embeddings(
         )
     per_table = dict(per_table_weight_dtype or {})
     qconfig = _qconfig(dtype, output_dtype, per_table)
-    return _replace(module, mapping, dict.fromkeys(mapping, qconfig), inplace)
+    return _replace(module, mapping, dict.fromkeys(mapping, qconfig), inplace, dst)
 
 
 def quantize_inference_model(
@@ -117,11 +138,16 @@ def quantize_inference_model(
     fp_weight_dtype: torch.dtype = torch.int8,
     quantization_dtype: torch.dtype = torch.int8,
     output_dtype: torch.dtype = torch.float32,
+    *,
+    dst: int | None = None,
 ) -> nn.Module:
     """Make a trained model ready for inference: quantizes its tables, in place.
 
+    A sharded model is not changed; see `quantize_embeddings`.
+
     Args:
-        model: a trained model, unsharded. It is changed, unless it is a collection itself.
+        model: a trained model, sharded or not. It is changed, unless it is sharded or a collection
+            itself.
         quantization_mapping: the classes to replace, each by its full name, such as
             `"recsys.modules.embedding_modules.EmbeddingBagCollection"`, and by what; nothing else
             is replaced then. None: the three kinds of collections.
@@ -131,9 +157,10 @@ def quantize_inference_model(
         quantization_dtype: that of all other tables.
         output_dtype: of what is looked up: `torch.float32`, `torch.float16` or
             `torch.bfloat16`.
+        dst: as for `quantize_embeddings`.
 
     Returns:
-        The model with quantized tables, in evaluation mode.
+        The model with quantized tables, unsharded, in evaluation mode.
 
     Raises:
         ValueError: as `quantize_embeddings`, or if a name in the mapping is not a class's.
@@ -155,7 +182,7 @@ def quantize_inference_model(
         kind: processed if issubclass(kind, FeatureProcessedEmbeddingBagCollection) else others
         for kind in mapping
     }
-    return _replace(model, mapping, qconfigs, inplace=True)
+    return _replace(model, mapping, qconfigs, True, dst)
 
 
 def quantize_state_dict(
@@ -246,18 +273,16 @@ def _replace(
     mapping: _Mapping,
     qconfigs: Mapping[type[nn.Module], QuantConfig],
     inplace: bool,
+    dst: int | None,
 ) -> nn.Module:
-    found: dict[int, tuple[nn.Module, type[nn.Module]]] = {}
-    _find(model, type(model).__name__, mapping, found)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has none of {[kind.__name__ for kind in mapping]} to quantize "
-            "(once quantized it has none). A sharded model is quantized after loading its "
-            "checkpoint into the unsharded one."
-        )
-    _check_names(model, qconfigs)
+    sharded = [child for child in model.modules() if isinstance(child, ShardedCollection)]
+    if sharded:
+        return _unsharded(model, sharded[0].env, mapping, qconfigs, dst)
+    if dst is not None:
+        raise ValueError(f"dst is for sharded models; received {dst} and {type(model).__name__}.")
+    found = _checked(model, mapping, qconfigs)
     quantized = {
-        key: _from_float(child, mapping[kind], qconfigs[kind])
+        key: _configured(child, qconfigs[kind], cast(type[_Quantized], mapping[kind]).from_float)
         for key, (child, kind) in found.items()
     }
     if id(model) in quantized:
@@ -271,14 +296,99 @@ def _replace(
     return changed.eval()
 
 
+_Found = dict[int, tuple[nn.Module, type[nn.Module]]]
+"""By identity the modules to replace, and the class by which the mapping knows each."""
+
+
+def _checked(
+    model: nn.Module, mapping: _Mapping, qconfigs: Mapping[type[nn.Module], QuantConfig]
+) -> _Found:
+    found: _Found = {}
+    _find(model, type(model).__name__, mapping, found)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has none of {[kind.__name__ for kind in mapping]} to quantize "
+            "(once quantized it has none)."
+        )
+    _check_names(model, qconfigs)
+    return found
+
+
+def _unsharded(
+    model: nn.Module,
+    env: ShardingEnv,
+    mapping: _Mapping,
+    qconfigs: Mapping[type[nn.Module], QuantConfig],
+    dst: int | None,
+) -> nn.Module:
+    """Return a quantized model made from one of which some tables are sharded.
+
+    Args:
+        model: the model; it stays as it is.
+        env: the ranks.
+        mapping: the classes to replace, and by what.
+        qconfigs: how, by class.
+        dst: the rank that receives sharded tables; None: every rank.
+    """
+
+    def empty() -> tuple[_Found, dict[int, nn.Module]]:
+        if dst is not None and not 0 <= dst < env.world_size:
+            raise ValueError(f"dst must be a rank, 0 to {env.world_size - 1}; received {dst}.")
+        if isinstance(model, DMPCollection):
+            model.check_averaged()
+        _check_dense(model)
+        found = _checked(get_unwrapped_module(model), mapping, qconfigs)
+        device = None if dst in (None, env.rank) else torch.device("meta")
+        return found, {
+            key: _configured(child, qconfigs[kind], partial(_like, mapping[kind], device))
+            for key, (child, kind) in found.items()
+        }
+
+    prepared: tuple[_Found, dict[int, nn.Module]] | Exception
+    try:
+        prepared = empty()
+    except Exception as error:  # the other ranks go on otherwise
+        prepared = error
+    if env.process_group is not None and env.world_size > 1:
+        facts = {"dst": str(dst), "dtypes": stable(list(qconfigs.values()))}
+        told = prepared if isinstance(prepared, Exception) else facts
+        agree(env.process_group, "quantize the model", told, None)
+    if isinstance(prepared, Exception):
+        raise prepared
+    found, quantized = prepared
+    for key, (child, _) in found.items():
+        tables: Any = child
+        if isinstance(child, _PROCESSED):
+            _, tables = child.split()
+        cast(QuantizedCollection, quantized[key]).quantize(tables)
+    copied = copy.deepcopy(get_unwrapped_module(model), dict[int, Any](quantized))
+    for module in copied.modules():
+        if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
+            # its parts have the same names
+            module.__class__ = FeatureProcessedEmbeddingBagCollection  # type: ignore[assignment]
+    return copied.eval()
+
+
+def _like(made: type[nn.Module], device: torch.device | None, module: nn.Module) -> nn.Module:
+    if not issubclass(made, _BUILT_IN):
+        raise ValueError(
+            f"A sharded collection can become one of {[kind.__name__ for kind in _BUILT_IN]}; "
+            f"received {made.__name__} for a {type(module).__name__}. Load the checkpoint into the "
+            "unsharded model, and quantize that."
+        )
+    return made.like(module, device)  # type: ignore[arg-type]
+
+
 def _find(
     module: nn.Module,
     path: str,
     mapping: _Mapping,
-    found: dict[int, tuple[nn.Module, type[nn.Module]]],
+    found: _Found,
 ) -> None:
     """Find what is to be replaced, the outermost module of each branch."""
-    kind = next((base for base in type(module).__mro__ if base in mapping), None)
+    unsharded = getattr(module, "unsharded_module_type", nn.Module)
+    bases = (*type(module).__mro__, *unsharded.__mro__)
+    kind = next((base for base in bases if base in mapping), None)
     if kind is not None:
         found[id(module)] = module, kind
         return
@@ -288,9 +398,9 @@ def _find(
     if isinstance(module, ShardedModule) or is_left:
         raise ValueError(
             f"{type(module).__name__} {path!r} cannot be quantized: it is none of "
-            f"{[known.__name__ for known in mapping]}. A sharded model is quantized after loading "
-            "its checkpoint into the unsharded one; another collection needs a class that is made "
-            "from it, in additional_mapping."
+            f"{[known.__name__ for known in mapping]}. Another collection needs a class that is "
+            "made from it, in additional_mapping; if it is sharded, load its checkpoint into the "
+            "unsharded model, and quantize that."
         )
     for name, child in module.named_children():
         _find(child, f"{path}.{name}", mapping, found)
@@ -302,7 +412,7 @@ def _check_names(model: nn.Module, qconfigs: Mapping[type[nn.Module], QuantConfi
         tables = {
             config.name
             for child in model.modules()
-            if isinstance(child, TableCollection)
+            if isinstance(child, TableCollection | ShardedCollection)
             for config in child.configs()
         }
         unknown = sorted(given - tables)
@@ -313,11 +423,23 @@ def _check_names(model: nn.Module, qconfigs: Mapping[type[nn.Module], QuantConfi
             )
 
 
-def _from_float(module: nn.Module, made: type[nn.Module], qconfig: QuantConfig) -> nn.Module:
+def _check_dense(model: nn.Module) -> None:
+    split = [name for name, value in model.named_parameters() if isinstance(value, DTensor)]
+    if split:
+        raise ValueError(
+            f"Dense parameters must be whole on every rank; received {split}, which fully_shard "
+            "has split. Load the checkpoint into the unsharded model, and quantize that."
+        )
+
+
+def _configured(
+    module: nn.Module, qconfig: QuantConfig, make: Callable[[nn.Module], nn.Module]
+) -> nn.Module:
+    """Return what a function makes of a module that has a qconfig for as long as it runs."""
     before = module.__dict__.get("qconfig")
     module.__dict__["qconfig"] = qconfig
     try:
-        return cast(type[_Quantized], made).from_float(module)
+        return make(module)
     finally:
         if before is None:
             del module.__dict__["qconfig"]

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys.distributed.placement.layout import Rect
+from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.inference.quant_prep import PREPARED, PRUNED
+from recsys.inference.quantized_shards import quantize_shards, rows_of_table
 from recsys.inference.quantized_table import (
     QuantizedTable,
     ShardedQuantizedTable,
@@ -33,7 +35,7 @@ from recsys.inference.quantized_tables import QuantizedTables, rows_left
 from recsys.inference.served import Served
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
-from recsys.kernels.quantized import quantize_rows, row_bytes
+from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import (
@@ -51,8 +53,7 @@ __all__ = [
     "SERVED",
     "QuantizedCollection",
     "Weights",
-    "quantized_rows",
-    "rows_of_table",
+    "quantized_configs",
     "split_header",
     "to_data_type",
 ]
@@ -231,6 +232,29 @@ class QuantizedCollection(nn.Module):
         for table, rows in zip(tables, given, strict=True):
             table.assign(rows)
 
+    def quantize(self, module: TableCollection | ShardedCollection | QuantizedCollection) -> Self:
+        """Write the rows of all tables, from a trained collection.
+
+        Every rank of a sharded collection must call it. A collection on the `meta` device takes
+        part and gets no rows.
+
+        Args:
+            module: The collection. One that is quantized already has given its rows.
+
+        Raises:
+            ValueError: A table cannot be quantized to its dtype.
+        """
+        if isinstance(module, QuantizedCollection):
+            return self
+        stored = [rows for [rows] in self.lookups().stored_rows()]
+        if isinstance(module, ShardedCollection):
+            quantize_shards(module, self._configs, stored)
+            return self
+        weights = module.table_weights()
+        for config, rows in zip(self._configs, stored, strict=True):
+            rows_of_table(config, weights[config.name], rows)
+        return self
+
     def options(self) -> dict[str, Any]:
         """Return the arguments, by name, that make a collection of the same rows."""
         return {
@@ -279,8 +303,9 @@ class QuantizedCollection(nn.Module):
                 size = rows_left(config), row_bytes(config.embedding_dim, bits)
             except ValueError as error:
                 raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
-            if weights is None:
-                found.append(torch.zeros(size, dtype=torch.uint8, device=device))
+            if weights is None:  # all zeros, in the memory of one
+                zero = torch.zeros(1, 1, dtype=torch.uint8, device=device)
+                found.append(zero.expand(size))
                 continue
             rows, header = given[config.name]
             if header is not None:
@@ -414,39 +439,21 @@ def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | No
     return rows[:, 4:], rows[:, :4]
 
 
-def rows_of_table(config: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
-    """Return the rows of a trained table that are left after pruning, quantized.
-
-    Args:
-        config: The table, with the element type that it gets.
-        weight: What it was trained to, [rows, D].
-
-    Returns:
-        uint8 [rows, bytes].
-
-    Raises:
-        ValueError: The table cannot be quantized so.
-    """
-    try:
-        return quantize_rows(weight[: rows_left(config)], DATA_TYPE_NUM_BITS[config.data_type])
-    except ValueError as error:
-        raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
-
-
-def quantized_rows(
-    module: TableCollection | QuantizedCollection, configured: nn.Module
+def quantized_configs(
+    module: TableCollection | ShardedCollection | QuantizedCollection, configured: nn.Module
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Quantize the tables of a trained collection.
+    """Return how the tables of a trained collection will be quantized.
 
     Args:
-        module: The collection; one that is quantized already stays as it is.
+        module: The collection, sharded or not; or one that is quantized already.
         configured: What has the `qconfig`, if anything has.
 
     Returns:
         The tables, and the arguments by name of the quantized collection that they have in common.
+        The rows are among these if the collection is quantized already.
 
     Raises:
-        ValueError: A table cannot be quantized, or not to its dtype.
+        ValueError: A table cannot be quantized to its dtype.
     """
     if isinstance(module, QuantizedCollection):  # torch's convert begins with the innermost module
         return module.configs(), module.options()
@@ -461,13 +468,8 @@ def quantized_rows(
             output_dtype = torch.float32
     pruned: Mapping[str, int] = getattr(module, PRUNED, {})
     configs: list[Any] = []
-    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     for config in module.configs():
         data_type = to_data_type(per_table.get(config.name, dtype))
         left = pruned.get(config.name, config.num_embeddings_post_pruning)
-        config = replace(config, data_type=data_type, num_embeddings_post_pruning=left)
-        configs.append(config)
-        rows = rows_of_table(config, module.table_weights()[config.name])
-        weights[config.name] = rows, None
-    options = {"output_dtype": output_dtype, "table_name_to_quantized_weights": weights}
-    return configs, options | getattr(configured, PREPARED, {})
+        configs.append(replace(config, data_type=data_type, num_embeddings_post_pruning=left))
+    return configs, {"output_dtype": output_dtype} | getattr(configured, PREPARED, {})

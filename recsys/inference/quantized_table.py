@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ class QuantizedTable(nn.Module):
         splits: Scales and biases, where rows have them, are buffers of their own.
     """
 
-    weight: Tensor
+    if TYPE_CHECKING:  # TorchScript does not read annotations that are texts
+        weight: Tensor
 
     def __init__(self, config: BaseEmbeddingConfig, splits: bool) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """Graphs of models that take jagged batches, and TorchScript of these graphs.
 
 `Tracer` is `torch.fx`'s, which sees the collections of this library as their lookups: a trainable
-one as a call of one operation, a quantized one as a module of plain tensors. With this module
-imported, `torch.jit.script` compiles what it traces, and any module that takes or returns a
-KeyedJaggedTensor, a JaggedTensor or a KeyedTensor.
+one as a call of one operation, a quantized one as a module of plain tensors. `torch.jit.script`
+compiles the graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from torch import fx, nn
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import Served
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from recsys.sparse.script import add_forms
 
 __all__ = ["Tracer", "symbolic_trace"]
-
-add_forms()
 
 
 class Tracer(fx.Tracer):

@@ -12,7 +12,6 @@ Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import ClassVar, final
 
 import torch
@@ -46,66 +45,6 @@ def row_bytes(dim: int, bits: int) -> int:
     return HEADER_BYTES[bits] + dim * bits // 8
 
 
-def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
-    """Quantize each row on its own.
-
-    Args:
-        weight_RD: `[R, D]` floating point; `D` even for 4 bits, a multiple of 4 for 2 bits.
-        bits: 8, 4 or 2; 16 rounds to fp16; 32 keeps fp32.
-
-    Returns:
-        `[R, row_bytes(D, bits)]` uint8.
-
-    Raises:
-        ValueError: if `bits` is none of these, `D` does not fill whole bytes, or a weight has
-            no value, is not finite or is too large.
-
-    Example:
-        >>> rows = quantize_rows(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), bits=8)
-        >>> dequantize_rows(rows, bits=8)
-        tensor([[0.0000, 1.0000, 2.0000, 3.0000]])
-    """
-    if bits not in SPARSE_TYPES:
-        raise ValueError(f"Rows are quantized to {[*SPARSE_TYPES]} bits; received bits={bits}.")
-    row_bytes(weight_RD.shape[1], bits)
-    if weight_RD.is_meta:
-        raise ValueError(
-            "quantize_rows needs weights that have values; received a tensor on the meta device. "
-            "Load the checkpoint into a model on the CPU first."
-        )
-    weight = weight_RD.detach().float()
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError("quantize_rows needs finite weights; received NaN or infinity.")
-    if bits == 16:
-        half = weight.half()
-        if not bool(torch.isfinite(half).all()):
-            raise ValueError(
-                f"fp16 ends at 65504; received values from {float(weight.min()):.6g} to "
-                f"{float(weight.max()):.6g}."
-            )
-        return half.contiguous().view(torch.uint8)
-    if bits == 32:
-        return weight.contiguous().view(torch.uint8)
-    levels = 2**bits - 1
-    low, high = torch.aminmax(weight, dim=1, keepdim=True)
-    bias = low.half()
-    scale = ((high - bias.float()) / levels).half()
-    if not bool((torch.isfinite(bias) & torch.isfinite(scale)).all()):
-        raise ValueError(
-            "quantize_rows keeps each row's least value and step in fp16, which ends at 65504; "
-            f"received values from {float(low.min()):.6g} to {float(high.max()):.6g}."
-        )
-    # a row of equal values, or so close that fp16 has no scale for them, is all bias
-    step = torch.where(scale > 0, scale.float(), 1.0)
-    values = ((weight - bias.float()) / step).round_().clamp_(0, levels).to(torch.uint8)
-    if bits < 8:
-        per_byte = 8 // bits
-        first, *others = (values[:, i::per_byte] << (i * bits) for i in range(per_byte))
-        values = reduce(torch.bitwise_or, others, first)
-    header = torch.cat([scale, bias], dim=1).view(torch.uint8)
-    return torch.cat([header, values], dim=1)
-
-
 def dequantize_rows(rows: Tensor, bits: int) -> Tensor:
     """Return the fp32 values of quantized rows: `[R, D]`."""
     # copies: within a single row fp16 may start at an odd byte
@@ -134,6 +73,7 @@ def take_columns(rows: Tensor, bits: int, start: int, end: int) -> Tensor:
         `[R, row_bytes(end - start, bits)]`; all columns are a view.
 
     Example:
+        >>> from recsys.kernels.quantize import quantize_rows
         >>> rows = quantize_rows(torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]), bits=8)
         >>> dequantize_rows(take_columns(rows, 8, 4, 6), bits=8)
         tensor([[3.9999, 4.9999]])

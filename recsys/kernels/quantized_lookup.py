@@ -52,7 +52,7 @@ class QuantizedLookup(nn.Module):
         ValueError: if there is no table, dims differ without pooling, or there is no such output.
 
     Example:
-        >>> from recsys.kernels.quantized import quantize_rows
+        >>> from recsys.kernels.quantize import quantize_rows
         >>> rows = quantize_rows(torch.tensor([[0.0, 3.0, 3.0, 0.0]]), bits=4)
         >>> lookup = QuantizedLookup([rows], [4], [0], PoolingType.SUM)
         >>> lookup(torch.tensor([0, 0]), torch.tensor([0, 2]), None)

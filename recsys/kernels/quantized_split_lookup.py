@@ -34,7 +34,7 @@ class QuantizedSplitLookup(QuantizedLookup):
         row_alignment: as for `QuantizedLookup`.
 
     Example:
-        >>> from recsys.kernels.quantized import quantize_rows
+        >>> from recsys.kernels.quantize import quantize_rows
         >>> rows = quantize_rows(torch.tensor([[0.0, 3.0, 3.0, 0.0], [0.0, 6.0, 0.0, 0.0]]), bits=8)
         >>> lookup = QuantizedSplitLookup([rows[:1], rows[1:]], 8, 1, PoolingType.SUM)
         >>> lookup(torch.tensor([1, 0]), torch.tensor([0, 2]), None)

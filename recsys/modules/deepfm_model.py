@@ -123,7 +123,8 @@ class FMInteractionArch(nn.Module):
             KeyError: a named feature is missing.
         """
         by_name = sparse_features.to_dict()
-        embeddings = [dense_features, *(by_name[name] for name in self.sparse_feature_names)]
+        embeddings = [dense_features]
+        embeddings += [by_name[name] for name in self.sparse_feature_names]
         return torch.cat([dense_features, self.deep_fm(embeddings), self.fm(embeddings)], dim=1)
 
 

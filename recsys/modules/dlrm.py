@@ -286,8 +286,9 @@ class DLRM(nn.Module):
         torch.Size([2, 1])
     """
 
-    sparse_arch: SparseArch | None
-    inter_arch: nn.Module
+    if TYPE_CHECKING:  # TorchScript would compile the classes of annotations
+        sparse_arch: SparseArch | None
+        inter_arch: nn.Module
 
     def __init__(
         self,
@@ -382,6 +383,11 @@ class DLRM(nn.Module):
             dense = self.dense_arch(dense_features)
             embedded = dense.new_empty(dense.size(0), 0, dense.size(1))
         else:
+            if sparse_features is None:
+                raise ValueError(
+                    "sparse_features must be a KeyedJaggedTensor: the model has tables; received "
+                    "None."
+                )
             # The lookup first: sharded, it is a message on its way while the dense MLP computes.
             pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
             dense = self.dense_arch(dense_features)

@@ -112,6 +112,25 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
                 they are needed.
             IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            tables: list[Tensor] = []
+            for table in self.embedding_bags.values():
+                tables.append(table.weight)  # type: ignore[arg-type]
+            return look_up_bags(
+                features,
+                self._is_weighted,
+                tables,
+                self._read,
+                self._table_of,
+                self._pooling_names,
+                self._names,
+                self._dims,
+            )
+        else:
+            return self._look_up(features)
+
+    @torch.jit.unused
+    def _look_up(self, features: KeyedJaggedTensor) -> KeyedTensor:
         if is_traced(features):
             parts = self._is_weighted, self._names, self._dims
             return self._traced(look_up_bags, features, *parts)  # type: ignore[no-any-return]

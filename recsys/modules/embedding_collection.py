@@ -74,6 +74,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         super().__init__(tables, [PoolingType.NONE] * len(tables), device, bounds_check_mode)
         self._need_indices = need_indices
         self._names_by_table = get_embedding_names_by_table(tables)
+        self._names = [name for names in self._names_by_table for name in names]
         self.embeddings = self._new_tables()
         self._fill()
 
@@ -95,6 +96,24 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             ValueError: The batch is on another device.
             IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            tables: list[Tensor] = []
+            for table in self.embeddings.values():
+                tables.append(table.weight)  # type: ignore[arg-type]
+            return look_up_sequences(
+                features,
+                self._need_indices,
+                tables,
+                self._read,
+                self._table_of,
+                self._pooling_names,
+                self._names,
+            )
+        else:
+            return self._look_up(features)
+
+    @torch.jit.unused
+    def _look_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         if is_traced(features):
             names = [name for names in self._names_by_table for name in names]
             return self._traced(look_up_sequences, features, self._need_indices, names)  # type: ignore[no-any-return]

@@ -57,7 +57,11 @@ from recsys.optim.apply_optimizer_in_backward import (
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
 
-__all__ = ["EmbeddingTable", "LookupGroup", "TableCollection"]
+__all__ = ["QUANTIZATION_NOTES", "EmbeddingTable", "LookupGroup", "TableCollection"]
+
+QUANTIZATION_NOTES = ("_quantized_with", "_rows_after_pruning")
+"""Attributes by which `recsys.inference.quant_prep` says how a collection will be quantized. They
+go along when it is sharded."""
 
 
 @final
@@ -121,17 +125,21 @@ class EmbeddingTable(nn.Module):
             >>> table(torch.tensor([1, 2, 3]), torch.tensor([0, 2])).shape
             torch.Size([2, 4])
         """
-        weight = self.weight
-        if torch.is_grad_enabled() and is_marked(weight):
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            self._check_gradients()
+        if not self._mode:
+            return nn.functional.embedding(input, self.weight)
+        return nn.functional.embedding_bag(
+            input, self.weight, offsets, mode=self._mode, per_sample_weights=per_sample_weights
+        )
+
+    @torch.jit.unused
+    def _check_gradients(self) -> None:
+        if torch.is_grad_enabled() and is_marked(self.weight):
             raise ValueError(
                 "A table that is updated in backward trains by its collection; received a lookup "
                 "of one table with gradients. Call the collection, or this under torch.no_grad()."
             )
-        if not self._mode:
-            return nn.functional.embedding(input, weight)
-        return nn.functional.embedding_bag(
-            input, weight, offsets, mode=self._mode, per_sample_weights=per_sample_weights
-        )
 
     def _get_name(self) -> str:
         return "EmbeddingBag" if self._mode else "Embedding"  # what it says of itself in print
@@ -279,6 +287,10 @@ class TableCollection(nn.Module):
         super().__init__()
         self._configs = list(configs)
         self._poolings = tuple(poolings)
+        reads = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
+        # lists, which TorchScript reads
+        self._read, self._table_of = map(list, zip(*reads, strict=True))
+        self._pooling_names = [pooling.name for pooling in poolings]
         self._bounds_check_mode = BoundsCheckMode[bounds_check_mode.name]
         self._device = torch.get_default_device() if device is None else torch.device(device)
         self._attached: dict[str, AttachedOptimizer] = {}
@@ -321,11 +333,13 @@ class TableCollection(nn.Module):
         }
 
     @property
+    @torch.jit.unused
     def bounds_check_mode(self) -> BoundsCheckMode:
         """What happens to ids outside their table."""
         return self._bounds_check_mode
 
     @property
+    @torch.jit.unused
     def device(self) -> torch.device:
         """Where the tables live."""
         return self._tables()[0].weight.device
@@ -416,9 +430,7 @@ class TableCollection(nn.Module):
 
     def reads(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
         """Return the features that are read, the number of each one's table, and the poolings."""
-        found = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
-        features, numbers = zip(*found, strict=True)
-        return features, numbers, tuple(pooling.name for pooling in self._poolings)
+        return tuple(self._read), tuple(self._table_of), tuple(self._pooling_names)
 
     def is_linked_to(self, pointers: list[int]) -> bool:
         """Return whether the lookups are made, of tables at these addresses."""
@@ -434,6 +446,11 @@ class TableCollection(nn.Module):
         Returns:
             fp32 [sum of R*D], and [N].
         """
+        if any(is_marked(table.weight) for table in self._tables()):
+            raise ValueError(
+                f"The tables of {type(self).__name__} are updated in backward, which a program "
+                "does not do. Train the model itself, and run programs under torch.no_grad()."
+            )
         weights = batch.weights_or_none()
         groups, of_tables = self._groups(), dict[int, Tensor]()
         of_weights = [] if weights is None else [torch.zeros_like(weights)]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.scripted_towers import ScriptedTowers, scripted_tower
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -81,6 +82,10 @@ class EmbeddingTower(nn.Module):
         output: torch.Tensor = self.interaction(self.embedding(*args, **kwargs))
         return output
 
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this module."""
+        return scripted_tower(self.embedding, self.interaction)
+
 
 class EmbeddingTowerCollection(nn.Module):
     """Towers side by side.
@@ -148,3 +153,7 @@ class EmbeddingTowerCollection(nn.Module):
                 )
             outputs.append(tower(*(given[name] for name in read)))
         return torch.cat(outputs, dim=1)
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this module."""
+        return ScriptedTowers(list(self.towers), self._input_params)

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from recsys.modules.position_weights import PositionGather, PositionWeights, weigh, with_weights
+from recsys.modules.position_weights import (
+    PositionGather,
+    PositionWeights,
+    ScriptedPositions,
+    weigh,
+    with_weights,
+)
 from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -119,6 +125,23 @@ class PositionWeightedModule(FeatureProcessor):
         weights = self._gather([self.position_weight], keyed)
         return JaggedTensor.from_parts(values, weights, lengths, offsets)
 
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this module."""
+        return _ScriptedPosition(ScriptedPositions({"": self.position_weight}, type(self).__name__))
+
+
+class _ScriptedPosition(nn.Module):
+    """A `PositionWeightedModule` as TorchScript compiles it."""
+
+    def __init__(self, positions: ScriptedPositions) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        keyed = KeyedJaggedTensor([""], features.values(), None, features.lengths())
+        weights = self.positions(keyed).weights()
+        return JaggedTensor(features.values(), weights, features.lengths())
+
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
     """Weighs each id by its position in its bag, with weights that are learned for each feature.
@@ -156,6 +179,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self._gather = PositionGather(max_feature_lengths, type(self).__name__)
 
     @property
+    @torch.jit.unused
     def position_weights_dict(self) -> dict[str, nn.Parameter]:
         """Feature to parameter [P]."""
         return dict(self.position_weights.items())
@@ -187,6 +211,10 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
             return record(weigh, features, weights, names, type(self).__name__)  # type: ignore[no-any-return]
         return with_weights(features, self._gather(weights, features))
 
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this module."""
+        return ScriptedPositions(self.position_weights_dict, type(self).__name__)
+
 
 class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFeatureProcessor):
     """As its base, and leaves out the features of a batch that it does not know.
@@ -204,3 +232,8 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFea
         keys = features.keys()
         known = [i for i, key in enumerate(keys) if key in self.max_feature_lengths]
         return super().forward(features if len(known) == len(keys) else features.permute(known))
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this module."""
+        weights, owner = self.position_weights_dict, type(self).__name__
+        return ScriptedPositions(weights, owner, keeps_others=False)

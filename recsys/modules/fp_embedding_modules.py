@@ -17,7 +17,12 @@ from recsys.modules.feature_processor import (
     FeatureProcessorsCollection,
     PositionWeightedModule,
 )
-from recsys.modules.position_weights import PositionGather, weigh, with_weights
+from recsys.modules.position_weights import (
+    PositionGather,
+    ScriptedPositions,
+    weigh,
+    with_weights,
+)
 from recsys.modules.traced import is_exporting, is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -76,14 +81,28 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
                 return record(weigh, features, *parts)  # type: ignore[no-any-return]
             return with_weights(features, self._gather(positions, features))
         if is_exporting() or is_proxy(features):
-            kinds = sorted({type(processor).__name__ for processor in self._modules.values()})
-            raise ValueError(
-                f"A graph has feature processors that work on the whole batch; received {kinds}, "
-                "which are called feature by feature. Pass a PositionWeightedModule for each "
-                "feature, or a FeatureProcessorsCollection."
-            )
+            raise self._needs_eager_mode()
         weigh_each = _run_eagerly if torch.compiler.is_compiling() else _weigh_each
         return with_weights(features, weigh_each(self, features))
+
+    def script_form(self) -> nn.Module:
+        """Return what TorchScript compiles in place of this module.
+
+        Raises:
+            ValueError: A processor is no `PositionWeightedModule`.
+        """
+        if self._gather is None:
+            raise self._needs_eager_mode()
+        weights = {name: p.position_weight for name, p in self._processors().items()}
+        return ScriptedPositions(weights, PositionWeightedModule.__name__)
+
+    def _needs_eager_mode(self) -> ValueError:
+        kinds = sorted({type(processor).__name__ for processor in self._modules.values()})
+        return ValueError(
+            f"A graph has feature processors that work on the whole batch; received {kinds}, "
+            "which are called feature by feature. Pass a PositionWeightedModule for each "
+            "feature, or a FeatureProcessorsCollection."
+        )
 
     def check_lengths(self) -> None:
         """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""

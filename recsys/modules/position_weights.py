@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recsys.kernels.bounds import NO_LIMIT, LateChecks
 from recsys.sparse import KeyedJaggedTensor
 
-__all__ = ["PositionGather", "PositionWeights", "with_weights"]
+__all__ = ["PositionGather", "PositionWeights", "ScriptedPositions", "with_weights"]
 
 
 @final
@@ -266,7 +266,7 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTen
 def weigh(
     features: KeyedJaggedTensor, weights: list[Tensor], names: list[str], owner: str
 ) -> KeyedJaggedTensor:
-    """Weigh a batch by positions, as one node of a graph of `torch.fx`.
+    """Weigh a batch by positions: in TorchScript, and as one node of a graph of `torch.fx`.
 
     Args:
         features: The batch.
@@ -274,15 +274,52 @@ def weigh(
         names: The features that have weights; ids of others get 1.
         owner: Who asks, for messages.
     """
+    sizes = [weight.numel() for weight in weights]
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        raise ValueError(
-            "TorchScript weighs by position in quantized models only; quantize the model, to "
-            "float32 for the same tables."
+        keys, values, lengths = features.keys(), features.values(), features.lengths()
+        strides = [features.stride() for _ in keys]
+        place_N = torch.ops.recsys.places_of_positions(
+            keys, strides, values, lengths, names, sizes, owner
         )
+        one = torch.ones(1, dtype=weights[0].dtype, device=values.device)
+        weights_N = torch.cat(weights + [one]).index_select(0, place_N)  # noqa: RUF005
+        return KeyedJaggedTensor(keys, values, weights_N, lengths)
     else:
-        sizes = [weight.numel() for weight in weights]
         gather = _gather_of(tuple(names), tuple(sizes), owner)
         return with_weights(features, gather(weights, features))
+
+
+@final
+class ScriptedPositions(nn.Module):
+    """Position weights as TorchScript compiles them.
+
+    Args:
+        weights: Feature to its parameter [P].
+        owner: Who asks, for messages.
+        keeps_others: Whether features without weights stay in the batch.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], owner: str, *, keeps_others: bool = True
+    ) -> None:
+        super().__init__()
+        self.names = list(weights)
+        self.weights = nn.ParameterList(weights.values())
+        self.owner = owner
+        self.keeps_others = keeps_others
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Weigh a batch of one batch size for all features."""
+        if not self.keeps_others:
+            known: list[int] = []
+            for i, key in enumerate(features.keys()):
+                if key in self.names:
+                    known.append(i)
+            features = features.permute(known)
+        weights: list[Tensor] = []
+        for weight in self.weights:
+            weights.append(weight)
+        return weigh(features, weights, self.names, self.owner)
 
 
 # -- the operation that finds places, for what compiles or exports a model -------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
@@ -56,7 +54,7 @@ class KTRegroupAsDict(nn.Module):
         self._keys = list(keys)
         self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
 
-    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Gather the groups.
 
         Args:
@@ -72,7 +70,10 @@ class KTRegroupAsDict(nn.Module):
         grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
         if self._dtype is None:
             return grouped
-        return {key: tensor.to(self._dtype) for key, tensor in grouped.items()}
+        converted: dict[str, Tensor] = {}
+        for key, tensor in grouped.items():
+            converted[key] = tensor.to(self._dtype)
+        return converted
 
     def extra_repr(self) -> str:
         """Show the groups."""

@@ -92,6 +92,7 @@ def look_up_bags(
         names: `F` keys of the result.
         dims: `F` widths of the result.
     """
+    _check_one_batch_size(features)
     weights: Tensor | None = None
     if is_weighted:
         weights = features.weights()
@@ -130,6 +131,7 @@ def look_up_sequences(
         poolings: Of each table: NONE.
         names: `F` keys of the result.
     """
+    _check_one_batch_size(features)
     keys, lengths = features.keys(), features.lengths()
     found = torch.ops.recsys.look_up(
         tables,
@@ -151,6 +153,11 @@ def look_up_sequences(
             ids = found[len(read) + i]
         result[names[i]] = JaggedTensor(found[i], ids, lengths_KB[keys.index(read[i])])
     return result
+
+
+def _check_one_batch_size(features: KeyedJaggedTensor) -> None:
+    if features.variable_stride_per_key():
+        raise ValueError("A traced model takes batches with one batch size for all features.")
 
 
 # -- the operation ---------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from recsys.sparse.hashing import hash_ids
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.script import add_forms
+from recsys.sparse.script_modules import watch_script
 from recsys.sparse.validate import is_debug, set_debug
 from recsys.sparse.value_checks import finish_value_checks, has_value_checks, set_value_checks
 from recsys.streamable import Pipelineable
@@ -34,3 +36,5 @@ __all__ = [
 
 for _kind in (JaggedTensor, KeyedJaggedTensor, KeyedTensor):
     Pipelineable.register(_kind)
+add_forms()
+watch_script()

@@ -10,31 +10,24 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from recsys.compat.torchrec import uninstall
 from tests.ranks import RankPool
 from tests.test_public_surface import SURFACE
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "docs" / "checkpoints.md",
-    ROOT / "docs" / "data.md",
-    ROOT / "docs" / "engine.md",
-    ROOT / "docs" / "faults.md",
-    ROOT / "docs" / "metrics.md",
-    ROOT / "docs" / "optimizers.md",
-    ROOT / "docs" / "planner.md",
-    ROOT / "docs" / "pipelines.md",
-    ROOT / "docs" / "quantization.md",
-    ROOT / "docs" / "several_machines.md",
-    ROOT / "docs" / "two_dimensional.md",
-    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
-]
-BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
+FOLDERS = ["docs", "examples", "benchmarks"]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for f in FOLDERS for page in ROOT.glob(f"{f}/**/*.md"))])
+# A block that cannot run has the reason in the line before it: <!-- not run: ... -->
+BLOCK = re.compile(
+    r"^(<!-- not run: \S.* -->\n)?```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S
+)
+ANY_PYTHON = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*\{?\.?py(?:thon3?|con)?\b", re.M | re.I)
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,22 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page that run.
+
+    Raises:
+        ValueError: A block of Python is fenced in a way that is overlooked here.
+    """
     text = page.read_text()
+    found = list(BLOCK.finditer(text))
+    if len(found) != len(ANY_PYTHON.findall(text)):
+        raise ValueError(
+            f"{page.name} must begin each block of Python by a line of its own, ```python, with "
+            "no space before it."
+        )
     return [
-        Block(text.count("\n", 0, match.start(1)), match[1], match[2])
-        for match in BLOCK.finditer(text)
+        Block(text.count("\n", 0, match.start(2)), match[2], match[3])
+        for match in found
+        if match[1] is None
     ]
 
 
@@ -74,11 +79,39 @@ def run_page(page: Path, folder: Path, compare: bool) -> None:
             )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.fixture
+def without_torchrec() -> Iterator[None]:
+    """Takes back what a page about moving from TorchRec installs."""
+    yield
+    uninstall()
+
+
+@pytest.mark.usefixtures("without_torchrec")
+@pytest.mark.parametrize(
+    "page", list(filter(blocks_of, PAGES)), ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     assert "RANK" not in os.environ
-    assert blocks_of(page)
     run_page(page, tmp_path, compare=True)
+
+
+def test_every_page_is_found() -> None:
+    names = {str(page.relative_to(ROOT)) for page in filter(blocks_of, PAGES)}
+    assert {"README.md", "docs/tracing.md", "docs/migrating.md", "docs/tutorials/intro.md"} <= names
+    assert {ROOT / "examples/cpp/README.md", ROOT / "CONTRIBUTING.md"} <= set(PAGES)
+
+
+def test_a_block_that_does_not_run_says_why(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: needs a cluster -->\n```python\n1 / 0\n```\n")
+    assert blocks_of(page) == []
+    for fence in ("<!-- not run: -->\n```python", "```python"):
+        page.write_text(f"{fence}\n1 / 0\n```\n")
+        assert [block.code for block in blocks_of(page)] == ["1 / 0\n"]
+    for fence in ("```py", "  ```python", "~~~ python", "```{python}", '```python title="x.py"'):
+        page.write_text(f"{fence}\n1 / 0\n```\n")
+        with pytest.raises(ValueError, match=r"page.md must begin each block of Python by"):
+            blocks_of(page)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -412,7 +412,7 @@ def test_collections_that_cannot_be_quantized_are_named() -> None:
             quantize(model)
 
 
-def test_sharded_collections_are_refused() -> None:
+def test_sharded_collections_are_quantized_beside_others() -> None:
     plan = construct_module_sharding_plan(
         _collection(),
         {name: table_wise(rank=0) for name in "abc"},
@@ -421,8 +421,10 @@ def test_sharded_collections_are_refused() -> None:
     )
     env = ShardingEnv.from_local(1, 0)
     model = nn.ModuleDict({"sharded": shard(_collection(), plan, env), "plain": _collection()})
-    with pytest.raises(ValueError, match=r"'ModuleDict.sharded' cannot .* after loading its check"):
-        quantize_embeddings(model)
+    found, expected = quantize_embeddings(model), quantize_embeddings(_collection())
+    for child in found.values():
+        assert type(child) is QuantEmbeddingBagCollection
+        assert torch.equal(child(_batch()).values(), expected(_batch()).values())
 
 
 def test_tables_may_be_named_in_any_collection() -> None:

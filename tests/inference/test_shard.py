@@ -31,7 +31,7 @@ from recsys.inference.quant_sharders import (
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_tables import rows_left
 from recsys.kernels import ops
-from recsys.kernels.quantized import quantize_rows
+from recsys.kernels.quantize import quantize_rows
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,

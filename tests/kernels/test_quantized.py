@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.kernels import ops, quantized_lookup
 from recsys.kernels.backend import POOLING_CODES
-from recsys.kernels.quantized import dequantize_rows, quantize_rows
+from recsys.kernels.quantize import quantize_rows
+from recsys.kernels.quantized import dequantize_rows
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.types import PoolingType
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from recsys.kernels.quantized import join_columns, quantize_rows, take_columns
+from recsys.kernels.quantize import quantize_rows
+from recsys.kernels.quantized import join_columns, take_columns
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType

@@ -263,8 +263,7 @@ def test_a_lookup_without_its_collection_has_the_same_gradients() -> None:
 def test_two_collections_of_the_same_weights_are_told_apart() -> None:
     first, second = _bags(), _bags()
     second.embedding_bags = first.embedding_bags
-    second._configs = list(first._configs)
-    second._configs[0] = EmbeddingBagConfig(ROWS, 8, "shops", feature_names=["other", "film"])
+    second._read = ["other", *first._read[1:]]
     tables = list(first.table_weights().values())
     assert traced._collection_of(tables, *first.reads()) is first
     assert traced._collection_of(tables, *second.reads()) is second

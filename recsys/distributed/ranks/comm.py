@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, final
 
 import torch
@@ -134,11 +135,13 @@ def all_to_all(
     return Pending(out, work, send, decode, env, what)
 
 
-def all_reduce(env: ShardingEnv, what: str, tensor: Tensor) -> Pending:
-    """Start an in-place sum over ranks; `what` as for `all_to_all`."""
+def all_reduce(
+    env: ShardingEnv, what: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
+    """Start an in-place sum over ranks, or another reduction; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return Pending(tensor)
-    work = _start(env, what, dist.all_reduce, tensor)
+    work = _start(env, what, partial(dist.all_reduce, op=op), tensor)
     return Pending(tensor, work, env=env, what=what)
 
 

@@ -1,0 +1,312 @@
+"""Quantizes tables, whole or in shards on many ranks; the result does not depend on the plan.
+
+Each rank quantizes its own shards, block by block, and sends quantized rows to the ranks that want
+them. No rank ever has a whole float table that it does not hold itself. Where the columns of a
+table are split, the owners of a row exchange its least and its greatest value first: a row has one
+scale and one bias.
+
+Every rank knows the plan, and so what every rank sends to every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recsys.distributed.placement.layout import PlacedTable, Rect
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.agreement import agree
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.inference.quantized_tables import rows_left
+from recsys.kernels.quantize import (
+    BLOCK_VALUES,
+    headers_of,
+    pack_values,
+    quantize_rows,
+    row_ranges,
+    values_of,
+    write_rows,
+)
+from recsys.kernels.quantized import row_bytes
+from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+
+__all__ = ["quantize_shards", "rows_of_table"]
+
+_WHAT = "quantize the tables"
+_ROUND_BYTES = 8 << 20
+"""What a rank sends, or receives, at a time; a little more if a single block is larger."""
+
+
+def rows_of_table(
+    config: BaseEmbeddingConfig, weight: Tensor, stored: Tensor | None = None
+) -> Tensor:
+    """Return the rows of a trained table that are left after pruning, quantized.
+
+    Args:
+        config: The table, with the element type that it gets.
+        weight: What it was trained to, [rows, D].
+        stored: The rows to write to, maybe wider; allocated if None.
+
+    Returns:
+        uint8 [rows, bytes].
+
+    Raises:
+        ValueError: The table cannot be quantized so.
+    """
+    bits = DATA_TYPE_NUM_BITS[config.data_type]
+    try:
+        if stored is not None:
+            stored = stored[:, : row_bytes(config.embedding_dim, bits)]
+        return quantize_rows(weight[: rows_left(config)], bits, stored)
+    except ValueError as error:
+        raise _refusal(config, error) from error
+
+
+def _refusal(config: BaseEmbeddingConfig, error: ValueError) -> ValueError:
+    return ValueError(f"Table {config.name!r} cannot be quantized. {error}")
+
+
+def quantize_shards(
+    sharded: ShardedCollection,
+    configs: Sequence[BaseEmbeddingConfig],
+    stored: Sequence[Tensor],
+) -> None:
+    """Quantize the tables of a sharded collection. Every rank must call it.
+
+    Args:
+        sharded: The collection.
+        configs: The tables, with the element types that they get.
+        stored: Per table the rows to write to, uint8 [rows, at least the bytes of a row]; on the
+            `meta` device for a rank that wants none.
+
+    Raises:
+        ValueError: On every rank: ranks want different element types or rows, or a table cannot be
+            quantized so.
+    """
+    env = sharded.env
+    wants = [not any(rows.is_meta for rows in stored)]
+    if env.process_group is not None and env.world_size > 1:
+        facts = {
+            f"table {config.name!r}": f"{config.data_type}, {rows_left(config)} rows"
+            for config in configs
+        }
+        wants = agree(env.process_group, _WHAT, facts, wants[0])
+    weights = sharded.table_weights()
+    tables = [
+        _Table(config, placed, weights[config.name], rows)
+        for config, placed, rows in zip(configs, sharded.layout.tables, stored, strict=True)
+    ]
+    receivers = [rank for rank, is_wanted in enumerate(wants) if is_wanted]
+    exchange = _Exchange(env, receivers, sharded.device)
+    for table in tables:
+        if not table.placed.rects and wants[env.rank]:  # every rank has the whole
+            exchange.attempt(partial(rows_of_table, table.config, table.weight, table.stored))
+    waiting: list[_Block] = []
+    for block in _blocks(tables, len(receivers)):
+        if waiting and _most_bytes([*waiting, block], env, receivers) > _ROUND_BYTES:
+            exchange.run(waiting)
+            waiting = []
+        waiting.append(block)
+    if waiting:
+        exchange.run(waiting)
+    if exchange.error is not None and env.world_size == 1:
+        raise exchange.error
+    comm.raise_together(env, _WHAT, exchange.error)
+
+
+@final
+class _Table:
+    """A table, this rank's shards of it, and where its quantized rows go."""
+
+    def __init__(
+        self, config: BaseEmbeddingConfig, placed: PlacedTable, weight: Tensor, stored: Tensor
+    ) -> None:
+        self.config = config
+        self.placed = placed
+        self.weight = weight
+        self.stored = stored
+        self.bits = DATA_TYPE_NUM_BITS[config.data_type]
+        held = weight.local_shards() if isinstance(weight, ShardedTable) else []
+        self.shards = {shard.offsets: shard.tensor for shard in held}
+
+
+@final
+class _Block(NamedTuple):
+    """Some rows of a table, on the ranks that hold their columns."""
+
+    table: _Table
+    rows: tuple[int, int]
+    rects: tuple[Rect, ...]
+    """The shards that have these rows, by their columns."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several shards have columns of these rows."""
+        return len(self.rects) > 1
+
+    def piece_shape(self, rect: Rect) -> tuple[int, int]:
+        """Return the shape of what the owner of a shard sends: rows and bytes of each."""
+        bits = self.table.bits
+        if not self.is_split:
+            return self.num_rows, row_bytes(rect.num_cols, bits)
+        return self.num_rows, rect.num_cols * max(bits // 8, 1)
+
+    def weight(self, rect: Rect) -> Tensor:
+        """Return the floats of a shard of this rank."""
+        shard = self.table.shards[rect.row_start, rect.col_start]
+        return shard[self.rows[0] - rect.row_start : self.rows[1] - rect.row_start].detach()
+
+
+def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
+    """Yield all blocks, the first ones of all shards first: so all ranks work at the same time."""
+    ranges: list[tuple[_Table, int, int, tuple[Rect, ...], int]] = []
+    for table in tables:
+        of_rows: dict[int, list[Rect]] = {}
+        for rect in sorted(table.placed.rects, key=lambda rect: rect.col_start):
+            of_rows.setdefault(rect.row_start, []).append(rect)
+        left = rows_left(table.config)
+        # each receiver gets a copy
+        step = max(BLOCK_VALUES // (table.config.embedding_dim * max(num_receivers, 1)), 1)
+        for start, of_range in sorted(of_rows.items()):
+            end = min(of_range[0].row_end, left)
+            if start < end:
+                ranges.append((table, start, end, tuple(of_range), step))
+    for i in count():
+        found = False
+        for table, start, end, rects, step in ranges:
+            first = start + i * step
+            if first < end:
+                found = True
+                yield _Block(table, (first, min(first + step, end)), rects)
+        if not found:
+            return
+
+
+def _most_bytes(blocks: Sequence[_Block], env: ShardingEnv, receivers: Sequence[int]) -> int:
+    """Return the bytes that the busiest rank sends or receives."""
+    sent = [0] * env.world_size
+    for block in blocks:
+        for rect in block.rects:
+            rows, size = block.piece_shape(rect)
+            sent[rect.rank] += rows * size
+    return max(max(sent) * len(receivers), sum(sent))
+
+
+@final
+class _Exchange:
+    """Quantizes blocks and sends them to the ranks that want them.
+
+    An error on one rank is kept, so that the exchanges of all ranks go on; what it sends is void.
+    """
+
+    def __init__(self, env: ShardingEnv, receivers: Sequence[int], device: torch.device) -> None:
+        self._env = env
+        self._receivers = receivers
+        self._device = device
+        self.error: Exception | None = None
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Call a function, and keep its error if it is the first."""
+        try:
+            work()
+        except Exception as error:
+            self.error = self.error or error
+
+    def run(self, blocks: Sequence[_Block]) -> None:
+        """Quantize blocks."""
+        env, receivers = self._env, self._receivers
+        ranges = self._common_ranges(blocks)
+        sizes = [0] * env.world_size
+        for block in blocks:
+            for rect in block.rects:
+                rows, size = block.piece_shape(rect)
+                sizes[rect.rank] += rows * size
+        own = sizes[env.rank]
+        send = torch.zeros(own * len(receivers), dtype=torch.uint8, device=self._device)
+        self.attempt(partial(self._quantize, blocks, ranges, send[:own]))
+        for i in range(1, len(receivers)):
+            send[i * own : (i + 1) * own].copy_(send[:own])
+        send_sizes = [own if rank in receivers else 0 for rank in range(env.world_size)]
+        is_wanted = env.rank in receivers
+        recv_sizes = sizes if is_wanted else [0] * env.world_size
+        came = comm.all_to_all(env, _WHAT, send, send_sizes, recv_sizes).wait()
+        if is_wanted:
+            self.attempt(partial(_write, blocks, ranges, came, sizes))
+
+    def _common_ranges(self, blocks: Sequence[_Block]) -> list[Tensor | None]:
+        """Return the ranges of the rows of blocks whose columns are split."""
+        split = [block for block in blocks if block.is_split and block.table.bits < 16]
+        if not split:
+            return [None] * len(blocks)
+        total = sum(block.num_rows for block in split)
+        found = torch.full((2, total), -torch.inf, device=self._device)
+        parts = iter(found.split([block.num_rows for block in split], dim=1))
+        ranges = [
+            next(parts) if block.is_split and block.table.bits < 16 else None for block in blocks
+        ]
+        self.attempt(partial(self._own_ranges, blocks, ranges))
+        comm.all_reduce(self._env, _WHAT, found, dist.ReduceOp.MAX).wait()
+        return ranges
+
+    def _own_ranges(self, blocks: Sequence[_Block], ranges: Sequence[Tensor | None]) -> None:
+        for block, common in zip(blocks, ranges, strict=True):
+            for rect in block.rects:
+                if common is not None and rect.rank == self._env.rank:
+                    try:
+                        found = row_ranges(block.weight(rect).float())
+                    except ValueError as error:
+                        raise _refusal(block.table.config, error) from error
+                    torch.maximum(common, found, out=common)
+
+    def _quantize(
+        self, blocks: Sequence[_Block], ranges: Sequence[Tensor | None], send: Tensor
+    ) -> None:
+        start = 0
+        for block, common in zip(blocks, ranges, strict=True):
+            for rect in block.rects:
+                if rect.rank != self._env.rank:
+                    continue
+                rows, size = block.piece_shape(rect)
+                piece = send[start : start + rows * size].view(rows, size)
+                start += rows * size
+                weight, bits = block.weight(rect), block.table.bits
+                try:
+                    if common is None:
+                        quantize_rows(weight, bits, piece)
+                    else:
+                        piece.copy_(values_of(weight.float(), headers_of(common, bits), bits))
+                except ValueError as error:
+                    raise _refusal(block.table.config, error) from error
+
+
+def _write(
+    blocks: Sequence[_Block], ranges: Sequence[Tensor | None], came: Tensor, sizes: Sequence[int]
+) -> None:
+    """Write the rows of blocks where they are stored."""
+    from_rank = list(came.split(list(sizes)))
+    for block, common in zip(blocks, ranges, strict=True):
+        table, pieces = block.table, []
+        for rect in block.rects:
+            rows, size = block.piece_shape(rect)
+            piece, from_rank[rect.rank] = from_rank[rect.rank].split(
+                [rows * size, from_rank[rect.rank].numel() - rows * size]
+            )
+            pieces.append(piece.view(rows, size))
+        stored = table.stored[block.rows[0] : block.rows[1]]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        if common is None:
+            stored[:, : whole.shape[1]].copy_(whole)
+        else:
+            write_rows(stored, headers_of(common, table.bits), pack_values(whole, table.bits))
