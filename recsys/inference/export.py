@@ -32,12 +32,7 @@ from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 
 from recsys.checksums import new_file
-from recsys.inference.programs import (
-    AOTIProgram,
-    describe,
-    load_aoti,
-    without_torchscript_warnings,
-)
+from recsys.inference.programs import AOTIProgram, describe, load_aoti
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
@@ -45,6 +40,7 @@ from recsys.kernels.ops import HAS_FBGEMM
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recsys.sparse.script_modules import without_torchscript_warnings
 
 __all__ = ["export_aoti", "export_torchscript"]
 

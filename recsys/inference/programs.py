@@ -7,10 +7,8 @@ machine code for one layout in memory: it reads whatever bytes it is given as th
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 
@@ -18,11 +16,12 @@ import torch
 from torch import Tensor
 
 from recsys.checksums import verify_if_present
+from recsys.sparse.script_modules import without_torchscript_warnings
 
 if TYPE_CHECKING:
     from torch.export.pt2_archive._package import AOTICompiledModel
 
-__all__ = ["AOTIProgram", "load_aoti", "load_torchscript", "without_torchscript_warnings"]
+__all__ = ["AOTIProgram", "load_aoti", "load_torchscript"]
 
 
 class Input(NamedTuple):
@@ -215,12 +214,3 @@ def load_torchscript(
     with without_torchscript_warnings():
         program: torch.jit.ScriptModule = torch.jit.load(str(path), map_location=device)
     return program
-
-
-@contextlib.contextmanager
-def without_torchscript_warnings() -> Iterator[None]:
-    """Ignore torch's warning that TorchScript is deprecated, for a caller who asks for it."""
-    with warnings.catch_warnings():
-        # a FutureWarning from torch 2.14 on, before a DeprecationWarning
-        warnings.filterwarnings("ignore", r"`torch\.jit\.")
-        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from recsys.checksums import checksum_file
 from recsys.inference import export_aoti, export_torchscript, load_aoti, load_torchscript
-from recsys.inference.programs import AOTIProgram, without_torchscript_warnings
+from recsys.inference.programs import AOTIProgram
 from recsys.sparse import KeyedJaggedTensor
 from tests.inference.test_export import dlrm, inputs_of, plain_tensors
 from tests.test_checksums import flip
@@ -231,17 +230,3 @@ def test_torchscript_reads_what_it_is_given(tmp_path: Path) -> None:
         torch.testing.assert_close(found, model(dense.to_dense(), batch))
     assert checked > len(REFUSED) / 2
     _check_flips(path, load_torchscript)
-
-
-def test_only_the_warning_about_torchscript_is_ignored() -> None:
-    with without_torchscript_warnings():
-        warnings.warn(
-            "`torch.jit.script` is deprecated. Please switch", FutureWarning, stacklevel=1
-        )
-        warnings.warn(
-            "`torch.jit.load` is not supported in Python 3.14+", DeprecationWarning, stacklevel=1
-        )
-        with pytest.warns(FutureWarning, match="another"):
-            warnings.warn("another", FutureWarning, stacklevel=1)
-    with pytest.warns(UserWarning, match="jit"):
-        warnings.warn("`torch.jit.script` is", UserWarning, stacklevel=1)
