@@ -348,7 +348,9 @@ class EmbeddingShardingPlanner:
         """Return the memory of each rank that is free for tables."""
         batch = self._lister.storage.of_batch(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
-        dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
+        dense_bytes = own - sum(
+            t.rows * t.dim * t.element_bytes for t in tables if not t.is_quantized
+        )
         return [
             Bytes(
                 self._reservation.usable(rank.memory_cap, dense_bytes) - batch,
