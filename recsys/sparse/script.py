@@ -8,14 +8,14 @@ module then takes and returns containers; its Python callers pass and receive th
 Static methods are functions of their own to TorchScript. It asks such a function for
 `__prepare_scriptable__`, which returns the form's function.
 
-TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 on.
+TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 on, and torch 2.14
+warns that it is deprecated.
 """
 
 # TorchScript reads the annotations as they stand, and of attributes only those of `typing`
 # ruff: noqa: UP006, UP035, UP045
 
 import sys
-import warnings
 from functools import partial
 from typing import Any, List, Optional
 
@@ -28,6 +28,7 @@ from torch.jit.frontend import get_default_args_for_class, get_jit_class_def
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.script_modules import without_torchscript_warnings
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
@@ -444,8 +445,7 @@ def add_forms() -> None:
     for kind, form in _FORMS.items():
         if _state._get_script_class(kind) is not None:
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with without_torchscript_warnings():
             compiled = torch._C._jit_script_class_compile(
                 _qualified_name(kind),
                 get_jit_class_def(form, kind.__name__),

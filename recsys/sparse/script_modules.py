@@ -10,13 +10,16 @@ given. Here the model stays as it is: what contains a form is a shallow copy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.jit import ScriptModule, _recursive
 
-__all__ = ["HasScriptForm", "watch_script"]
+__all__ = ["HasScriptForm", "watch_script", "without_torchscript_warnings"]
 
 
 @runtime_checkable
@@ -102,3 +105,12 @@ def _is_of_one_class(kind: type) -> bool:
         return next(base for base in kind.__mro__ if name in vars(base))
 
     return issubclass(owner("script_form"), owner("forward"))
+
+
+@contextlib.contextmanager
+def without_torchscript_warnings() -> Iterator[None]:
+    """Ignore torch's warning that TorchScript is deprecated, for a caller who asks for it."""
+    with warnings.catch_warnings():
+        # a FutureWarning from torch 2.14 on, before a DeprecationWarning
+        warnings.filterwarnings("ignore", r"`torch\.jit\.")
+        yield
