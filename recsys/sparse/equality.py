@@ -1,9 +1,6 @@
 """Whether jagged tensors hold the same data."""
 
-from typing import cast
-
 import torch
-from torch import Tensor
 
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -52,6 +49,5 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
 def _have_equal_leaves(one: tuple[Leaves, object], other: tuple[Leaves, object]) -> bool:
     (leaves_1, context_1), (leaves_2, context_2) = one, other
     return context_1 == context_2 and all(
-        leaf is None or torch.equal(leaf, cast(Tensor, leaves_2[name]))
-        for name, leaf in leaves_1.items()
+        torch.equal(leaf, leaves_2[name]) for name, leaf in leaves_1.items()
     )
