@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from recsys.sparse.jagged import Bags, JaggedTensor
+from recsys.sparse.bags import Bags
+from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.kjt_list import KJTList
