@@ -19,7 +19,7 @@ from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.agreement import in_words_by_name, stable
-from recsys.distributed.ranks.comm import LazyAwaitable
+from recsys.distributed.ranks.awaitable import LazyAwaitable
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.reshard import Moves, moves_by_module
@@ -343,8 +343,9 @@ class DistributedModelParallel(nn.Module):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Return where the bare names lead, for `torch.distributed.checkpoint.state_dict`."""
-        places = {name: "module" for name, _ in self.module.named_children()}
-        return {**places, "": "_dmp_wrapped_module"}
+        bare = self.module
+        names = (*bare._modules, *bare._parameters, *bare._buffers)
+        return {**dict.fromkeys(names, "module"), "": "_dmp_wrapped_module"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state under the unsharded model's names.

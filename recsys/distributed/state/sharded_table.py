@@ -357,18 +357,32 @@ class ShardedTable(Tensor):
     def _no_values(self) -> Tensor:
         return torch.empty((0,) * self.dim(), dtype=self.dtype, device=self.device)
 
+    def _check_fits(self, func: OpOverload, other: Tensor) -> None:
+        """Raise unless this rank has what an operation by element needs of another tensor."""
+        if not isinstance(other, ShardedTable):
+            try:
+                other.broadcast_to(self.shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"{func} takes {self} and tensors that broadcast to its shape; received one "
+                    f"of shape {tuple(other.shape)}."
+                ) from None
+            return
+        own, others = (
+            (table.shape, [(offsets, tensor.shape) for offsets, tensor in table._shards])
+            for table in (self, other)
+        )
+        if own != others:
+            raise ValueError(
+                f"{func} takes tables with the same parts on this rank; received {self} and "
+                f"{other}. Gather one of them with full_tensor() on every rank."
+            )
+
     def _by_element(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Apply an operation to each part, and to what the other arguments have in its place."""
-        places = [(offsets, tensor.shape) for offsets, tensor in self._shards]
         for value in (*args, *kwargs.values()):
-            if not isinstance(value, ShardedTable):
-                continue
-            others = [(offsets, tensor.shape) for offsets, tensor in value._shards]
-            if (value.shape, others) != (self.shape, places):
-                raise ValueError(
-                    f"{func} takes tables with the same parts on this rank; received {self} and "
-                    f"{value}. Gather one of them with full_tensor() on every rank."
-                )
+            if isinstance(value, Tensor):
+                self._check_fits(func, value)
         written = written_argument(func, args, kwargs)
         results: list[Any] = []
         done: set[tuple[tuple[int, ...], int]] = set()
