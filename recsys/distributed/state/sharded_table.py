@@ -388,9 +388,11 @@ class ShardedTable(Tensor):
         done: set[tuple[tuple[int, ...], int]] = set()
         parts = self._shards or [((0,) * self.dim(), self._no_values())]
         for place, (offsets, tensor) in enumerate(parts):
-            if written is not None and (offsets, tensor.data_ptr()) in done:
-                continue  # a part that repeats, by the same storage
-            done.add((offsets, tensor.data_ptr()))
+            if isinstance(written, ShardedTable) and written._shards:
+                storage = offsets, written._shards[place][1].data_ptr()
+                if storage in done:
+                    continue  # a part that is listed twice
+                done.add(storage)
 
             def here(value: Any, place: int = place, part: Part = (offsets, tensor)) -> Any:
                 if isinstance(value, ShardedTable):
