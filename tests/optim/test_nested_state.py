@@ -106,6 +106,7 @@ def test_missing_and_unexpected_leaves_are_named_by_their_paths(wrap: Any) -> No
         ValueError,
         roots=wrong,
     )
+    refused(r"missing: \['roots\.0', 'roots\.1'\], unexpected: \['roots\.\(empty\)'\]", roots=[])
     text = [torch.ones(2), "three"]
     refused(r"State 'roots\.1' of .* must be a tensor; received 'three'", TypeError, roots=text)
 
@@ -151,6 +152,14 @@ def test_a_checkpoint_without_a_nested_state(tmp_path: Path) -> None:
         CheckpointError, match=re.escape("optimizer.state.weight.blocks.block_1.left")
     ):
         load_checkpoint(tmp_path, other, target)
+
+
+def test_empty_containers_are_a_part_of_the_state() -> None:
+    own = {"left": torch.zeros(2), "blocks": {}, "roots": []}
+    check_state("w", own, {"left": torch.zeros(2), "blocks": {}, "roots": ()})
+    for wrong in ({}, {"blocks": torch.ones(1)}, {"blocks": {"a": 1}}):
+        with pytest.raises(KeyError, match=r"missing: \['blocks\.\(empty\)'"):
+            check_state("w", own, {"left": torch.zeros(2), "roots": [], **wrong})
 
 
 def test_named_tuples_and_empty_containers() -> None:
