@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from recsys.optim.nested_state import check_state, copy_into, live_state, reset_steps
 
@@ -152,6 +155,20 @@ def test_a_checkpoint_without_a_nested_state(tmp_path: Path) -> None:
         CheckpointError, match=re.escape("optimizer.state.weight.blocks.block_1.left")
     ):
         load_checkpoint(tmp_path, other, target)
+
+
+def test_a_part_of_a_table_with_nested_state_is_refused(tmp_path: Path) -> None:
+    tables = [EmbeddingBagConfig(3, 2, "films", feature_names=["film"])]
+    model = DistributedModelParallel(
+        EmbeddingBagCollection(tables=tables), device=torch.device("cpu")
+    )
+    optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), Shampoo)
+    optimizer.init_state()
+    with pytest.raises(
+        CheckpointError, match=r"State 'blocks' of 'embedding_bags\.films\.weight', a part of a"
+    ):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert list(tmp_path.glob("step-*/.metadata")) == []
 
 
 def test_empty_containers_are_a_part_of_the_state() -> None:
