@@ -47,7 +47,6 @@ TESTED_THROUGH = {
     "distributed/state/moves.py": "distributed/test_reshard.py",
     "contact.py": "distributed/ranks/test_comm.py",
     "lazy.py": "test_public_surface.py",
-    "distributed/ranks/awaitable.py": "distributed/test_types.py",
     "distributed/ranks/agreement.py": "distributed/ranks/test_construction.py",
     "distributed/stages/bags.py": "distributed/stages/test_input_dist.py",
     "distributed/checkpoint/complete.py": "distributed/checkpoint/test_load.py",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.ranks.awaitable import LazyAwaitable
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
 from recsys.distributed.sharded_collection import ShardedCollection

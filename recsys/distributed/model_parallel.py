@@ -19,7 +19,7 @@ from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.agreement import in_words_by_name, stable
-from recsys.distributed.ranks.awaitable import LazyAwaitable
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.reshard import Moves, moves_by_module

@@ -31,8 +31,7 @@ from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words, stable
-from recsys.distributed.ranks.awaitable import Awaitable, LazyAwaitable
-from recsys.distributed.ranks.comm import together
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for

@@ -75,6 +75,11 @@ def is_proxy(values: object) -> bool:
     return isinstance(values, fx.Proxy)
 
 
+def is_meta(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the meta device; False of a proxy, which does not tell."""
+    return not is_proxy(tensor) and tensor.is_meta
+
+
 def is_checked_in_full(
     values: Tensor,
     lengths: Tensor | None,
@@ -127,7 +132,7 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
     Raises:
         ValueError: if the values are on the meta device and the other device is a real one.
     """
-    if values.is_meta and torch.device(device).type != "meta":
+    if is_meta(values) and torch.device(device).type != "meta":
         refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")
 
 

@@ -2,19 +2,21 @@
 
 With one rank every exchange is the identity and no process group is needed. A CUDA tensor is
 exchanged on the process group's own stream; `Pending.wait` makes the current stream wait for it
-and does not block the host.
+and does not block the host. `LazyAwaitable` is the result of a module that is under way.
 """
 
 from __future__ import annotations
 
+import abc
 import builtins
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -319,3 +321,168 @@ def _text_of(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args:  # str() would quote it
         return str(error.args[0])
     return str(error) or type(error).__name__
+
+
+class Awaitable(abc.ABC, Generic[T]):
+    """A result that is under way.
+
+    A class of your own defines `_wait_impl`, which returns the result.
+
+    Example:
+        >>> class Ones(Awaitable[torch.Tensor]):
+        ...     def _wait_impl(self) -> torch.Tensor:
+        ...         return torch.ones(2)
+        >>> Ones().wait().tolist()
+        [1.0, 1.0]
+    """
+
+    _callbacks: list[Callable[[T], T]] | None = None
+
+    @abc.abstractmethod
+    def _wait_impl(self) -> T:
+        """Block until the result is there and return it."""
+
+    @property
+    def callbacks(self) -> list[Callable[[T], T]]:
+        """Function that `wait` applies to the result, one after the other; append to it."""
+        if self._callbacks is None:
+            self._callbacks = []
+        return self._callbacks
+
+    def wait(self) -> T:
+        """Block until the result is there and return it."""
+        result = self._wait_impl()
+        for callback in self._callbacks or ():
+            result = callback(result)
+        return result
+
+
+class NoWait(Awaitable[T]):
+    """A result that is there already.
+
+    Args:
+        obj: the result.
+    """
+
+    def __init__(self, obj: T) -> None:
+        self._obj = obj
+
+    def _wait_impl(self) -> T:
+        return self._obj
+
+
+_UNSET: Any = object()
+
+
+class LazyAwaitable(Awaitable[T]):
+    """A result that is under way, and arrives by `wait` or by being used.
+
+    Attributes, indexing, iteration, arithmetic and torch functions all wait first, so that code
+    written for the result itself works unchanged; so do `copy`, `deepcopy` and `pickle`, whose
+    copies hold the result. A pytree takes it as one leaf: call `wait` to map the result's tensors.
+    A class of your own may define `_wait_impl` in place of passing `finish`.
+
+    Args:
+        finish: computes the result; called once, at the first use.
+
+    Example:
+        >>> later = LazyAwaitable(lambda: torch.ones(3))
+        >>> (later + 1).tolist()
+        [2.0, 2.0, 2.0]
+    """
+
+    _finish: Callable[[], T] | None = None
+    _result: T = _UNSET
+
+    def __init__(self, finish: Callable[[], T] | None = None) -> None:
+        if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
+            raise TypeError(
+                f"{type(self).__name__} needs a way to its result: pass a function, or define "
+                "_wait_impl in a class of your own."
+            )
+        self._finish = finish
+
+    def _wait_impl(self) -> T:
+        assert self._finish is not None
+        return self._finish()
+
+    def wait(self) -> T:
+        """Block until the result is there and return it; the same object at every call."""
+        if self._result is _UNSET:
+            result = self._wait_impl() if self._finish is None else self._finish()
+            for callback in self._callbacks or ():
+                result = callback(result)
+            self._result, self._finish = result, None
+        return self._result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Wait: only the result can be copied or pickled, not the exchange."""
+        return LazyNoWait, (self.wait(),)
+
+    def __repr__(self) -> str:
+        state = "under way" if self._result is _UNSET else repr(self._result)
+        return f"{type(self).__name__}({state})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying, pickling, probing
+            raise AttributeError(name)
+        return getattr(self.wait(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        resolve = torch.utils._pytree.tree_map_only
+        args, kwargs = resolve(LazyAwaitable, lambda lazy: lazy.wait(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wait())  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.wait())  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.wait())
+
+    def __int__(self) -> int:
+        return int(self.wait())  # type: ignore[call-overload, no-any-return]
+
+    def __float__(self) -> float:
+        return float(self.wait())  # type: ignore[arg-type]
+
+
+def _forward_operator(name: str) -> Callable[..., Any]:
+    def operate(self: LazyAwaitable[Any], *others: Any) -> Any:
+        others = tuple(o.wait() if isinstance(o, LazyAwaitable) else o for o in others)
+        return getattr(self.wait(), name)(*others)
+
+    return operate
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul floordiv rfloordiv mod pow rpow neg "
+    "abs and or xor invert eq ne lt le gt ge setitem contains"
+)
+for _name in _OPERATORS.split():
+    setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
+LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class LazyNoWait(LazyAwaitable[T]):
+    """A result that is already there.
+
+    Args:
+        obj: the result.
+    """
+
+    def __init__(self, obj: T) -> None:
+        super().__init__(lambda: obj)
+        self.wait()

@@ -22,8 +22,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from recsys.distributed.ranks.awaitable import LazyAwaitable
-from recsys.distributed.ranks.comm import holding
+from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.input_dist import FeaturesAbsentError, Trip, start_together
 from recsys.sparse import KeyedJaggedTensor
