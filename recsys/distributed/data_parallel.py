@@ -130,6 +130,10 @@ class FixedOrderDataParallel(DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()  # as if gradients had become ready in this order
         self.reducer._rebuild_buckets()
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return the part of its names to leave out, for `torch.distributed.checkpoint`."""
+        return {"": "module"}
+
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], expect_sparse_gradient[::-1]
