@@ -39,7 +39,7 @@ class Input(NamedTuple):
         Args:
             tensor: The argument.
             device: Of the program.
-            sizes: Of the names that were read before; gets those of this tensor.
+            sizes: Of the names that were read before; those of this tensor are added.
 
         Raises:
             TypeError: It is not a dense tensor of the dtype.
@@ -148,7 +148,7 @@ class AOTIProgram:
 
 
 def describe(names: Sequence[str], tensors: Sequence[Tensor]) -> Mapping[str, list[str]]:
-    """Return what a package says of its inputs.
+    """Return the metadata of a package about its inputs.
 
     Args:
         names: Of the inputs.

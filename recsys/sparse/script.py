@@ -195,6 +195,10 @@ class _KeyedJaggedTensor:
     def variable_stride_per_key(self) -> bool:
         return self._stride_per_key_per_rank is not None
 
+    def check_one_batch_size(self) -> None:
+        if self.variable_stride_per_key():
+            raise ValueError("A scripted model takes batches with one batch size for all features.")
+
     def device(self) -> torch.device:
         return self._values.device
 
@@ -207,10 +211,7 @@ class _KeyedJaggedTensor:
     def length_per_key(self) -> list[int]:
         known = self._length_per_key
         if known is None:
-            if self.variable_stride_per_key():
-                raise ValueError(
-                    "A scripted model takes batches with one batch size for all features."
-                )
+            self.check_one_batch_size()
             known = annotate(list[int], self.lengths().view(len(self._keys), -1).sum(1).tolist())
             self._length_per_key = known
         return known  # type: ignore[no-any-return]
@@ -274,11 +275,13 @@ class _KeyedJaggedTensor:
         return found  # type: ignore[no-any-return]
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
+        self.check_one_batch_size()
         return KeyedJaggedTensor(
             self._keys, values, self._weights, self.lengths(), None, self._stride
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedJaggedTensor:
+        self.check_one_batch_size()
         weights = self._weights
         if weights is not None:
             weights = weights.to(device, non_blocking=non_blocking)
@@ -359,6 +362,8 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     keys = annotate(list[str], [])
     weights = annotate(list[Tensor], [])
     for kjt in kjt_list:
+        if kjt.variable_stride_per_key():
+            raise ValueError("A scripted model takes batches with one batch size for all features.")
         for key in kjt.keys():  # noqa: SIM118
             if key in keys:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Modules in the form that TorchScript compiles, and what is left of a compilation that failed.
+"""Modules in the form that TorchScript compiles, and cleanup after a compilation that failed.
 
 `torch.jit.script` compiles the modules of a model as they are written. Some cannot be: the lookups
 of a quantized collection are no part of its module tree, and a function with `*args` has no
@@ -31,7 +31,7 @@ class HasScriptForm(Protocol):
 
 
 def watch_script() -> None:
-    """Let `torch.jit.script` compile forms, and forget what it could not compile.
+    """Let `torch.jit.script` compile forms, and reset its store of types after a failure.
 
     torch keeps the type of a module whose methods failed to compile. It then refuses each module of
     this class with "Can't redefine method". More calls of this function change nothing.

@@ -230,7 +230,8 @@ def _collect(
             warnings.warn(
                 f"The checkpoint in {path} lacks the optimizer state of {len(tables)} tables, "
                 f"{tables[:3]}{'...' if tables[3:] else ''}: training that resumes from it starts "
-                "with fresh state. Pass an optimizer that contains model.fused_optimizer, such as "
+                "with fresh state. Pass an optimizer that contains the fused_optimizer of a "
+                "DistributedModelParallel, which needs no other process, such as "
                 "CombinedOptimizer([model.fused_optimizer, dense_optimizer]).",
                 UserWarning,
                 stacklevel=6,
