@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import recsys
 from recsys import contact
 from recsys.distributed.ranks import where
-from recsys.distributed.watchdog import Watchdog, end_with_launcher
+from recsys.distributed.watchdog import Watchdog, _is_of_library, end_with_launcher
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.examples.kills import lives
 from tests.ranks import RankPool
@@ -164,6 +165,15 @@ def test_an_error_is_shown_once(ranks: RankPool) -> None:
         "rank 1 raised ValueError: no such table, in backward: see its traceback. "
         "This rank was in backward, and ends."
     ]
+
+
+def test_frames_of_the_user_are_shown() -> None:
+    root = Path(recsys.__file__).parent
+    python = Path(os.__file__).parent
+    for file in (root / "optim" / "keyed.py", python / "json" / "decoder.py", torch.__file__):
+        assert _is_of_library(str(file))
+    for file in (root.parent / "recsys_train.py", python / "site-packages" / "mine" / "train.py"):
+        assert not _is_of_library(str(file))
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
