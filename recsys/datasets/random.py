@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.datasets.utils import Batch, of_worker
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -60,6 +61,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         [[4, 13], [4, 13]]
     """
 
+    @checked
     def __init__(
         self,
         keys: list[str],

@@ -22,6 +22,7 @@ from recsys.datasets.criteo import (
     DEFAULT_LABEL_NAME,
 )
 from recsys.datasets.utils import of_worker
+from recsys.kernels.checked import checked
 
 RowMapper = Callable[[list[str]], Any]
 """From the fields of a line to what is given out for it."""
@@ -146,6 +147,7 @@ def _read_criteo(
             yield where, fields
 
 
+@checked
 def criteo_terabyte(
     paths: Iterable[str], *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
 ) -> IterableDataset[Any]:
@@ -178,6 +180,7 @@ def criteo_terabyte(
     return _Rows(partial(_read_criteo, list(paths), is_checked, open_kw), row_mapper)
 
 
+@checked
 def criteo_kaggle(
     path: str, *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
 ) -> IterableDataset[Any]:
@@ -228,6 +231,7 @@ def _movielens(
     return _Rows(partial(_read_movielens, root, include_movies_data, open_kw), row_mapper)
 
 
+@checked
 def movielens_20m(
     root: str,
     *,
@@ -263,6 +267,7 @@ def movielens_20m(
     return _movielens(root, include_movies_data, row_mapper, open_kw)
 
 
+@checked
 def movielens_25m(
     root: str,
     *,

@@ -22,6 +22,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ModuleSharder
 from recsys.distributed.stages.input_dist import Trip
+from recsys.kernels.checked import checked
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
@@ -135,6 +136,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         'FeatureProcessedEmbeddingBagCollection'
     """
 
+    @checked
     def __init__(
         self,
         ebc_sharder: EmbeddingBagCollectionSharder | None = None,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.kernels.arguments import finite, whole, writable_folder
+from recsys.kernels.checked import checked
 
 __all__ = ["BadLossError", "LossGuard"]
 
@@ -68,6 +69,7 @@ class LossGuard:
         >>> folder.cleanup()
     """
 
+    @checked
     def __init__(
         self,
         folder: str | Path,
@@ -126,6 +128,7 @@ class LossGuard:
         while self._unread:
             self._read_one()
 
+    @checked
     def around(self, model: nn.Module) -> Callable[[Any], tuple[Tensor, Any]]:
         """Return a function that calls the model and checks its loss while it trains.
 

@@ -40,6 +40,7 @@ from recsys.distributed.sharder import (
 )
 from recsys.distributed.train_pipeline.ahead import InputsAhead
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 
+@checked
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
     """Return the module inside any wrappers of this file and of DistributedDataParallel."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
@@ -114,6 +116,7 @@ class DistributedModelParallel(nn.Module):
         ['embedding_bags.t.weight']
     """
 
+    @checked
     def __init__(
         self,
         module: nn.Module,
@@ -278,6 +281,7 @@ class DistributedModelParallel(nn.Module):
         """The optimizer of all tables that update themselves, names as in `state_dict`."""
         return self._optimizer
 
+    @checked
     def copy(self, device: torch.device) -> Self:
         """Return a copy on another device: same plan, weight and optimizer state.
 

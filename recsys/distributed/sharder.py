@@ -20,6 +20,7 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.kernels.checked import checked
 
 T = TypeVar("T")
 S = TypeVar("S", bound=nn.Module)
@@ -198,6 +199,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
     makes: ClassVar[type[Any]]
     """The sharded collection's type."""
 
+    @checked
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,

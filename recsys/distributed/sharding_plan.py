@@ -37,6 +37,7 @@ from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.arguments import choice
+from recsys.kernels.checked import checked
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 __all__ = [
@@ -62,6 +63,7 @@ ParameterShardingGenerator = Callable[
 """Places one table: `(weight, ranks per node, ranks, device type, sharder)` to its placement."""
 
 
+@checked
 def table_wise(
     rank: int, device: str | None = None, compute_kernel: str | None = None
 ) -> ParameterShardingGenerator:
@@ -83,6 +85,7 @@ def table_wise(
     return _on_ranks(ShardingType.TABLE_WISE, lambda *_: [rank], device, compute_kernel)
 
 
+@checked
 def row_wise(
     sizes_placement: tuple[list[int], str | list[str]] | None = None,
     compute_kernel: str | None = None,
@@ -124,6 +127,7 @@ def row_wise(
     return _generator(ShardingType.ROW_WISE, split, devices, compute_kernel)
 
 
+@checked
 def column_wise(
     ranks: list[int] | None = None,
     size_per_rank: list[int] | None = None,
@@ -168,6 +172,7 @@ def column_wise(
     return _generator(ShardingType.COLUMN_WISE, split, device_types, compute_kernel)
 
 
+@checked
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     """Divide the rows among the ranks of one node, which adds its parts up before it sends them.
 
@@ -183,6 +188,7 @@ def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     return _on_ranks(ShardingType.TABLE_ROW_WISE, lambda local, _: _node(host_index, local))
 
 
+@checked
 def table_column_wise(host_index: int) -> ParameterShardingGenerator:
     """Divide the columns among the ranks of one node.
 
@@ -198,6 +204,7 @@ def table_column_wise(host_index: int) -> ParameterShardingGenerator:
     return _on_ranks(ShardingType.TABLE_COLUMN_WISE, lambda local, _: _node(host_index, local))
 
 
+@checked
 def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
     """Divide the columns among nodes, and the rows of each part among the ranks of its node.
 
@@ -236,6 +243,7 @@ def data_parallel() -> ParameterShardingGenerator:
     return _on_ranks(ShardingType.DATA_PARALLEL, lambda _, world: range(world))
 
 
+@checked
 def apply_to_all(
     module: nn.Module,
     parameter_sharding_generator: ParameterShardingGenerator,
@@ -267,6 +275,7 @@ def apply_to_all(
     return dict.fromkeys(sharder.shardable_parameters(module), parameter_sharding_generator)
 
 
+@checked
 def construct_module_sharding_plan(
     module: nn.Module,
     per_param_sharding: Mapping[str, ParameterShardingGenerator],
@@ -342,6 +351,7 @@ def construct_module_sharding_plan(
     return plan
 
 
+@checked
 def get_sharding_constructor_from_type(
     sharding_type: ShardingType,
 ) -> Callable[..., ParameterShardingGenerator]:
@@ -371,6 +381,7 @@ _HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
 }
 
 
+@checked
 def calculate_shard_sizes_and_offsets(
     tensor: Tensor,
     world_size: int,

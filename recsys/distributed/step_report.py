@@ -34,6 +34,7 @@ from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.output_dist import Exchange
 from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.kernels.tbe import TableBatchedEmbedding
 
 B = TypeVar("B")
@@ -78,6 +79,7 @@ class StepReport:
         (3, 12, True)
     """
 
+    @checked
     def __init__(
         self,
         writer: ScalarWriter | None = None,

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
+from recsys.kernels.checked import checked
 from recsys.kernels.ops import HAS_FBGEMM
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -40,6 +41,7 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 __all__ = ["export_aoti", "export_torchscript"]
 
 
+@checked
 def export_torchscript(
     model: nn.Module, path: str | Path, inputs: Sequence[object]
 ) -> torch.jit.ScriptModule:
@@ -94,6 +96,7 @@ def export_torchscript(
     return program
 
 
+@checked
 def export_aoti(
     model: nn.Module, path: str | Path, inputs: Sequence[object]
 ) -> Callable[..., Tensor | dict[str, Tensor]]:

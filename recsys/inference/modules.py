@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -54,6 +55,7 @@ class PredictModule(nn.Module, abc.ABC):
         (False, ['weight', 'bias'])
     """
 
+    @checked
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         super().__init__()
         self._module = module
@@ -216,6 +218,7 @@ class PredictFactory(abc.ABC):
 P = TypeVar("P", bound=PredictModule)
 
 
+@checked
 def quantize_dense(
     predict_module: P,
     dtype: torch.dtype,
@@ -283,6 +286,7 @@ def _dense_parts(module: nn.Module, others: Sequence[type[nn.Module]] = ()) -> I
         yield from _dense_parts(child, others)
 
 
+@checked
 def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Return the rows of a quantized model's tables.
 
@@ -309,6 +313,7 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
     return found
 
 
+@checked
 def assign_weights_to_tbe(model: nn.Module, table_to_weight: Weights) -> None:
     """Write the rows of a quantized model's tables, in place.
 
@@ -335,6 +340,7 @@ def _collections(model: nn.Module) -> list[QuantizedCollection]:
     return [module for module in model.modules() if isinstance(module, QuantizedCollection)]
 
 
+@checked
 def trim_torch_package_prefix_from_typename(typename: str) -> str:
     """Return the name of a type without what `torch.package` puts before it.
 

@@ -26,6 +26,7 @@ from recsys.inference.served import (
     ServedRows,
     position_processor,
 )
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -97,6 +98,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -242,6 +244,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
     """
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -362,6 +365,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
     _lookups = QuantizedRows
     _tables_name = "embeddings"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingConfig],

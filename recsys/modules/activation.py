@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
+
 
 class SwishLayerNorm(nn.Module):
     """Gate the input by the sigmoid of its own layer norm: `x * sigmoid(layer_norm(x))`.
@@ -16,6 +18,7 @@ class SwishLayerNorm(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(
         self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None
     ) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
+
 
 def _check_sizes(
     in_features: int, num_layers: int, low_rank: int = 1, num_experts: int = 1
@@ -48,6 +50,7 @@ class CrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
         _check_sizes(in_features, num_layers)
@@ -87,6 +90,7 @@ class LowRankCrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, num_layers: int, low_rank: int = 1) -> None:
         super().__init__()
         _check_sizes(in_features, num_layers, low_rank)
@@ -126,6 +130,7 @@ class VectorCrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
         _check_sizes(in_features, num_layers)
@@ -170,6 +175,7 @@ class LowRankMixtureCrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,

@@ -9,6 +9,8 @@ Shapes: `B` samples, `N` columns of all embeddings of a sample together.
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
+
 
 def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
     """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
@@ -32,6 +34,7 @@ class DeepFM(nn.Module):
         torch.Size([3, 2])
     """
 
+    @checked
     def __init__(self, dense_module: nn.Module) -> None:
         super().__init__()
         self.dense_module = dense_module

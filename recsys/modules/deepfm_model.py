@@ -9,6 +9,7 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.deepfm import DeepFM, FactorizationMachine
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -32,6 +33,7 @@ class SparseArch(nn.Module):
         ['film']
     """
 
+    @checked
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
@@ -62,6 +64,7 @@ class DenseArch(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
         super().__init__()
         self.in_features = in_features
@@ -99,6 +102,7 @@ class FMInteractionArch(nn.Module):
         torch.Size([2, 8])
     """
 
+    @checked
     def __init__(
         self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int
     ) -> None:
@@ -139,6 +143,7 @@ class OverArch(nn.Module):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(self, in_features: int) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Linear(in_features, 1), nn.Sigmoid())
@@ -180,6 +185,7 @@ class SimpleDeepFMNN(nn.Module):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(
         self,
         num_dense_features: int,

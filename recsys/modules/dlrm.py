@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -43,6 +44,7 @@ class SparseArch(nn.Module):
         torch.Size([2, 1, 4])
     """
 
+    @checked
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         dims = {
@@ -108,6 +110,7 @@ class DenseArch(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -154,6 +157,7 @@ class InteractionArch(nn.Module):
     positions_P: torch.Tensor
     pair_of_VV: torch.Tensor
 
+    @checked
     def __init__(self, num_sparse_features: int, device: torch.device | None = None) -> None:
         super().__init__()
         check_num_sparse(num_sparse_features)
@@ -223,6 +227,7 @@ class OverArch(nn.Module):
         torch.Size([5, 1])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -290,6 +295,7 @@ class DLRM(nn.Module):
         sparse_arch: SparseArch | None
         inter_arch: nn.Module
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection | None,
@@ -348,6 +354,7 @@ class DLRM(nn.Module):
         self.inter_arch, in_features = interaction(self._num_sparse, self._dim)
         self.over_arch = OverArch(in_features, over_arch_layer_sizes, **options)
 
+    @checked
     def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
         """Compile all but the lookup, in place; names in the state dict stay.
 
@@ -414,6 +421,7 @@ class DLRMTrain(nn.Module):
         >>> loss.backward()
     """
 
+    @checked
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
         self.model = dlrm_module

@@ -6,6 +6,7 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.crossnet import LowRankCrossNet
 from recsys.modules.dlrm import DLRM, DenseArch, check_num_sparse
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -34,6 +35,7 @@ class InteractionDCNArch(nn.Module):
         torch.Size([5, 12])
     """
 
+    @checked
     def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
         super().__init__()
         check_num_sparse(num_sparse_features)
@@ -77,6 +79,7 @@ class InteractionProjectionArch(nn.Module):
         torch.Size([5, 6])
     """
 
+    @checked
     def __init__(
         self,
         num_sparse_features: int,
@@ -141,6 +144,7 @@ class DLRM_DCN(DLRM):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection | None,
@@ -199,6 +203,7 @@ class DLRM_Projection(DLRM):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection | None,

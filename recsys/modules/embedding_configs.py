@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, names, repeated, whole, wrong_type
+from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
 __all__ = [
@@ -82,6 +83,7 @@ _DTYPES: Mapping[DataType, torch.dtype] = {
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 
+@checked
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
     """Return the torch dtype of a DataType.
 
@@ -92,6 +94,7 @@ def data_type_to_dtype(data_type: DataType) -> torch.dtype:
     return _DTYPES[data_type]
 
 
+@checked
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """Return the DataType of a torch dtype.
 
@@ -110,6 +113,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     return _DATA_TYPES[dtype]
 
 
+@checked
 def pooling_type_to_pooling_mode(
     pooling_type: PoolingType, sharding_type: object = None
 ) -> PoolingType:
@@ -122,6 +126,7 @@ def pooling_type_to_pooling_mode(
     return pooling_type
 
 
+@checked
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
@@ -87,6 +88,7 @@ class PositionWeightedModule(FeatureProcessor):
         [True, True, True]
     """
 
+    @checked
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
         super().__init__()
         if max_feature_length < 1:
@@ -170,6 +172,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         [1.0, 1.0, 1.0]
     """
 
+    @checked
     def __init__(
         self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None
     ) -> None:

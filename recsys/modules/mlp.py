@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.activation import SwishLayerNorm
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -35,6 +36,7 @@ class Perceptron(nn.Module):
         torch.Size([5, 2])
     """
 
+    @checked
     def __init__(
         self,
         in_size: int,
@@ -110,6 +112,7 @@ class MLP(nn.Module):
         torch.Size([5, 2])
     """
 
+    @checked
     def __init__(
         self,
         in_size: int,

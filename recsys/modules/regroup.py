@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 from recsys.sparse import KeyedTensor
 
@@ -33,6 +34,7 @@ class KTRegroupAsDict(nn.Module):
         {'user': tensor([[2., 3., 1.]]), 'item': tensor([[4.]])}
     """
 
+    @checked
     def __init__(
         self,
         groups: list[list[str]],

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from recsys.kernels.checked import checked
 from recsys.kernels.scaled_loss import watch_grad_scaler
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
 from recsys.optim.optimizers import warn_of_decay
@@ -91,6 +92,7 @@ class AttachedOptimizer:
         )
 
 
+@checked
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[nn.Parameter],

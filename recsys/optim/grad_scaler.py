@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, TableGradients
 
 
@@ -51,6 +52,7 @@ class GradScaler(torch.amp.GradScaler):
     handles_tables = True
     """Says so to `scaled_loss`."""
 
+    @checked
     def __init__(
         self,
         device: str = "cuda",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recsys.kernels.arguments import finite
+from recsys.kernels.checked import checked
 from recsys.optim.specs import optimizer_kind
 
 
@@ -58,6 +59,7 @@ class KeyedOptimizer(Optimizer):
         {}
     """
 
+    @checked
     def __init__(
         self,
         params: Mapping[str, Tensor],
@@ -79,10 +81,12 @@ class KeyedOptimizer(Optimizer):
                     f"{len(group['params'])} in param_groups[{index}] are not in `params`."
                 )
 
+    @checked
     def save_param_groups(self, save: bool) -> None:
         """Set whether `state_dict()` holds the parameter groups (learning rates, ...) too."""
         self._saves_param_groups = save
 
+    @checked
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Create the state that the first step would create, without changing a parameter.
 
@@ -153,6 +157,7 @@ class KeyedOptimizer(Optimizer):
             ]
         return result
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state into this optimizer's, in place.
 
@@ -245,6 +250,7 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
     return state
 
 
+@checked
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of everything that an optimizer updates.
 
@@ -324,6 +330,7 @@ class CombinedOptimizer(KeyedOptimizer):
         ['a', 'b.w']
     """
 
+    @checked
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
         self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
         taken: set[str] = set()
@@ -342,6 +349,7 @@ class CombinedOptimizer(KeyedOptimizer):
         super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
 
     @staticmethod
+    @checked
     def prepend_opt_key(name: str, opt_key: str) -> str:
         """Return `opt_key.name`, or `name` if the key is empty."""
         return f"{opt_key}.{name}" if opt_key else name
@@ -477,6 +485,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         ['bias', 'weight']
     """
 
+    @checked
     def __init__(
         self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
     ) -> None:
@@ -503,6 +512,7 @@ class OptimizerWrapper(CombinedOptimizer):
         optimizer: the optimizer to wrap; its parameters, state and groups show through.
     """
 
+    @checked
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
         super().__init__([optimizer])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recsys.kernels.arguments import finite
+from recsys.kernels.checked import checked
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 
@@ -114,6 +115,7 @@ class SGD(_RowOptimizer):
 
     algorithm = EmbOptimType.SGD
 
+    @checked
     def __init__(self, params: Parameters, lr: float = 0.01, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
 
@@ -130,6 +132,7 @@ class Adagrad(_RowOptimizer):
 
     algorithm = EmbOptimType.EXACT_ADAGRAD
 
+    @checked
     def __init__(
         self, params: Parameters, lr: float = 0.01, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
@@ -159,6 +162,7 @@ class RowWiseAdagrad(_RowOptimizer):
 
     algorithm = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 
+    @checked
     def __init__(
         self,
         params: Parameters,
@@ -332,6 +336,7 @@ class LarsSGD(_RowOptimizer):
 
     algorithm = EmbOptimType.LARS_SGD
 
+    @checked
     def __init__(
         self,
         params: Parameters,
@@ -380,6 +385,7 @@ def _warn_of_decoupled_decay() -> None:
     )
 
 
+@checked
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:

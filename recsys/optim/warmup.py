@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, whole
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 
@@ -105,6 +106,7 @@ class WarmupStage:
         if self.decay_iters == 0:
             raise ValueError("WarmupStage.decay_iters must be positive, or -1; received 0.")
 
+    @checked
     def factor(self, step: int) -> float:
         """Return what the learning rate is multiplied by.
 
@@ -171,6 +173,7 @@ class WarmupOptimizer(OptimizerWrapper):
         [0.0, 0.2, 0.4, 0.4]
     """
 
+    @checked
     def __init__(
         self,
         optimizer: KeyedOptimizer,

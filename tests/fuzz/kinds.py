@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 
 from tests.ranks import RankPool
 
-
 # Kind to the seeds of the cases that were wrong when the kind was first searched.
 FINDS: dict[str, list[int]] = {
     "data": [5, 11, 12, 13, 16, 18, 24, 38, 49, 82, 124, 156, 160, 163, 171, 246, 269, 1078, 1383],

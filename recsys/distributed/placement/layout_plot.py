@@ -11,6 +11,7 @@ from math import ceil, log
 from typing import TYPE_CHECKING, Any
 
 from recsys.distributed.placement.traffic import Traffic, traffic_of
+from recsys.kernels.checked import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +39,7 @@ _STYLE: Any = {
 _Color = tuple[float, float, float]
 
 
+@checked
 def plot_layout(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Figure:

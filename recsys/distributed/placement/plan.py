@@ -17,6 +17,7 @@ from typing import final
 import torch
 
 from recsys.kernels.arguments import choice, whole_list
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 
@@ -58,6 +59,7 @@ class EmbeddingComputeKernel(Enum):
     """Quantized rows, for inference."""
 
 
+@checked
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:

@@ -28,6 +28,7 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.distributed.placement.strategies import parameter_sharding, placement
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode
 
 FORMAT = 1
@@ -70,10 +71,12 @@ class ShardingPlan:
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
     made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
 
+    @checked
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """Return the plan of the module at this path, or None."""
         return self.plan.get(module_path)
 
+    @checked
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the plan as JSON, one line per table, and write it to a file if one is given.
 

@@ -8,11 +8,13 @@ from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, build
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts, rects_of
 from recsys.distributed.ranks.node import get_local_size
+from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_tables import TableCollection
 
 
+@checked
 def layout_of_plan(
     module: TableCollection,
     plan: Mapping[str, ParameterSharding],

@@ -23,6 +23,7 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.kernels.arguments import whole_list
+from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def sharding_of_rects(
     return ParameterSharding(sharding_type.value, compute_kernel.value, ranks, spec)
 
 
+@checked
 def placement(compute_device: str, rank: int, local_size: int) -> str:
     """Return where a rank keeps its shards, as a plan writes it.
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked
+
 if TYPE_CHECKING:
     from recsys.distributed.placement.layout import Layout
 
@@ -37,6 +39,7 @@ class Traffic:
     embeddings_RR: Tensor
 
 
+@checked
 def traffic_of(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Traffic:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from recsys.kernels.checked import checked
+
 BATCH_SIZE = 512
 """Samples per rank and step."""
 POOLING_FACTOR = 1.0
@@ -14,26 +16,31 @@ BIGINT_DTYPE = 8
 """Bytes of an int64."""
 
 
+@checked
 def sharder_name(sharder: type) -> str:
     """Return where a class lives, such as `my.module.MySharder`."""
     return f"{sharder.__module__}.{sharder.__name__}"
 
 
+@checked
 def bytes_to_gb(num_bytes: int) -> float:
     """Return bytes as GiB."""
     return num_bytes / 2**30
 
 
+@checked
 def bytes_to_mb(num_bytes: float) -> float:
     """Return bytes as MiB."""
     return num_bytes / 2**20
 
 
+@checked
 def gb_to_bytes(gb: float) -> int:
     """Return GiB as bytes."""
     return int(gb * 2**30)
 
 
+@checked
 def mb_to_bytes(mb: float) -> int:
     """Return MiB as bytes."""
     return int(mb * 2**20)

@@ -16,6 +16,7 @@ from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.checked import checked
 
 
 class Enumerator(Protocol):
@@ -54,6 +55,7 @@ class EmbeddingEnumerator:
         t table_wise column_wise row_wise data_parallel
     """
 
+    @checked
     def __init__(
         self,
         topology: Topology,
@@ -68,6 +70,7 @@ class EmbeddingEnumerator:
         self.pooling_stats = pooling_stats
         self._lister = OptionLister(topology, self.batch_size)
 
+    @checked
     def enumerate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> list[tuple[PlannedTable, list[TableOption]]]:

@@ -37,6 +37,7 @@ from recsys.distributed.planner.measured import (
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
@@ -63,6 +64,7 @@ class CustomTopologyData:
 
     supported_fields: ClassVar[list[str]] = list(NUMBERS)
 
+    @checked
     def __init__(self, data: Mapping[str, Sequence[float]], world_size: int) -> None:
         unknown = sorted(data.keys() - set(NUMBERS))
         if unknown:
@@ -76,10 +78,12 @@ class CustomTopologyData:
         }
         self.world_size = world_size
 
+    @checked
     def has_data(self, key: str) -> bool:
         """Return whether this field was given."""
         return key in self._data
 
+    @checked
     def get_data(self, key: str) -> list[float]:
         """Return the number of each rank.
 
@@ -157,6 +161,7 @@ class Topology:
     lookup: tuple[LookupPoint, ...]
     collectives: tuple[CollectivePoint, ...]
 
+    @checked
     def __init__(
         self,
         world_size: int,
@@ -201,6 +206,7 @@ class Topology:
         self.__dict__.update(vars(Topology.from_hardware(hardware, local_world_size)))
 
     @classmethod
+    @checked
     def from_hardware(
         cls,
         hardware: Sequence[Hardware],
@@ -245,6 +251,7 @@ class Topology:
         return topology
 
     @classmethod
+    @checked
     def preset(
         cls, name: str | Sequence[str], world_size: int, local_world_size: int | None = None
     ) -> Self:
@@ -277,6 +284,7 @@ class Topology:
         return cls.from_hardware([PRESETS[one] for one in names], local_world_size)
 
     @classmethod
+    @checked
     def from_json(cls, source: str | Path) -> Self:
         """Return the topology that a file describes.
 
@@ -301,6 +309,7 @@ class Topology:
         except ValueError as error:
             raise ValueError(f"{subject}: {error}") from None
 
+    @checked
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the topology as JSON, and write it to a file if a path is given."""
         text = topology_json.write(
@@ -310,6 +319,7 @@ class Topology:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    @checked
     def with_measurements(
         self,
         *,
@@ -324,6 +334,7 @@ class Topology:
         tables = {"lookup": lookup, "collectives": collectives}
         return self._with(**{name: of for name, of in tables.items() if of is not None})
 
+    @checked
     def with_nodes(self, num_nodes: int) -> Self:
         """Return a topology with another number of nodes, alike in turn to those there are."""
         ranks = range(num_nodes * self.local_world_size)
@@ -400,6 +411,7 @@ class Topology:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         return self.slowest.inter_host_bw if self.num_nodes > 1 else self.slowest.intra_host_bw
 
+    @checked
     def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
         """Return how fast rows are looked up and updated.
 
@@ -416,6 +428,7 @@ class Topology:
         memory_bw = (rank or self.slowest).memory_bw
         return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
+    @checked
     def collective_ms(
         self,
         kind: str,

@@ -17,6 +17,7 @@ from recsys.distributed.placement.plan import (
     ShardingType,
 )
 from recsys.kernels.arguments import finite, whole
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode
 
 
@@ -50,6 +51,7 @@ class PlannerError(ValueError):
         error_type: why.
     """
 
+    @checked
     def __init__(self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER) -> None:
         super().__init__(message)
         self.error_type = error_type
@@ -232,6 +234,7 @@ class HeuristicalStorageReservation:
         finite(f"{owner}.parameter_multiplier", self.parameter_multiplier, least=0)
         finite(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate or 0, least=0)
 
+    @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Return the bytes left for tables."""
         left = int(memory_cap * (1 - self.percentage))
@@ -255,6 +258,7 @@ class FixedPercentageStorageReservation:
     def __post_init__(self) -> None:
         finite(f"{type(self).__name__}.percentage", self.percentage, least=0, below=1)
 
+    @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Return the bytes left for tables."""
         return int(memory_cap * (1 - self.percentage))

@@ -24,6 +24,7 @@ from recsys.contact import LostContactError, raise_explained
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import WireFormat
+from recsys.kernels.checked import checked
 
 T = TypeVar("T")
 
@@ -393,6 +394,7 @@ class LazyAwaitable(Awaitable[T]):
     _finish: Callable[[], T] | None = None
     _result: T = _UNSET
 
+    @checked
     def __init__(self, finish: Callable[[], T] | None = None) -> None:
         if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
             raise TypeError(

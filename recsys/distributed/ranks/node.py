@@ -6,8 +6,10 @@ import torch
 
 from recsys.distributed.ranks.env import ShardingEnv, node_size_of
 from recsys.kernels.arguments import setting
+from recsys.kernels.checked import checked
 
 
+@checked
 def get_local_size(world_size: int | None = None) -> int:
     """Return the number of ranks on a node.
 
@@ -29,6 +31,7 @@ def get_local_size(world_size: int | None = None) -> int:
     return node_size_of(world_size)
 
 
+@checked
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
     """Return this process's place among the ranks of its node, which is also its GPU.
 

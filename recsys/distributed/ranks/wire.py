@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels.checked import checked
+
 _MIN_BLOCK = 32  # values that share a scale; fewer would spend too much on scales
 _SCALE_BYTES = 4
 
@@ -271,6 +273,7 @@ class QCommsConfig:
                 raise TypeError(f"QCommsConfig.{name} must be an int; received {value!r}.")
 
 
+@checked
 def get_qcomm_codecs_registry(
     qcomms_config: QCommsConfig,
     comm_ops: Sequence[CommOp] | None = None,

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.train_pipeline.pipelines import In, Out, TrainPipelineBase
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 
 
 @final
@@ -67,6 +68,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         (True, False)
     """
 
+    @checked
     def __init__(
         self,
         pipeline: TrainPipelineBase[In, Out],
@@ -110,6 +112,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         self._at = 0
         self._pipeline.reset()
 
+    @checked
     def set_step(self, step: int) -> None:
         """Go on as if this many batches of the next step were seen."""
         self._at = step % self._config.num_steps

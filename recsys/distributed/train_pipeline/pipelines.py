@@ -35,6 +35,7 @@ from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
 from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.checked import checked
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -157,6 +158,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     execute_all_batches = True
     _needs_optimizer = True
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -303,6 +305,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         3
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -329,6 +332,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._ahead: InputsAhead | None = None
         self.attach()
 
+    @checked
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Train this model from now on.
 
@@ -404,6 +408,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -448,6 +453,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -496,6 +502,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -549,6 +556,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     _needs_optimizer = False
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

@@ -13,6 +13,7 @@ from torch import nn
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Started
 from recsys.distributed.train_pipeline.batches import record_stream
 from recsys.distributed.train_pipeline.pipelines import In, TrainPipeline, bare_model
+from recsys.kernels.checked import checked
 
 StageOut = TypeVar("StageOut")
 _NOTHING: Any = object()
@@ -63,6 +64,7 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
         ['2', '4', '6', None]
     """
 
+    @checked
     def __init__(
         self,
         pipeline_stages: Sequence[PipelineStage[Any]],
@@ -83,6 +85,7 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
         """How many stages there are."""
         return len(self._stages)
 
+    @checked
     def set_flush(self, flush: bool) -> None:
         """Read no batch until those under way are through; then go on."""
         self._is_flushing = flush
@@ -188,6 +191,7 @@ class SparseDataDistUtil(Generic[In]):
         [(2, 4), (2, 4), (2, 4)]
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -235,6 +239,7 @@ class SparseDataDistUtil(Generic[In]):
                 started.look_up()
         return batch
 
+    @checked
     def start_sparse_data_dist_stage(
         self,
         name: str = "start_sparse_data_dist",
@@ -244,6 +249,7 @@ class SparseDataDistUtil(Generic[In]):
         made = runnable or self.start_sparse_data_dist
         return PipelineStage(name, made, self._stream, self.wait_sparse_data_dist)
 
+    @checked
     def start_embedding_lookup_stage(
         self, name: str = "start_embedding_lookup", runnable: Callable[..., Any] | None = None
     ) -> PipelineStage[Any]:
