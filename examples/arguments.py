@@ -6,6 +6,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from recsys.kernels.arguments import writable_folder
+
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return a type for whole numbers.
@@ -51,8 +53,8 @@ def folder(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """Convert a text to the path of a folder, which need not be there yet."""
-    path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise ArgumentTypeError(f"must be a folder; received {text!r}, which is a file")
-    return path
+    """Convert a text to the path of a folder to write to, which need not be there yet."""
+    try:
+        return writable_folder("it", text)
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(str(error).removeprefix("it ")) from error

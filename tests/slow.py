@@ -105,6 +105,9 @@ QUICK_CASE_OF: dict[str, str] = {
             "test_times_are_printed",
         )
     },
+    "tests/examples/test_dlrm.py::test_a_full_disk_ends_it_in_a_few_lines": (
+        "tests/examples/test_dlrm.py::test_random_data_on_one_process"
+    ),
     "tests/examples/test_dlrm.py::test_criteo_files_on_two_processes": (
         "tests/examples/test_dlrm.py::test_random_data_on_one_process"
     ),

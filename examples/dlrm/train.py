@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from graphed import graph_dense
 from torch import nn
 
 from recsys.distributed.checkpoint import (
+    CheckpointError,
     RandomState,
     load_checkpoint,
     newest_version,
@@ -302,6 +304,22 @@ def print_table(rows: dict[str, dict[str, float]]) -> None:
         print(f"{name:34} {scores['auc']:7.4f} {scores['ne']:7.4f} {scores['loss']:8.4f}")
 
 
+def end(error: BaseException, out: Path, env: ShardingEnv) -> NoReturn:
+    """End this process; rank 0 says what was saved last."""
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if env.rank == 0:
+        saves = {name: newest_version(out / name) for name in ("resume", "checkpoint")}
+        cause = "interrupted" if is_interrupt else str(error).rstrip(".")
+        last = saves["resume"] or saves["checkpoint"]
+        text = f"Training has ended: {cause}. "
+        text += f"The last save is {last}." if last else f"Nothing was saved in {out}."
+        if saves["resume"]:
+            text += " The same command with --resume auto goes on from there."
+        print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(130 if is_interrupt else 1)  # the other ranks may be gone: wait for nothing
+
+
 def main() -> None:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -315,8 +333,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and arguments.tf32:
         torch.set_float32_matmul_precision("high")
-    with Watchdog() as watchdog:
-        trained = train(arguments, env, device, watchdog)
+    try:
+        with Watchdog() as watchdog:
+            trained = train(arguments, env, device, watchdog)
+    except (CheckpointError, KeyboardInterrupt) as error:
+        end(error, arguments.out, env)
     if dist.is_initialized():
         dist.destroy_process_group()
     if env.rank == 0:

@@ -9,11 +9,13 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn, Self, final
 
@@ -203,7 +205,7 @@ class Watchdog:
                 return
         text = f"rank {rank} raised {_first_line(said)}, in {place}: see its traceback"
         self._say(f"rank {rank} raised this in {place}:")
-        traceback.print_exception(error)
+        _print_traceback(error)
         sys.stderr.flush()
         _print_no_more_of(error)
         beats.announce(End(text=text, error=said))
@@ -353,6 +355,24 @@ def _dump_and_end_after(seconds: float) -> None:
 def _first_line(text: str) -> str:
     lines = text.splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ..."
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Print an error, without frames of libraries if its message names the rank and the cause."""
+    is_ours = type(error).__module__.partition(".")[0] == "recsys"
+    is_of_input = is_ours or isinstance(error, ValueError | TypeError | KeyError | IndexError)
+    if not (is_of_input and hasattr(error, "_of_rank")):
+        traceback.print_exception(error)
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    lines = traceback.format_list(own) + traceback.format_exception_only(error)
+    print("".join(lines), end="", file=sys.stderr)
+
+
+_LIBRARIES = tuple(
+    {str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
+)
 
 
 def _print_no_more_of(error: BaseException) -> None:

@@ -262,7 +262,7 @@ def test_parameters_may_stay_each_ranks_own(ranks: RankPool, how: str) -> None:
 
 def _ignore_an_unknown_name() -> str:
     case = case_of(2)
-    wrapper = DefaultDataParallelWrapper(params_to_ignore=["ower.weight"])
+    wrapper = DefaultDataParallelWrapper(params_to_ignore=["over.wait"])
     with pytest.raises(ValueError, match="params_to_ignore") as caught:
         DistributedModelParallel(
             case.model(), device=CPU, plan=case.plan(), data_parallel_wrapper=wrapper
@@ -272,4 +272,4 @@ def _ignore_an_unknown_name() -> str:
 
 def test_unknown_names_to_ignore_are_refused(ranks: RankPool) -> None:
     for message in ranks(2, _ignore_an_unknown_name):
-        assert "['ower.weight']" in message
+        assert "['over.wait']" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,42 @@ def test_random_data_on_one_process(tmp_path: Path) -> None:
     assert _auc(output, "int4 TorchScript, fresh process") == pytest.approx(
         _auc(output, "unsharded, from the checkpoint"), abs=0.05
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_ends_it_in_a_few_lines(tmp_path: Path, ranks: int) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [
+            *(sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT)),
+            *("--dataset", "random", "--batch-size", "16", "--out", str(tmp_path / "out")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        # no bytecode: its files would be cut off as well
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
+    )
+    assert done.returncode != 0
+    told = done.stderr.partition("torch/distributed/elastic")[
+        0
+    ].splitlines()  # then it is torchrun's
+    assert len(told) <= 12, done.stderr
+    (last,) = (line for line in told if line.startswith("Training has ended: "))
+    assert "cannot be saved. rank 0: OSError: [Errno 27] File too large" in last
+    assert f"Nothing was saved in {tmp_path / 'out'}." in last
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--dataset", "random", "--out", "/dev/null/out"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "argument --out: must be a folder that can be written to" in done.stderr
 
 
 def test_criteo_files_on_two_processes(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_large_finite_values_are_kept() -> None:
 
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
 import recsys.inference, recsys.modules.embedding_modules
 from recsys.inference import quantize_inference_model
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -173,12 +173,12 @@ else:
 warm = torch.nn.ModuleList([EmbeddingCollection(tables=[
     EmbeddingConfig(5, 64, "t", feature_names=["f"])])])
 quantize_inference_model(warm, quantization_dtype=dtype)
-def now():
+def memory(kind):
     with open("/proc/self/status") as status:
-        return int(next(line for line in status if line.startswith("VmRSS")).split()[1])
-before = now()
+        return int(next(line for line in status if line.startswith(kind)).split()[1])
+before = memory("VmRSS")
 quantize_inference_model(model, quantization_dtype=dtype)
-most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+most = memory("VmHWM")
 result = sum(buffer.nbytes for buffer in model.buffers()) >> 10
 print(most - before - result)
 """

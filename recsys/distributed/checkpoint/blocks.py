@@ -138,7 +138,7 @@ def _write_block(
         try:
             torch.save(_without_surroundings(tensor), cast(IO[bytes], stream))
         except Exception as error:
-            raise stream.error or error from None  # torch forgets that the disk is full
+            raise stream.error or error from None  # torch replaces what the stream raised
     length = file.tell() - start
     info = _StorageInfo(name, start, length)
     return WriteResult(item.index, length, storage_data=(info, stream.crc))
@@ -157,7 +157,7 @@ class _CrcStream(io.RawIOBase):
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.crc = 0
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
@@ -166,7 +166,7 @@ class _CrcStream(io.RawIOBase):
                 piece = rest[start : start + _PIECE_BYTES]
                 self.crc = crc32(piece, self.crc)
                 self._file.write(piece)
-        except OSError as error:
+        except BaseException as error:  # also an interrupt, which torch would replace as well
             self.error = error
             raise
         return len(rest)

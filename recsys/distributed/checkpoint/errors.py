@@ -69,7 +69,7 @@ def failures_named(message: str, env: ShardingEnv, what: str) -> Iterator[None]:
     """Raise what fails inside `torch.distributed.checkpoint` as a CheckpointError.
 
     Its own exception, raised alike on every rank, is no `Exception`: it would pass the
-    `except Exception` of a training loop.
+    `except Exception` of a training loop. An interrupt of the user's stays one.
 
     Args:
         message: leads the reasons; names the path.
@@ -79,6 +79,8 @@ def failures_named(message: str, env: ShardingEnv, what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        if any(isinstance(failure[0], KeyboardInterrupt) for failure in error.failures.values()):
+            raise KeyboardInterrupt from None
         reasons = "; ".join(
             f"rank {rank}: {_reason(failure[0])}"
             for rank, failure in sorted(error.failures.items())

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from torch import nn
 
 from recsys.distributed.checkpoint import (
     CheckpointError,
+    blocks,
     load_checkpoint,
     save_checkpoint,
     save_checkpoint_async,
@@ -176,6 +178,21 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match="extra must be a dict; received a list"):
         save_checkpoint(tmp_path, model, extra=[1])  # type: ignore[arg-type]
+
+
+def test_an_interrupt_stays_one_and_leaves_the_version_before(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, nn.Linear(9, 9))
+    write = blocks.crc32
+    calls = iter([None, None, None])
+
+    def interrupted(*args: Any) -> int:
+        if next(calls, 0) == 0:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    with mock.patch.object(blocks, "crc32", interrupted), pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, nn.Linear(9, 9))
+    assert os.listdir(tmp_path) == ["step-1"]
 
 
 def test_whole_numbers_of_numpy_are_steps(tmp_path: Path) -> None:
