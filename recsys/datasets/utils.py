@@ -12,6 +12,7 @@ from recsys.kernels import ops
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
 from recsys.sparse.columns import jagged_of
+from recsys.sparse.tree import register
 from recsys.sparse.value_checks import name_columns
 from recsys.streamable import Pipelineable
 
@@ -160,6 +161,19 @@ class Batch:
             sparse_features=self.sparse_features.pin_memory(),
             labels=self.labels.pin_memory(),
         )
+
+
+def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
+    names = "dense_features", "sparse_features", "labels"
+    rest = list(batch.dense_names), batch.label_name
+    return {name: getattr(batch, name) for name in names}, rest
+
+
+def _batch_of(members: Iterable[Any], rest: Any) -> Batch:
+    return Batch(*members, *rest)
+
+
+register(Batch, _members_of, _batch_of)
 
 
 def check_rank(rank: int, world_size: int, batch_size: int) -> None:

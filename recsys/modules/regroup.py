@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 from recsys.sparse import KeyedTensor
@@ -23,6 +26,7 @@ class KTRegroupAsDict(nn.Module):
         emb_dtype: What the embeddings are converted to; None: they stay as they are.
 
     Raises:
+        TypeError: A group is no list of keys.
         ValueError: Names and groups differ in number, a name repeats, or a group is empty.
 
     Example:
@@ -42,6 +46,9 @@ class KTRegroupAsDict(nn.Module):
         emb_dtype: DataType | None = None,
     ) -> None:
         super().__init__()
+        for group in groups:
+            if isinstance(cast(object, group), str):
+                wrong_type("KTRegroupAsDict: each of groups", "a list of keys", group)
         if len(groups) != len(keys) or len(set(keys)) != len(keys):
             raise ValueError(
                 f"KTRegroupAsDict.keys must name each group, each once; received the keys {keys} "
@@ -67,7 +74,7 @@ class KTRegroupAsDict(nn.Module):
 
         Raises:
             KeyError: No source has a key.
-            ValueError: Two sources have it, or sources differ in `key_dim`.
+            ValueError: There is no source, two sources have a key, or sources differ in `key_dim`.
         """
         grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
         if self._dtype is None:

@@ -11,6 +11,13 @@ from torch.optim import Optimizer
 
 from recsys.kernels.arguments import finite
 from recsys.kernels.checked import checked
+from recsys.optim.nested_state import (
+    check_same_keys,
+    check_state,
+    copy_into,
+    live_state,
+    reset_steps,
+)
 from recsys.optim.specs import optimizer_kind
 
 
@@ -46,7 +53,8 @@ class KeyedOptimizer(Optimizer):
 
     Args:
         params: name to parameter. A parameter may be any tensor, sharded or not.
-        state: parameter to its state (name to tensor), as in `torch.optim`.
+        state: parameter to its state, as in `torch.optim`: name to tensor or number, or to
+            dictionaries, lists and tuples of them.
         param_groups: the groups, as in `torch.optim`.
 
     Raises:
@@ -127,21 +135,16 @@ class KeyedOptimizer(Optimizer):
         for name, param in self.params.items():
             param.grad = before[name]
         for param in fresh.values():
-            param_state = self.state.get(param, {})
-            step = param_state.get("step")
-            if isinstance(step, Tensor):
-                step.zero_()
-            elif isinstance(step, int):
-                param_state["step"] = 0
+            reset_steps(self.state.get(param, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"state": {name: {state name: value}}}`, and `"param_groups"` if asked for.
 
-        The tensors are the live ones.
+        The tensors are the live ones, in dictionaries and lists of their own.
         """
         return self._with_param_groups(
             {
-                name: dict(self.state[param])
+                name: live_state(self.state[param])
                 for name, param in self.params.items()
                 if param in self.state
             }
@@ -166,11 +169,14 @@ class KeyedOptimizer(Optimizer):
 
         Raises:
             KeyError: if it lacks a parameter or a state that this optimizer has, or has more.
+                States that are nested in dictionaries, lists or tuples are named by their paths.
             ValueError: if a shape differs, or the parameter groups do not match.
-            TypeError: if it is no state dict.
+            TypeError: if it is no state dict, or lacks a tensor.
         """
-        loaded = _loaded_state(state_dict)
-        _check_loaded(self.state_dict()["state"], loaded)
+        loaded, own = _loaded_state(state_dict), self.state_dict()["state"]
+        check_same_keys("parameters", own, loaded)
+        for name, values in own.items():
+            check_state(name, values, loaded[name])
         if "param_groups" in state_dict:  # first: a warm-up then sets its rate
             self._load_param_groups(state_dict["param_groups"])
         self._load_state(loaded)
@@ -178,12 +184,7 @@ class KeyedOptimizer(Optimizer):
     @torch.no_grad()
     def _load_state(self, loaded: Mapping[str, Any]) -> None:
         for name, values in loaded.items():
-            own = self.state[self.params[name]]
-            for key, value in values.items():
-                if isinstance(own[key], Tensor):
-                    own[key].copy_(_to_tensor(value))
-                else:
-                    own[key] = value
+            copy_into(self.state[self.params[name]], values)
         self.post_load_state_dict()
 
     def _load_param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -276,35 +277,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     rate = finite("lr", lr, least=0)
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def _check_same_keys(what: str, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    missing, unexpected = sorted(own.keys() - loaded.keys()), sorted(loaded.keys() - own.keys())
-    if missing or unexpected:
-        raise KeyError(
-            f"The loaded optimizer state must have the same {what} as the optimizer; "
-            f"missing: {missing}, unexpected: {unexpected}."
-        )
-
-
-def _check_loaded(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Raise unless both have the same parameters, with the same states of the same shapes."""
-    _check_same_keys("parameters", own, loaded)
-    for name, values in own.items():
-        _check_same_keys(f"states of parameter {name!r}", values, loaded[name])
-        for key, value in values.items():
-            if not isinstance(value, Tensor):
-                continue
-            shape = _to_tensor(loaded[name][key]).shape
-            if value.shape != shape:
-                raise ValueError(
-                    f"State {key!r} of parameter {name!r} has shape {tuple(value.shape)}; "
-                    f"the loaded one has {tuple(shape)}."
-                )
-
-
-def _to_tensor(value: object) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 class CombinedOptimizer(KeyedOptimizer):

@@ -1,10 +1,8 @@
 """Whether jagged tensors hold the same data."""
 
-from typing import cast
-
 import torch
-from torch import Tensor
 
+from recsys.sparse import validate
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
@@ -51,7 +49,8 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
 
 def _have_equal_leaves(one: tuple[Leaves, object], other: tuple[Leaves, object]) -> bool:
     (leaves_1, context_1), (leaves_2, context_2) = one, other
+    if any(leaf.is_meta for leaf in (*leaves_1.values(), *leaves_2.values())):
+        validate.refuse_meta("Comparing KeyedJaggedTensor or JaggedTensor", "Compare real ones.")
     return context_1 == context_2 and all(
-        leaf is None or torch.equal(leaf, cast(Tensor, leaves_2[name]))
-        for name, leaf in leaves_1.items()
+        torch.equal(leaf, leaves_2[name]) for name, leaf in leaves_1.items()
     )

@@ -3,122 +3,16 @@
 Legend: `M` bags (lists), `N` values of all bags together.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import validate
+from recsys.sparse.bags import Bags, empty_parts
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.text import format_jagged, show_jagged
-
-
-class Bags:
-    """Values in bags, of one feature or several: what JaggedTensor and KeyedJaggedTensor share."""
-
-    __slots__ = ("__weakref__", "_lengths", "_offsets", "_values", "_weights")
-
-    _values: Tensor
-    _weights: Tensor | None
-    _lengths: Tensor | None
-    _offsets: Tensor | None
-
-    def values(self) -> Tensor:
-        """Return the values of all bags end to end, `[N, ...]`."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """Return the weights, `[N, ...]`.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        weights = self.weights_or_none()
-        if weights is None:
-            validate.refuse_missing(type(self).__name__, "weights")
-        return weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights, `[N, ...]`, or None if there are none."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Return the number of values in each bag, `[M]`.
-
-        Those of several features stand feature by feature: `[F * B]`, or the sum of the strides.
-
-        Raises:
-            ValueError: on CPU, if the offsets decrease.
-        """
-        if self._lengths is None and self.lengths_or_none() is None:
-            assert self._offsets is not None
-            lengths = self._offsets.diff()
-            validate.check_lengths(self, lengths)
-            self._lengths = lengths
-        return self._lengths  # type: ignore[return-value]  # not None by now
-
-    def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they are at hand, without deriving them."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return where each bag starts, and the end of the last, `[M + 1]`.
-
-        Raises:
-            ValueError: on CPU, if a length is negative, or they do not add up to the number of
-                values.
-        """
-        if self._offsets is None:
-            lengths = self.lengths()
-            validate.check_lengths(self, lengths)
-            self._offsets = ops.complete_cumsum(lengths)
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they are at hand, without deriving them."""
-        return self._offsets
-
-    def device(self) -> torch.device:
-        """Return where the tensors are."""
-        return self.values().device
-
-    def pin_memory(self) -> Self:
-        """Copy to page-locked memory, from where copies to a GPU can overlap."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from reuse until work queued on a CUDA stream is done."""
-        for tensor in self._tensors():
-            tensor.record_stream(stream)
-
-    def size_in_bytes(self) -> int:
-        """Return the size in bytes of all parts at hand."""
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    @abstractmethod
-    def validate(self) -> None:
-        """Check every length and offset; waits for a GPU."""
-
-    @abstractmethod
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same bags with each tensor replaced."""
-
-    def _tensors(self) -> list[Tensor]:
-        parts = self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets
-        return [part for part in parts if part is not None]
-
-    def _copy_parts(self, source: Self, non_blocking: bool) -> None:
-        """Overwrite values, lengths, and offsets and weights if any, with those of another."""
-        self.values().copy_(source.values(), non_blocking)
-        self.lengths().copy_(source.lengths(), non_blocking)
-        weights = self.weights_or_none()
-        if self._offsets is not None:
-            self._offsets.copy_(source.offsets(), non_blocking)
-        if weights is not None:
-            weights.copy_(source.weights(), non_blocking)
 
 
 class JaggedTensor(Bags):
@@ -348,6 +242,10 @@ class JaggedTensor(Bags):
                 "JaggedTensor.from_dense_lengths: lengths must be at most the width of values, "
                 f"{values.shape[1]}; received {int(lengths.max())}."
             )
+        if values.is_meta:
+            validate.refuse_meta(
+                "JaggedTensor.from_dense_lengths()", "Build the JaggedTensor of its parts."
+            )
         kept = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
         return JaggedTensor(
             values[kept], None if weights is None else weights[kept], lengths=lengths
@@ -424,6 +322,7 @@ class JaggedTensor(Bags):
             >>> JaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
+        validate.check_can_move("JaggedTensor", self.values(), device)
         return self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
 
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
@@ -435,6 +334,9 @@ class JaggedTensor(Bags):
 
         Returns:
             Self.
+
+        Raises:
+            ValueError: if shapes differ, or only one of both has weights.
 
         Example:
             >>> jt = JaggedTensor(torch.zeros(2), lengths=torch.tensor([1, 1]))
@@ -478,24 +380,18 @@ class JaggedTensor(Bags):
         return JaggedTensor.from_parts(*parts)  # type: ignore[arg-type]
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
+        if tensor.is_meta:
+            validate.refuse_meta("JaggedTensor.to_dense()", "Use to_padded_dense(desired_length).")
         lengths = self.lengths().tolist()
         validate.check_total("JaggedTensor", sum(lengths), tensor)
         return list(tensor.split_with_sizes(lengths))
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         lengths = self.lengths()  # checks offsets that were given
+        if tensor.is_meta:
+            if desired_length is None:
+                validate.refuse_meta("JaggedTensor.to_padded_dense()", "Pass desired_length=.")
+            return tensor.new_empty((lengths.numel(), desired_length, *tensor.shape[1:]))
         if desired_length is None:
             desired_length = int(lengths.max()) if lengths.numel() else 0
         return ops.jagged_to_padded_dense(tensor, self.offsets(), desired_length, padding_value)
-
-
-def empty_parts(
-    bags: Bags, device: torch.device | None = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Make values, weights if there are any, and lengths of no bags, with the dtypes of others."""
-    values, weights = bags.values(), bags.weights_or_none()
-    return (
-        values.new_empty((0, *values.shape[1:]), device=device),
-        None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
-        bags.lengths().new_empty(0, device=device),
-    )

@@ -6,12 +6,15 @@ Legend: `B` batch size, `F` keys, `D` columns of all keys together.
 import functools
 import itertools
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import wrong_type
 from recsys.sparse import validate
+from recsys.sparse.per_key_checks import check_derived, check_index_per_key
 from recsys.sparse.text import format_keyed, show_keyed
 
 
@@ -78,6 +81,13 @@ class KeyedTensor:
                 f"{key_dim}; received widths that add up to {sum(length_per_key)} for values of "
                 f"shape {tuple(values.shape)}."
             )
+        if offset_per_key is not None:
+            bounds = [0, *itertools.accumulate(length_per_key)]
+            meaning = "the running sum of length_per_key"
+            given = list(offset_per_key)
+            check_derived("KeyedTensor", "offset_per_key", given, bounds, meaning)
+        if index_per_key is not None:
+            check_index_per_key("KeyedTensor", keys, index_per_key)
         self._keys = keys
         self._length_per_key = list(length_per_key)
         self._values = values
@@ -198,15 +208,32 @@ class KeyedTensor:
 
         Raises:
             KeyError: if no source has a key.
-            ValueError: if two sources have it, sources differ in `key_dim`, or a group is empty.
+            TypeError: if the sources are no list of keyed tensors, or a group is no list of keys.
+            ValueError: if there is no source, two sources have a key, sources differ in `key_dim`,
+                or a group is empty.
 
         Example:
             >>> kt = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
             >>> KeyedTensor.regroup([kt], [["b", "a"], ["a"]])
             [tensor([[2., 3., 1.]]), tensor([[1.]])]
         """
-        key_dims = {kt._key_dim for kt in keyed_tensors}
+        rule = "a list of KeyedTensors"
+        if isinstance(cast(object, keyed_tensors), KeyedTensor):
+            wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
+        try:
+            key_dims = {kt._key_dim for kt in keyed_tensors}
+        except (AttributeError, TypeError):
+            wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
+        if cast(object, groups) is None or any(
+            isinstance(cast(object, group), str | None) for group in groups
+        ):
+            wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)
         if len(key_dims) != 1:
+            if not keyed_tensors:
+                raise ValueError(
+                    "KeyedTensor.regroup: keyed_tensors must hold at least one KeyedTensor; "
+                    f"received none for the groups {groups}."
+                )
             raise ValueError(
                 "KeyedTensor.regroup: all sources must have the same key_dim; received "
                 f"{[kt._key_dim for kt in keyed_tensors]}."
@@ -277,7 +304,13 @@ class KeyedTensor:
             >>> KeyedTensor(["a"], [2], torch.ones(1, 2)).to("cpu").device()
             device(type='cpu')
         """
+        validate.check_can_move("KeyedTensor", self._values, device)
         values = ops.copy_to(self._values, device, non_blocking)
+        return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
+
+    def pin_memory(self) -> "KeyedTensor":
+        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        values = self._values.pin_memory()
         return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

@@ -10,14 +10,16 @@ from, and `inverse_indices` may say which of its bags each sample reads. Everyth
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.sparse import exchange, rearrange, validate
-from recsys.sparse.jagged import Bags, JaggedTensor, empty_parts
+from recsys.kernels.arguments import wrong_type
+from recsys.sparse import exchange, per_key_checks, rearrange, validate
+from recsys.sparse.bags import Bags, empty_parts
+from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 from recsys.sparse.value_checks import check_id_weights
 
@@ -74,12 +76,14 @@ class KeyedJaggedTensor(Bags):
         lengths_offset_per_key: `F + 1`, the running sum of `stride_per_key`, where known.
         offset_per_key: `F + 1`, the running sum of `length_per_key`, where known.
         index_per_key: position of each key, where known.
-        jt_dict: what `to_dict()` would give, where known; only its keys are looked at.
+        jt_dict: the result of `to_dict()`, where known; only its keys are checked.
         inverse_indices: keys, and `[len(keys), samples]` the bag that each sample reads.
 
     Raises:
-        TypeError: if lengths or offsets are not int32 or int64 tensors.
-        ValueError: if keys repeat, or shapes, devices or numbers do not fit together.
+        TypeError: if lengths or offsets are not int32 or int64 tensors, or an argument has another
+            wrong type.
+        ValueError: if keys repeat, or shapes, devices or numbers do not fit together. On a GPU a
+            `length_per_key` or `offset_per_key` is compared with the number of values only.
 
     Example:
         >>> KeyedJaggedTensor(
@@ -116,6 +120,8 @@ class KeyedJaggedTensor(Bags):
         is_proxy = validate.is_proxy(values)
         if not is_proxy:
             lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
+        if isinstance(cast(object, keys), str):
+            wrong_type("KeyedJaggedTensor.keys", "a list of names", keys)
         keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)
         if not is_proxy and lengths is not None and lengths.dim() != 1:
@@ -124,17 +130,17 @@ class KeyedJaggedTensor(Bags):
         num_samples = None
         if inverse_indices is not None:
             num_samples = validate.check_inverse_indices(keys, values, inverse_indices)
-        self._stride, self._stride_per_key_per_rank = validate.check_strides(
+        self._stride, self._stride_per_key_per_rank = per_key_checks.check_strides(
             keys, num_bags, stride, stride_per_key, stride_per_key_per_rank, num_samples
         )
-        if offset_per_key is not None and length_per_key is None:
-            length_per_key = [b - a for a, b in itertools.pairwise(offset_per_key)]
         if length_per_key is not None:
-            validate.check_length_per_key(keys, length_per_key, values)
+            per_key_checks.check_one_per_key("length_per_key", keys, length_per_key)
         if index_per_key is not None:
-            validate.check_one_per_key("index_per_key", keys, index_per_key)
+            per_key_checks.check_index_per_key("KeyedJaggedTensor", keys, index_per_key)
         if jt_dict is not None:
-            validate.check_one_per_key("jt_dict", keys, jt_dict)
+            per_key_checks.check_derived(
+                "KeyedJaggedTensor", "jt_dict", sorted(jt_dict), sorted(keys), "a dict of the keys"
+            )
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -142,13 +148,25 @@ class KeyedJaggedTensor(Bags):
         self._offsets = offsets
         self._stride_per_key: list[int] | None = None
         self._inverse_indices = inverse_indices
-        self._length_per_key = length_per_key
-        self._offset_per_key = offset_per_key
+        self._length_per_key = None if length_per_key is None else list(length_per_key)
+        self._offset_per_key = None if offset_per_key is None else list(offset_per_key)
         self._index_per_key = index_per_key
         if lengths_offset_per_key is not None:
-            validate.check_running_sum(lengths_offset_per_key, self.lengths_offset_per_key())
-        if not is_proxy and validate.is_checked_in_full(values, lengths, offsets, length_per_key):
+            bounds = self.lengths_offset_per_key()
+            per_key_checks.check_derived(
+                "KeyedJaggedTensor",
+                "lengths_offset_per_key",
+                list(lengths_offset_per_key),
+                bounds,
+                "the running sum of the keys' batch sizes",
+            )
+        has_counts = length_per_key is not None or offset_per_key is not None
+        if not is_proxy and validate.is_checked_in_full(values, lengths, offsets, has_counts):
             self.validate()
+        if has_counts and not is_proxy:
+            self._length_per_key = per_key_checks.check_counts(
+                keys, values, self._length_per_key, self._offset_per_key
+            )
 
     @classmethod
     def from_parts(
@@ -439,8 +457,13 @@ class KeyedJaggedTensor(Bags):
             ValueError: if the lengths do not add up to the number of values.
         """
         if self._length_per_key is None:
-            length_per_key: list[int] = self.values_per_key().tolist()
-            validate.check_length_per_key(self._keys, length_per_key, self._values)
+            sizes_F = self.values_per_key()
+            if sizes_F.is_meta:
+                return [rearrange.total_on_meta(self, [i]) for i in range(len(self._keys))]
+            length_per_key: list[int] = sizes_F.tolist()
+            per_key_checks.check_length_per_key(
+                self._keys, length_per_key, self._values, source="lengths"
+            )
             self._length_per_key = length_per_key
         return self._length_per_key
 
@@ -460,7 +483,7 @@ class KeyedJaggedTensor(Bags):
             else:
                 sizes_F = self.values_per_key()
             sizes: list[int] = sizes_F.tolist()
-            validate.check_length_per_key(self._keys, sizes, self._values)
+            per_key_checks.check_length_per_key(self._keys, sizes, self._values, "lengths")
             return sizes
         return None
 
@@ -610,9 +633,10 @@ class KeyedJaggedTensor(Bags):
             >>> kjt.with_values(kjt.values() % 4).to_dict()["a"].to_dense()
             [tensor([1, 2]), tensor([], dtype=torch.int64)]
         """
-        mine = self._values
-        validate.check_replacement(values, mine)
-        return self._map(lambda tensor: values if tensor is mine else tensor)
+        validate.check_replacement(values, self._values)
+        replaced = self._map(lambda tensor: tensor)
+        replaced._values = values
+        return replaced
 
     def to(
         self,
@@ -640,6 +664,7 @@ class KeyedJaggedTensor(Bags):
             >>> KeyedJaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
+        validate.check_can_move("KeyedJaggedTensor", self._values, device)
         moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
@@ -658,7 +683,8 @@ class KeyedJaggedTensor(Bags):
             Self.
 
         Raises:
-            ValueError: if keys or strides differ.
+            ValueError: if keys, strides or shapes differ, or only one of both has weights or
+                inverse indices.
 
         Example:
             >>> a = KeyedJaggedTensor(["a"], torch.zeros(2), lengths=torch.tensor([1, 1]))
@@ -783,6 +809,12 @@ class KeyedJaggedTensor(Bags):
 
     def __str__(self) -> str:
         return show_keyed_jagged(self)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super()._shapes()
+        if self._inverse_indices is not None:
+            shapes["inverse_indices"] = tuple(self._inverse_indices[1].shape)
+        return shapes
 
     def _tensors(self) -> list[Tensor]:
         inverse = [] if self._inverse_indices is None else [self._inverse_indices[1]]

@@ -55,6 +55,10 @@ class KJTList(Pipelineable):
         """
         return KJTList([batch.to(device, non_blocking) for batch in self.features])
 
+    def pin_memory(self) -> KJTList:
+        """Return the batches in page-locked memory, from where copies to a GPU can overlap."""
+        return KJTList([batch.pin_memory() for batch in self.features])
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the batches' memory from being used anew until work in a stream is done.
 

@@ -6,6 +6,7 @@ Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags tog
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +40,12 @@ def _check_mergeable(
         raise ValueError(
             f"{caller}: all parts must have values of the same dtype; received "
             f"{sorted(map(str, dtypes))}. Convert with values.to(...)."
+        )
+    devices = {part.values().device for part in parts}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{caller}: all parts must be on the same device; received "
+            f"{sorted(map(str, devices))}. Move with .to(...)."
         )
 
 
@@ -137,6 +144,27 @@ def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
     )
 
 
+def total_on_meta(kjt: KeyedJaggedTensor, places: Sequence[int]) -> int:
+    """Return how many values some features have together, from the shapes alone.
+
+    The shapes tell it if all features are among them equally often, or none is.
+
+    Args:
+        kjt: a batch on the meta device that does not know its `length_per_key`.
+        places: of the features; may repeat.
+
+    Raises:
+        ValueError: if the shapes do not tell it.
+    """
+    counts = Counter(places)
+    times = {counts[place] for place in range(len(kjt._keys))}
+    if len(times) > 1:
+        validate.refuse_meta(
+            "KeyedJaggedTensor.length_per_key", "Pass length_per_key= to the constructor."
+        )
+    return kjt._values.shape[0] * sum(times)
+
+
 def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor]:
     """Do what `KeyedJaggedTensor.split` says."""
     keys, stride = kjt.keys(), kjt.stride()
@@ -147,8 +175,13 @@ def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor
         )
     ends = itertools.accumulate(segments)
     runs = [slice(end - size, end) for size, end in zip(segments, ends, strict=True)]
-    length_per_key = kjt.length_per_key()
-    sizes = [sum(length_per_key[run]) for run in runs]
+    length_per_key: list[int] | None
+    if kjt._length_per_key is None and kjt._values.is_meta:
+        length_per_key = None
+        sizes = [total_on_meta(kjt, range(len(keys))[run]) for run in runs]
+    else:
+        length_per_key = kjt.length_per_key()
+        sizes = [sum(length_per_key[run]) for run in runs]
     strides = num_bags = None
     if kjt.variable_stride_per_key():
         strides, per_key = kjt.stride_per_key_per_rank(), kjt.stride_per_key()
@@ -166,7 +199,7 @@ def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor
             lengths[i],
             stride=stride,
             stride_per_key_per_rank=strides[run] if strides else None,
-            length_per_key=length_per_key[run],
+            length_per_key=None if length_per_key is None else length_per_key[run],
             inverse_indices=inverse,
         )
         for i, run in enumerate(runs)
@@ -197,6 +230,8 @@ def permute(
     if sizes is not None:
         sizes = [sizes[i] for i in indices]
         total = sum(sizes)
+    elif given.is_meta:
+        total = total_on_meta(kjt, indices)
     if kjt.variable_stride_per_key():
         _, values, weights = ops.permute_1d(
             indices_tensor, kjt.values_per_key(), given, given_weights, total
@@ -228,7 +263,7 @@ def _strides_per_rank(kjt: KeyedJaggedTensor) -> list[list[int]]:
 
 
 def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseIndices | None:
-    inverse = [kjt.inverse_indices_or_none() for kjt in kjt_list]
+    inverse = [_own_inverse_indices(kjt) for kjt in kjt_list]
     present = [part for part in inverse if part is not None]
     if not present:
         return None
@@ -239,6 +274,16 @@ def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseInd
             f"{[None if part is None else tuple(part[1].shape) for part in inverse]}."
         )
     return _chain(keys for keys, _ in present), torch.cat([rows for _, rows in present])
+
+
+def _own_inverse_indices(kjt: KeyedJaggedTensor) -> InverseIndices | None:
+    """Return the inverse indices without the rows of features that a split left elsewhere."""
+    inverse = kjt._inverse_indices
+    if inverse is None or len(inverse[0]) == len(kjt._keys) or not kjt._keys:
+        return inverse
+    place = {key: i for i, key in enumerate(inverse[0])}
+    rows = [inverse[1].narrow(0, place[key], 1) for key in kjt._keys]
+    return list(kjt._keys), torch.cat(rows)
 
 
 def _chain(lists: Iterable[list[_T]]) -> list[_T]:

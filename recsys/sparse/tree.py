@@ -1,29 +1,32 @@
 """Registration with torch's pytrees, so that batches can be mapped, exported and compared.
 
-Every leaf is a tensor, and the same data gives the same tree whether or not its offsets have been
-asked for. Batch sizes are no part of a tree's structure unless features differ in them.
+Every leaf is a tensor. The same data gives the same tree whether or not its offsets were derived.
+The batch size belongs to the structure only where the tensors do not imply it: without keys, and
+where features have different batch sizes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from recsys.sparse.jagged import Bags, JaggedTensor
+from recsys.sparse.bags import Bags
+from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.kjt_list import KJTList
 
 _T = TypeVar("_T")
-Leaves = dict[str, Tensor | None]
-"""Tensors by name; those that are None are left out of the tree."""
+Leaves = dict[str, Tensor]
 
 
 def leaves_of_jagged(jt: Bags) -> tuple[Leaves, bool]:
-    """Return values, lengths and weight, and whether there are weights."""
+    """Return values, lengths and weights if any, and whether there are weights."""
     weights = jt.weights_or_none()
-    return {"values": jt.values(), "lengths": jt.lengths(), "weights": weights}, weights is not None
+    leaves = {"values": jt.values(), "lengths": jt.lengths()}
+    return (leaves, False) if weights is None else ({**leaves, "weights": weights}, True)
 
 
 def _jagged_of(leaves: Iterable[Tensor], is_weighted: bool) -> JaggedTensor:
@@ -32,22 +35,38 @@ def _jagged_of(leaves: Iterable[Tensor], is_weighted: bool) -> JaggedTensor:
 
 
 def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
-    """Return the tensors, and what else makes the structure of a batch."""
+    """Return the tensors that are there, and the rest of a batch: its structure."""
     leaves, is_weighted = leaves_of_jagged(kjt)
-    inverse_keys, leaves["inverse_indices"] = kjt.inverse_indices_or_none() or (None, None)
+    inverse_keys, inverse_rows = kjt.inverse_indices_or_none() or (None, None)
+    if inverse_rows is not None:
+        leaves["inverse_indices"] = inverse_rows
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
-    return leaves, (kjt.keys(), is_weighted, strides, inverse_keys)
+    context = (kjt.keys(), is_weighted, strides, inverse_keys)
+    has_other_stride = (
+        inverse_keys is None
+        and (strides is not None or not kjt.keys())
+        and kjt.stride() != _largest(strides)
+    )
+    return leaves, (*context, kjt.stride()) if has_other_stride else context
+
+
+def _largest(strides_per_rank: list[list[int]] | None) -> int:
+    """Return the largest batch size of a feature, 0 if none is known."""
+    return max(map(sum, strides_per_rank or ()), default=0)
 
 
 def _keyed_jagged_of(leaves: Iterable[Tensor], context: Any) -> KeyedJaggedTensor:
-    keys, is_weighted, strides_per_rank, inverse_keys = context
+    # programs exported before batch sizes were recorded have four members here, too
+    keys, is_weighted, strides_per_rank, inverse_keys, *told = context
     values, lengths, *rest = leaves
     weights = rest[0] if is_weighted else None
     inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
-    if inverse is not None and isinstance(inverse[1], Tensor):
+    if told:
+        (stride,) = told
+    elif inverse is not None and isinstance(inverse[1], Tensor):
         stride = inverse[1].shape[1]
     elif strides_per_rank is not None:
-        stride = max(map(sum, strides_per_rank), default=0)
+        stride = _largest(strides_per_rank)
     else:  # a tree_map may have put something else than tensors, or their proxies, here
         stride = lengths.numel() // len(keys) if keys and hasattr(lengths, "numel") else 0
     return KeyedJaggedTensor.from_parts(
@@ -71,19 +90,36 @@ def _keyed_of(leaves: Iterable[Tensor], context: Any) -> KeyedTensor:
     return KeyedTensor.from_parts(keys, widths, values, key_dim)
 
 
-def _register(
-    kind: type[_T],
-    leaves_of: Callable[[_T], tuple[Leaves, object]],
-    build: Callable[[Iterable[Tensor], Any], _T],
-) -> None:
-    def flatten(batch: _T) -> tuple[list[Tensor], object]:
-        leaves, context = leaves_of(batch)
-        return [leaf for leaf in leaves.values() if leaf is not None], context
+def _members_of_list(batches: KJTList) -> tuple[dict[str, list[KeyedJaggedTensor]], object]:
+    return {"features": batches.features}, None
 
-    def flatten_with_keys(batch: _T) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], object]:
-        leaves, context = leaves_of(batch)
-        named = leaves.items()
-        return [(pytree.GetAttrKey(n), leaf) for n, leaf in named if leaf is not None], context
+
+def _list_of(members: Iterable[list[KeyedJaggedTensor]], context: Any) -> KJTList:
+    (features,) = members
+    return KJTList(features)
+
+
+def register(
+    kind: type[_T],
+    members_of: Callable[[_T], tuple[Mapping[str, Any], object]],
+    build: Callable[[Iterable[Any], Any], _T],
+) -> None:
+    """Register a class with torch's pytrees.
+
+    Args:
+        kind: the class.
+        members_of: returns the members of an object by name, and the rest: plain values for JSON,
+            whose only tuple may be the outermost.
+        build: makes an object of the members in the same order, and the rest.
+    """
+
+    def flatten(batch: _T) -> tuple[list[Any], object]:
+        members, context = members_of(batch)
+        return list(members.values()), context
+
+    def flatten_with_keys(batch: _T) -> tuple[list[tuple[pytree.KeyEntry, Any]], object]:
+        members, context = members_of(batch)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in members.items()], context
 
     pytree.register_pytree_node(
         kind,
@@ -93,12 +129,13 @@ def _register(
         # in a file of an exported program, a tuple has become a list
         to_dumpable_context=lambda context: context,
         from_dumpable_context=lambda saved: tuple(saved) if isinstance(saved, list) else saved,
-        serialized_type_name=f"recsys.sparse.{kind.__name__}",
+        serialized_type_name=".".join([*kind.__module__.split(".")[:2], kind.__name__]),
     )
 
 
-_register(JaggedTensor, leaves_of_jagged, _jagged_of)
-_register(KeyedJaggedTensor, leaves_of_keyed_jagged, _keyed_jagged_of)
-_register(KeyedTensor, _leaves_of_keyed, _keyed_of)
+register(JaggedTensor, leaves_of_jagged, _jagged_of)
+register(KeyedJaggedTensor, leaves_of_keyed_jagged, _keyed_jagged_of)
+register(KeyedTensor, _leaves_of_keyed, _keyed_of)
+register(KJTList, _members_of_list, _list_of)
 # batches hold tensors, names and numbers: `torch.load` and `torch.export.load` may read them
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])

@@ -8,16 +8,17 @@ Legend: `M` bags, `N` values, `F` features, `B` batch size.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 if TYPE_CHECKING:
-    from recsys.sparse.jagged import Bags
+    from recsys.sparse.bags import Bags
     from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
@@ -64,6 +65,11 @@ def is_readable(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has contents: it is neither fake nor on the meta device."""
+    return type(tensor) is Tensor and not tensor.is_meta
+
+
 def is_proxy(values: object) -> bool:
     """Return whether `torch.fx` records now: values are its proxies, of which nothing is known."""
     return isinstance(values, fx.Proxy)
@@ -73,11 +79,20 @@ def is_checked_in_full(
     values: Tensor,
     lengths: Tensor | None,
     offsets: Tensor | None,
-    length_per_key: list[int] | None = None,
+    has_counts: bool = False,
 ) -> bool:
-    """Return whether a constructor checks all: if told to, or if reading is free."""
-    is_told_twice = length_per_key is not None or (lengths is not None and offsets is not None)
-    return _debug or (is_told_twice and is_readable(values))
+    """Return whether a constructor checks all: in debug mode, or if reading is free.
+
+    Args:
+        values: the values.
+        lengths: None if they are not given.
+        offsets: None if they are not given.
+        has_counts: whether numbers per key are given, which must agree with the lengths.
+    """
+    if _debug:
+        return has_values(values)
+    is_told_twice = has_counts or (lengths is not None and offsets is not None)
+    return is_told_twice and is_readable(values)
 
 
 def refuse_missing(owner: str, name: str) -> NoReturn:
@@ -88,6 +103,32 @@ def refuse_missing(owner: str, name: str) -> NoReturn:
     """
     shown = name.replace("_", " ")
     raise ValueError(f"{owner} has no {shown}. Ask with {name}_or_none().")
+
+
+def refuse_meta(subject: str, hint: str) -> NoReturn:
+    """Raise because the meta device has no contents to read.
+
+    Args:
+        subject: class and method, for the message.
+        hint: how to do without the contents.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{subject} needs the contents of its tensors; received tensors on the meta device, which "
+        f"have shapes only. {hint}"
+    )
+
+
+def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> None:
+    """Check that there is something to copy to another device.
+
+    Raises:
+        ValueError: if the values are on the meta device and the other device is a real one.
+    """
+    if values.is_meta and torch.device(device).type != "meta":
+        refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")
 
 
 def check_parts(
@@ -205,48 +246,6 @@ def check_total(owner: str, total: int, values: Tensor) -> None:
         )
 
 
-def check_length_per_key(keys: Sequence[str], length_per_key: list[int], values: Tensor) -> None:
-    """Check that the numbers of values of each feature account for all values.
-
-    Raises:
-        ValueError: if they do not, naming a feature whose lengths are negative.
-    """
-    check_one_per_key("length_per_key", keys, length_per_key)
-    check_total("KeyedJaggedTensor", sum(length_per_key), values)
-    if min(length_per_key, default=0) < 0:
-        index = next(i for i, length in enumerate(length_per_key) if length < 0)
-        raise ValueError(
-            "KeyedJaggedTensor.lengths must not be negative; received lengths of feature "
-            f'"{keys[index]}" that add up to {length_per_key[index]}.'
-        )
-
-
-def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
-    """Check that there is a number for each key.
-
-    Raises:
-        ValueError: if not.
-    """
-    if len(numbers) != len(keys):
-        raise ValueError(
-            f"KeyedJaggedTensor.{name} must have one entry per key; received {len(numbers)} for "
-            f"{len(keys)} keys."
-        )
-
-
-def check_running_sum(given: list[int], bounds: list[int]) -> None:
-    """Check where the bags of each key are said to start.
-
-    Raises:
-        ValueError: if it is elsewhere.
-    """
-    if given != bounds:
-        raise ValueError(
-            "KeyedJaggedTensor.lengths_offset_per_key must be the running sum of the keys' batch "
-            f"sizes, {bounds}; received {given}. Leave it out."
-        )
-
-
 def check_unique(owner: str, keys: list[str]) -> None:
     """Check that no key occurs twice.
 
@@ -281,61 +280,6 @@ def flatten_lengths(keys: Sequence[str], lengths: Tensor) -> Tensor:
             f"{tuple(lengths.shape)} for {len(keys)} keys."
         )
     return lengths.reshape(-1)
-
-
-def check_strides(
-    keys: Sequence[str],
-    num_bags: int,
-    stride: int | None,
-    stride_per_key: list[int] | None,
-    stride_per_key_per_rank: Tensor | list[list[int]] | None,
-    num_samples: int | None,
-) -> tuple[int, list[list[int]] | None]:
-    """Check that the batch sizes told, or found, account for all bags.
-
-    Args:
-        keys: features.
-        num_bags: bags of all features together.
-        stride: the constructor's.
-        stride_per_key: the constructor's.
-        stride_per_key_per_rank: the constructor's.
-        num_samples: of the inverse indices, if any: they count samples, and strides count bags.
-
-    Returns:
-        The batch size of the whole; and, where each feature has its own, those per rank.
-
-    Raises:
-        ValueError: if they do not.
-    """
-    per_rank = stride_per_key_per_rank
-    if isinstance(per_rank, Tensor):
-        per_rank = per_rank.tolist()
-    if per_rank:
-        stride_per_key = [sum(sizes) for sizes in per_rank]
-    elif stride_per_key is not None:
-        per_rank = [[size] for size in stride_per_key]
-    else:
-        if stride is None:
-            stride = num_bags // len(keys) if keys else 0
-        if not is_proxy(num_bags) and num_bags != len(keys) * stride:
-            raise ValueError(
-                "KeyedJaggedTensor needs one length for each key and sample; received "
-                f"{num_bags} lengths for {len(keys)} keys"
-                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths stand "
-                "key by key; features with different batch sizes need stride_per_key."
-            )
-        if num_samples is None:
-            return stride, None
-        return num_samples, [[stride] for _ in keys] or None
-    if len(stride_per_key) != len(keys) or sum(stride_per_key) != num_bags:
-        raise ValueError(
-            "KeyedJaggedTensor: strides must have one entry per key and add up to the number of "
-            f"lengths; received strides {preview(stride_per_key)} for {len(keys)} keys and "
-            f"{num_bags} lengths."
-        )
-    if stride is None:
-        stride = max(stride_per_key, default=0)
-    return stride if num_samples is None else num_samples, per_rank
 
 
 def check_inverse_indices(
@@ -415,6 +359,8 @@ def check_contents(
     Raises:
         ValueError: naming the first bag (and feature) at fault.
     """
+    if values.is_meta:
+        refuse_meta(f"{owner}.validate()", "Validate a batch on a real device.")
     derived = None if offsets is None else offsets.diff()
     for name, bags in (("lengths", lengths), ("offsets", derived)):
         if bags is None:
@@ -453,6 +399,20 @@ def check_same_features(kjt: KeyedJaggedTensor, other: KeyedJaggedTensor) -> Non
         )
 
 
+def check_same_parts(
+    owner: str, own: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
+) -> None:
+    """Check that two have the same parts of the same shapes, so that one can overwrite the other.
+
+    Raises:
+        ValueError: if not.
+    """
+    if own != given:
+        raise ValueError(
+            f"{owner}.copy_: parts and their shapes must be equal; received {given} for {own}."
+        )
+
+
 def check_replacement(values: Tensor, given: Tensor) -> None:
     """Check that other values can take the place of those given.
 
@@ -475,12 +435,17 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
     keys, strides = kjt.keys(), kjt.stride_per_key()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
     check_contents("KeyedJaggedTensor", kjt.values(), lengths, offsets, keys, strides)
-    known, actual = kjt.length_per_key_or_none(), kjt.values_per_key().tolist()
-    if known is not None and known != actual:
-        raise ValueError(
-            "KeyedJaggedTensor.length_per_key must agree with lengths; received "
-            f"{preview(known)} for {preview(actual)}."
-        )
+    sizes: list[int] = kjt.values_per_key().tolist()
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    for name, known, actual in (
+        ("length_per_key", kjt.length_per_key_or_none(), sizes),
+        ("offset_per_key", kjt.offset_per_key_or_none(), bounds),
+    ):
+        if known is not None and known != actual:
+            raise ValueError(
+                f"KeyedJaggedTensor.{name} must agree with lengths; received {preview(known)} "
+                f"for {preview(actual)}. Leave it out."
+            )
     inverse = kjt.inverse_indices_or_none()
     if inverse is not None:
         check_inverse_contents(keys, strides, (inverse[0], inverse[1].cpu()))

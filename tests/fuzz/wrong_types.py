@@ -1,8 +1,8 @@
 """Calls of public functions with one wrong argument: each must be refused, in clear words.
 
 `refused`: a value that means the same as the right one raises. `silent`: a value that cannot be
-right is accepted. `unclear`: the error does not name the argument and the value, or is torch's or
-Python's own. `hung`: the call takes more than 10 seconds.
+right is accepted. `unclear`: the error does not name the argument and the value, or is Python's
+own, such as an AttributeError. `hung`: the call takes more than 10 seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import torch
 
 import recsys
 from recsys.distributed.checkpoint import CheckpointError
+from recsys.distributed.planner.types import PlannerError
 from tests.fuzz.argument_kinds import WRONG
 from tests.fuzz.calls.call import Call
 from tests.fuzz.calls.public import all_calls
 from tests.ranks import RankPool
 
 LIMIT_S = 10
-CLEAR = (TypeError, ValueError, KeyError, IndexError, OSError, CheckpointError)
+CLEAR = (TypeError, ValueError, KeyError, IndexError, OSError, CheckpointError, PlannerError)
 _HOME = str(Path(recsys.__file__).parent)
 
 
@@ -97,6 +98,32 @@ def _is_own(error: BaseException) -> bool:
     return frames[-1].filename.startswith(_HOME)
 
 
+def _is_clear_refusal(call: Call, name: str, value: Any, error: Exception) -> bool:
+    """Whether an error tells that an argument's type is wrong."""
+    text = str(error)
+    if isinstance(error, TypeError) and f"argument '{name}'" in text:  # torch names it and its type
+        return True
+    words = [name, name.removesuffix("s"), *call.words.get(name, ())]
+    is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
+    is_only_input = len(call.arguments) == 1 and re.search(r"takes an? .*; received", text)
+    is_own = isinstance(error, CLEAR) and _is_own(error)
+    return is_own and bool(is_named or is_only_input) and _shows(text, value)
+
+
+def _is_clear_misfit(call: Call, name: str, value: Any, error: Exception) -> bool:
+    """Whether an error tells that a value of the right type does not fit the others.
+
+    Errors of torch about shapes and dtypes count, and those of a function that the caller gave.
+    """
+    if callable(value) or isinstance(error, StopIteration):
+        return True
+    if isinstance(value, torch.Tensor) and isinstance(error, RuntimeError | IndexError):
+        return True
+    words = [*call.arguments, *call.name.split("."), "received", *call.words.get(name, ())]
+    is_named = any(re.search(rf"\b{re.escape(word)}\b", str(error)) for word in words)
+    return isinstance(error, CLEAR) and _is_own(error) and is_named
+
+
 def complaint_about_call(call: Call, name: str, value: Any, is_alike: bool) -> str | None:
     """What is wrong with a call whose argument has this value, or None."""
     kind = call.arguments[name]
@@ -113,13 +140,8 @@ def complaint_about_call(call: Call, name: str, value: Any, is_alike: bool) -> s
             return f"refused: {shown}"
         if isinstance(error, OSError) and _shows(text, value):
             return None
-        names = [name] if legal is False else list(call.arguments)
-        words = [*names, *call.words.get(name, ())]
-        is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
-        is_clear = isinstance(error, CLEAR) and _is_own(error) and is_named
-        if is_clear and (_shows(text, value) or legal is not False):
-            return None
-        return f"unclear: {shown}"
+        is_clear = _is_clear_refusal if legal is False else _is_clear_misfit
+        return None if is_clear(call, name, value, error) else f"unclear: {shown}"
     return "silent" if legal is False else None
 
 

@@ -114,3 +114,19 @@ def test_copies_are_independent(jt, clone):
     assert jt_is_equal(jt, twin)
     twin.values().zero_()
     assert jt.values().tolist() == [1, 2, 3]
+
+
+def test_on_the_meta_device_what_needs_no_values_works():
+    lengths = torch.empty(3, dtype=torch.int64, device="meta")
+    jt = JaggedTensor(torch.empty(5, 2, device="meta"), lengths=lengths)
+    assert jt.to_padded_dense(4).shape == (3, 4, 2)
+    padded = torch.empty(3, 4, device="meta")
+    for call in (
+        jt.to_dense,
+        jt.to_padded_dense,
+        lambda: jt.to("cpu"),
+        jt.validate,
+        lambda: JaggedTensor.from_dense_lengths(padded, lengths),
+    ):
+        with pytest.raises(ValueError, match=r"JaggedTensor.* needs .*meta device"):
+            call()

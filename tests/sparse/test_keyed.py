@@ -61,6 +61,30 @@ def test_regroup_is_differentiable(kt):
     assert values.grad.tolist() == [[11, 1, 1, 0]] * 2
 
 
+def test_regroup_of_nothing_names_the_argument(kt):
+    with pytest.raises(ValueError, match="keyed_tensors must hold at least one KeyedTensor"):
+        KeyedTensor.regroup([], [["x"]])
+    for wrong in (None, kt, [None], [torch.ones(2, 2)]):
+        with pytest.raises(TypeError, match="keyed_tensors must be a list of KeyedTensors; rec"):
+            KeyedTensor.regroup(wrong, [["x"]])
+    for wrong in (None, ["x"], [None]):
+        with pytest.raises(TypeError, match="groups must be a list of lists of keys; received"):
+            KeyedTensor.regroup([kt], wrong)
+    assert KeyedTensor.regroup([kt], []) == []
+
+
+def test_known_numbers_that_do_not_fit_are_refused():
+    parts = ["x", "y"], [1, 2], torch.ones(2, 3)
+    with pytest.raises(
+        ValueError, match=r"KeyedTensor.offset_per_key must .* \[0, 1, 3\]; received"
+    ):
+        KeyedTensor(*parts, offset_per_key=[0, 2, 3])
+    with pytest.raises(ValueError, match=r"KeyedTensor.index_per_key must be the position of each"):
+        KeyedTensor(*parts, index_per_key={"x": 1, "y": 0})
+    kt = KeyedTensor(*parts, offset_per_key=[0, 1, 3], index_per_key={"x": 0, "y": 1})
+    assert kt["y"].shape == (2, 2)
+
+
 def test_regroup_refuses_what_it_would_have_to_guess(kt):
     twin = KeyedTensor(["x"], [1], torch.ones(2, 1))
     with pytest.raises(KeyError, match=r"no source has the keys \['q'\]; received sources with"):

@@ -70,7 +70,9 @@ def test_known_numbers_that_do_not_fit_are_refused():
     parts = ["a", "b"], torch.arange(3), None, torch.tensor([1, 2])
     with pytest.raises(ValueError, match=r"batch sizes, \[0, 1, 2\]; received \[0, 1, 3\]"):
         KeyedJaggedTensor(*parts, lengths_offset_per_key=[0, 1, 3])
-    with pytest.raises(ValueError, match="jt_dict must have one entry per key; received 0 for 2"):
+    with pytest.raises(
+        ValueError, match=r"jt_dict must be a dict of the keys, \['a', 'b'\]; rec.* \[\]"
+    ):
         KeyedJaggedTensor(*parts, jt_dict={})
 
 
@@ -238,3 +240,11 @@ def test_parts_refuse_bags_that_do_not_fit():
     kjt = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([3, -1]))
     with pytest.raises(ValueError, match="received length -1 at bag 1"):
         kjt.parts()
+
+
+def test_other_values_take_the_place_of_the_values_only():
+    ones = torch.ones(2, dtype=torch.int64)
+    kjt = KeyedJaggedTensor(["a"], ones, ones, ones)  # one tensor in three roles
+    replaced = kjt.with_values(ones * 7)
+    assert replaced.values().tolist() == [7, 7]
+    assert replaced.weights().tolist() == replaced.lengths().tolist() == [1, 1]

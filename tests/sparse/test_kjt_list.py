@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.kjt_list import KJTList
 from recsys.streamable import Multistreamable
+from tests.pretended_cuda import PretendedCuda
 
 
 def batch(id_: int) -> KeyedJaggedTensor:
@@ -27,6 +28,13 @@ def test_it_moves_as_a_whole() -> None:
     moved = batches.to(torch.device("meta"))
     assert [b.device().type for b in moved] == ["meta", "meta"]
     assert [b.device().type for b in batches] == ["cpu", "cpu"]
+
+
+def test_it_is_pinned_as_a_whole() -> None:
+    with PretendedCuda():
+        pinned = KJTList([batch(1), batch(2)]).pin_memory()
+        assert [b.values().is_pinned() for b in pinned] == [True, True]
+        assert KeyedTensor(["k"], [2], torch.ones(1, 2)).pin_memory().values().is_pinned()
 
 
 def test_every_batch_is_kept_on_the_stream() -> None:

@@ -110,6 +110,46 @@ def test_concat_joins_inverse_indices():
         KeyedJaggedTensor.concat([build("a"), plain])
 
 
+def test_concat_leaves_out_inverse_indices_of_features_that_a_split_left_elsewhere():
+    values, lengths = torch.arange(4), torch.tensor([1, 1, 1, 1])
+    rows = torch.tensor([[0, 0, 0], [0, 0, 0]])
+    both = KeyedJaggedTensor(
+        ["a", "b"], values, lengths=lengths, inverse_indices=(["a", "b"], rows)
+    )
+    only_a, _ = both.split([1, 1])
+    new_b = KeyedJaggedTensor(
+        ["b"], values[:2], lengths=lengths[:2], inverse_indices=(["b"], torch.tensor([[1, 0, 1]]))
+    )
+    keys, indices = KeyedJaggedTensor.concat([new_b, only_a]).inverse_indices()
+    assert (keys, indices.tolist()) == (["b", "a"], [[1, 0, 1], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("strides", [None, [1, 3]])
+def test_on_the_meta_device_what_needs_no_values_works(strides):
+    values, lengths = torch.empty(5, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+    parts = ["a", "b"], values.to("meta"), None, lengths.to("meta")
+    kjt = KeyedJaggedTensor(*parts, stride_per_key=strides)
+    permuted = kjt.permute([1, 0, 1, 0])
+    assert (permuted.keys(), permuted.stride()) == (["b", "a", "b", "a"], kjt.stride())
+    assert (permuted.values().shape, permuted.lengths().shape) == ((10,), (8,))
+    assert kjt.permute([]).values().shape == (0,)
+    assert [part.values().shape for part in kjt.split([2, 0])] == [(5,), (0,)]
+    assert KeyedJaggedTensor.concat([kjt]).to("meta").offsets().shape == (5,)
+    needing = kjt.to_dict, kjt.sync, lambda: kjt["a"], lambda: kjt.permute([0])
+    for call in (*needing, lambda: kjt.split([1, 1])):
+        with pytest.raises(
+            ValueError, match=r"KeyedJaggedTensor.length_per_key needs .*meta device"
+        ):
+            call()
+    for call in (lambda: kjt.to("cpu"), kjt.validate, lambda: kjt_is_equal(kjt, kjt)):
+        with pytest.raises(ValueError, match=r"KeyedJaggedTensor.* needs .*meta device"):
+            call()
+    known = KeyedJaggedTensor(*parts, stride_per_key=strides, length_per_key=[2, 3])
+    assert known.to_dict()["b"].values().shape == (3,)
+    assert known.split([1, 1])[0].values().shape == (2,)
+    assert known.permute([1]).values().shape == (3,)
+
+
 def test_concat_of_parts_that_do_not_fit(kjt):
     other = KeyedJaggedTensor(["c"], torch.arange(1), lengths=torch.tensor([1]))
     with pytest.raises(ValueError, match=r"same stride \(batch size\); received \[2, 1\]"):

@@ -1,7 +1,9 @@
+import pytest
 import torch
 from hypothesis import given, settings
 from torch.utils import _pytree as pytree
 
+from recsys.datasets.utils import Batch
 from recsys.sparse import (
     JaggedTensor,
     KeyedJaggedTensor,
@@ -9,7 +11,14 @@ from recsys.sparse import (
     jt_is_equal,
     kjt_is_equal,
 )
+from recsys.sparse.kjt_list import KJTList
 from tests.sparse.strategies import batches
+
+NONE = torch.zeros(0, dtype=torch.int64)
+WITHOUT_KEYS = KeyedJaggedTensor([], NONE, lengths=NONE, stride=5)
+LARGER_STRIDE = KeyedJaggedTensor(
+    ["a", "b"], torch.arange(3), lengths=torch.tensor([1, 0, 2]), stride_per_key=[1, 2], stride=7
+)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -70,3 +79,65 @@ def test_keyed_round_trip():
 def test_jagged_with_other_leaves():
     jt = JaggedTensor(torch.ones(2), lengths=torch.tensor([2]))
     assert pytree.tree_map(lambda leaf: leaf.shape, jt).values() == (2,)
+
+
+@pytest.mark.parametrize(("kjt", "stride"), [(WITHOUT_KEYS, 5), (LARGER_STRIDE, 7)])
+def test_a_batch_size_that_no_tensor_implies_stays(kjt, stride):
+    leaves, spec = pytree.tree_flatten(kjt)
+    for structure in (spec, pytree.treespec_loads(pytree.treespec_dumps(spec))):
+        rebuilt = pytree.tree_unflatten(leaves, structure)
+        assert rebuilt.stride() == stride
+        assert kjt_is_equal(rebuilt, kjt)
+        assert structure == pytree.tree_structure(rebuilt)
+    assert pytree.tree_map(lambda leaf: None, kjt).stride() == stride
+    assert torch.compile(lambda given: given, backend="eager")(kjt).stride() == stride
+
+
+def test_usual_batches_have_the_structure_of_programs_exported_before():
+    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(2), lengths=torch.tensor([1, 1]))
+    assert len(pytree.tree_structure(kjt).context) == 4
+
+
+def _batch():
+    ids = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))
+    return Batch(torch.ones(2, 1), ids, torch.zeros(2), ["age"], "liked")
+
+
+def test_batches_of_several_parts():
+    batch = _batch()
+    leaves, spec = pytree.tree_flatten_with_path([batch, KJTList([batch.sparse_features])])
+    names = [pytree.keystr(path) for path, _ in leaves]
+    assert names == [
+        "[0].dense_features",
+        "[0].sparse_features.values",
+        "[0].sparse_features.lengths",
+        "[0].labels",
+        "[1].features[0].values",
+        "[1].features[0].lengths",
+    ]
+    loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert loaded == spec
+    rebuilt, batches = pytree.tree_unflatten([leaf for _, leaf in leaves], loaded)
+    assert (rebuilt.dense_names, rebuilt.label_name) == (("age",), "liked")
+    assert kjt_is_equal(rebuilt.sparse_features, batch.sparse_features)
+    assert kjt_is_equal(batches[0], batch.sparse_features)
+    assert pytree.tree_map(lambda leaf: None, batch).labels is None
+
+
+def test_a_program_takes_a_batch():
+    class Model(torch.nn.Module):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return batch.dense_features.sum() + batch.sparse_features.values().sum()
+
+    program = torch.export.export(Model(), (_batch(),)).module()
+    assert program(_batch()).item() == 5
+
+
+def test_the_other_implementation_of_pytrees():
+    pytest.importorskip("optree")
+    from torch.utils import _cxx_pytree
+
+    for kjt in (WITHOUT_KEYS, LARGER_STRIDE):
+        leaves, spec = _cxx_pytree.tree_flatten(kjt)
+        assert kjt_is_equal(_cxx_pytree.tree_unflatten(leaves, spec), kjt)
+    assert _cxx_pytree.tree_map(lambda leaf: leaf, _batch()).dense_names == ("age",)

@@ -134,15 +134,17 @@ def test_numbers_per_key():
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride=3)
     with pytest.raises(ValueError, match=r"2 lengths for 0 keys\. Lengths"):
         KeyedJaggedTensor([], IDS, lengths=ONE_EACH)
-    with pytest.raises(ValueError, match=r"received strides \[1, 2\] for 2 keys and 2 lengths"):
+    with pytest.raises(
+        ValueError, match=r"stride_per_key must .* batch sizes \[1, 2\] for 2 keys and 2"
+    ):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride_per_key=[1, 2])
     with pytest.raises(ValueError, match=r"\[keys \* samples\] or \[keys, samples\]; .* \(2, 1\)"):
         KeyedJaggedTensor(["a"], IDS, lengths=ONE_EACH.view(2, 1))
     with pytest.raises(ValueError, match="length_per_key must have one entry per key; received 1"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[3])
-    with pytest.raises(ValueError, match="add up to 2 for 3 values"):
+    with pytest.raises(ValueError, match="length_per_key must agree with lengths"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[1, 1])
-    with pytest.raises(ValueError, match="index_per_key must have one entry per key; received 1"):
+    with pytest.raises(ValueError, match=r"index_per_key must be .*'b': 1}; received {'a': 0}"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, index_per_key={"a": 0})
 
 

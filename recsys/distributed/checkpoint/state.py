@@ -169,6 +169,12 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
     sizes: dict[tuple[str, str], tuple[int, ...]] = {}
     for name, (whole, table, shard) in parts.items():
         for key, value in state.get(name, {}).items():
+            if isinstance(value, dict | list | tuple):
+                raise CheckpointError(
+                    f"State {key!r} of {name!r}, a part of a table, must be a tensor or a number "
+                    f"to be saved for the whole table; received a {type(value).__name__}. "
+                    "Save without the optimizer, or attach one by apply_optimizer_in_backward."
+                )
             if not isinstance(value, Tensor) or value.dim() == 0:
                 joined.setdefault(whole, {})[key] = value
                 continue

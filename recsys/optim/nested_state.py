@@ -1,0 +1,152 @@
+"""Optimizer state of any depth: tensors and numbers in dictionaries, lists and tuples.
+
+Most optimizers keep one flat dictionary for each parameter. Others nest them, as Shampoo does: one
+dictionary for each block of a parameter. The leaves of such a state are named by their paths.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.arguments import wrong_type
+
+__all__ = ["check_same_keys", "check_state", "copy_into", "live_state", "reset_steps"]
+
+_Path: TypeAlias = tuple[object, ...]
+
+
+def live_state(state: Any) -> Any:
+    """Return a state in containers of its own, whose tensors are the live ones.
+
+    Example:
+        >>> state = {"block": {"left": torch.ones(1)}}
+        >>> live = live_state(state)
+        >>> live["block"] is state["block"], live["block"]["left"] is state["block"]["left"]
+        (False, True)
+    """
+    if isinstance(state, Mapping):
+        return {key: live_state(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return _sequence_like(state, map(live_state, state))
+    return state
+
+
+def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    """Check that a loaded state has the names of the optimizer's own.
+
+    Args:
+        what: the names, for messages.
+        own: the optimizer's values by name, or by path.
+        loaded: the loaded ones.
+
+    Raises:
+        KeyError: if names are missing or unexpected.
+    """
+    missing, unexpected = (
+        sorted(map(_shown, names)) for names in (own.keys() - loaded.keys(), loaded.keys() - own)
+    )
+    if missing or unexpected:
+        raise KeyError(
+            f"The loaded optimizer state must have the same {what} as the optimizer; "
+            f"missing: {missing}, unexpected: {unexpected}."
+        )
+
+
+def check_state(name: str, own: object, loaded: object) -> None:
+    """Check that the loaded state of a parameter has the leaves and the shapes of its own.
+
+    Args:
+        name: of the parameter.
+        own: the optimizer's state of it.
+        loaded: what shall be copied into that.
+
+    Raises:
+        KeyError: if leaves are missing or unexpected, with their paths.
+        TypeError: if a leaf must be a tensor and is nothing that converts to one.
+        ValueError: if the shape of a tensor differs.
+    """
+    own_leaves, loaded_leaves = dict(_leaves(own)), dict(_leaves(loaded))
+    check_same_keys(f"states of parameter {name!r}", own_leaves, loaded_leaves)
+    for path, value in own_leaves.items():
+        if not isinstance(value, Tensor):
+            continue
+        subject = f"State {_shown(path)!r} of parameter {name!r}"
+        shape = _to_tensor(subject, loaded_leaves[path]).shape
+        if value.shape != shape:
+            raise ValueError(
+                f"{subject} has shape {tuple(value.shape)}; the loaded one has {tuple(shape)}."
+            )
+
+
+def copy_into(own: Any, loaded: Any) -> Any:
+    """Copy a loaded state into that of an optimizer, in place; call `check_state` first.
+
+    Args:
+        own: the optimizer's state: its tensors, dictionaries and lists stay the same objects.
+        loaded: has the same leaves. Nothing of it is kept, so that it may change later.
+
+    Returns:
+        The state to keep: `own`, or another value where `own` cannot change.
+    """
+    if isinstance(own, Tensor):
+        return own.copy_(_to_tensor("State", loaded))
+    if isinstance(own, tuple):
+        return _sequence_like(own, map(copy_into, own, loaded))
+    if isinstance(own, Mapping | list):
+        keys = list(own) if isinstance(own, Mapping) else range(len(own))
+        for key in keys:
+            kept = copy_into(own[key], loaded[key])
+            if kept is not own[key]:
+                own[key] = kept  # type: ignore[index]  # a state that may not change is an error
+        return own
+    return loaded.detach().clone() if isinstance(loaded, Tensor) else copy.deepcopy(loaded)
+
+
+def reset_steps(state: Any) -> None:
+    """Set every step counter, a value called `step`, to 0 in place."""
+    if isinstance(state, Mapping):
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            step.zero_()
+        elif isinstance(step, int):
+            state["step"] = 0  # type: ignore[index]  # as above
+        parts = list(state.values())
+    else:
+        parts = list(state) if isinstance(state, list | tuple) else []
+    for part in parts:
+        reset_steps(part)
+
+
+def _leaves(state: object, path: _Path = ()) -> Iterator[tuple[_Path, object]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(state, list | tuple):
+        for place, value in enumerate(state):
+            yield from _leaves(value, (*path, place))
+    else:
+        yield path, state
+
+
+def _shown(name: object) -> str:
+    return ".".join(map(str, name)) if isinstance(name, tuple) else str(name)
+
+
+def _sequence_like(given: Any, parts: Any) -> Any:
+    """Return a list, tuple or named tuple of other parts."""
+    build: Callable[..., Any] = type(given)
+    return build(*parts) if hasattr(given, "_fields") else build(parts)
+
+
+def _to_tensor(subject: str, value: object) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        wrong_type(subject, "a tensor", value)

@@ -1,0 +1,140 @@
+"""Bags: the tensors and accessors that JaggedTensor and KeyedJaggedTensor share.
+
+Legend: `M` bags (lists), `N` values of all bags together.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from recsys.kernels import ops
+from recsys.sparse import validate
+
+
+class Bags:
+    """Values in bags, of one feature or several: what JaggedTensor and KeyedJaggedTensor share."""
+
+    __slots__ = ("__weakref__", "_lengths", "_offsets", "_values", "_weights")
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+
+    def values(self) -> Tensor:
+        """Return the values of all bags end to end, `[N, ...]`."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return the weights, `[N, ...]`.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        weights = self.weights_or_none()
+        if weights is None:
+            validate.refuse_missing(type(self).__name__, "weights")
+        return weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights, `[N, ...]`, or None if there are none."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the number of values in each bag, `[M]`.
+
+        Those of several features stand feature by feature: `[F * B]`, or the sum of the strides.
+
+        Raises:
+            ValueError: on CPU, if the offsets decrease.
+        """
+        if self._lengths is None and self.lengths_or_none() is None:
+            assert self._offsets is not None
+            lengths = self._offsets.diff()
+            validate.check_lengths(self, lengths)
+            self._lengths = lengths
+        return self._lengths  # type: ignore[return-value]  # not None by now
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths if they are at hand, without deriving them."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return where each bag starts, and the end of the last, `[M + 1]`.
+
+        Raises:
+            ValueError: on CPU, if a length is negative, or they do not add up to the number of
+                values.
+        """
+        if self._offsets is None:
+            lengths = self.lengths()
+            validate.check_lengths(self, lengths)
+            self._offsets = ops.complete_cumsum(lengths)
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets if they are at hand, without deriving them."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Return where the tensors are."""
+        return self.values().device
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        for tensor in self._tensors():
+            tensor.record_stream(stream)
+
+    def size_in_bytes(self) -> int:
+        """Return the size in bytes of all parts at hand."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check every length and offset; waits for a GPU."""
+
+    @abstractmethod
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same bags with each tensor replaced."""
+
+    def _tensors(self) -> list[Tensor]:
+        parts = self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets
+        return [part for part in parts if part is not None]
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each part that a copy overwrites."""
+        parts = {"values": self.values(), "lengths": self.lengths()}
+        weights = self.weights_or_none()
+        if weights is not None:
+            parts["weights"] = weights
+        return {name: tuple(part.shape) for name, part in parts.items()}
+
+    def _copy_parts(self, source: Self, non_blocking: bool) -> None:
+        """Overwrite values, lengths, and offsets and weights if any, with those of another."""
+        validate.check_same_parts(type(self).__name__, self._shapes(), source._shapes())
+        self.values().copy_(source.values(), non_blocking)
+        self.lengths().copy_(source.lengths(), non_blocking)
+        weights = self.weights_or_none()
+        if self._offsets is not None:
+            self._offsets.copy_(source.offsets(), non_blocking)
+        if weights is not None:
+            weights.copy_(source.weights(), non_blocking)
+
+
+def empty_parts(
+    bags: Bags, device: torch.device | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Make values, weights if there are any, and lengths of no bags, with the dtypes of others."""
+    values, weights = bags.values(), bags.weights_or_none()
+    return (
+        values.new_empty((0, *values.shape[1:]), device=device),
+        None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
+        bags.lengths().new_empty(0, device=device),
+    )

@@ -1,0 +1,227 @@
+"""Checks of the numbers per key that a caller of KeyedJaggedTensor gives: sizes, strides, places.
+
+All of them read numbers on the host only.
+
+Legend: `F` features (keys).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from numbers import Integral
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.arguments import shown, wrong_type
+from recsys.sparse.validate import check_total, is_proxy, preview
+
+
+def check_length_per_key(
+    keys: Sequence[str],
+    length_per_key: list[int],
+    values: Tensor,
+    source: str = "length_per_key",
+) -> None:
+    """Check that the numbers of values of each feature account for all values.
+
+    Args:
+        keys: features.
+        length_per_key: `F` numbers.
+        values: `[N, ...]`.
+        source: the argument that the numbers are from: the one to name. They were added up from
+            the lengths if it is "lengths".
+
+    Raises:
+        TypeError: if they are no whole numbers.
+        ValueError: if they do not account for all values, naming a feature with a negative one.
+    """
+    check_one_per_key(source, keys, length_per_key)
+    total = sum(length_per_key)
+    if not _is_whole(total):
+        wrong_type(f"KeyedJaggedTensor.{source}", "a list of integers", length_per_key)
+    if total != values.shape[0]:
+        if source == "lengths":
+            check_total("KeyedJaggedTensor", total, values)
+        raise ValueError(
+            f"KeyedJaggedTensor.{source} must account for all values; received counts that add up "
+            f"to {total}, {preview(length_per_key)}, for {values.shape[0]} values. Leave it out: "
+            "it is derived from the lengths."
+        )
+    if min(length_per_key, default=0) < 0:
+        index = next(i for i, length in enumerate(length_per_key) if length < 0)
+        if source == "lengths":
+            text = f'lengths of feature "{keys[index]}" that add up to {length_per_key[index]}'
+        else:
+            text = f'{length_per_key[index]} for feature "{keys[index]}"'
+        raise ValueError(f"KeyedJaggedTensor.{source} must not be negative; received {text}.")
+
+
+def check_counts(
+    keys: Sequence[str],
+    values: Tensor,
+    length_per_key: list[int] | None,
+    offset_per_key: list[int] | None,
+) -> list[int]:
+    """Check the given numbers of values per key against each other and all values.
+
+    Args:
+        keys: features.
+        values: `[N, ...]`.
+        length_per_key: the constructor's.
+        offset_per_key: the constructor's; one of both is required.
+
+    Returns:
+        The number of values of each feature.
+
+    Raises:
+        TypeError: if they are no whole numbers.
+        ValueError: naming the argument that does not fit.
+    """
+    if length_per_key is not None:
+        check_length_per_key(keys, length_per_key, values)
+        if offset_per_key is not None:
+            bounds = list(itertools.accumulate(length_per_key, initial=0))
+            meaning = "the running sum of length_per_key"
+            check_derived("KeyedJaggedTensor", "offset_per_key", offset_per_key, bounds, meaning)
+        return length_per_key
+    assert offset_per_key is not None
+    found = lengths_from_offsets(keys, offset_per_key)
+    check_length_per_key(keys, found, values, "offset_per_key")
+    return found
+
+
+def lengths_from_offsets(keys: Sequence[str], offset_per_key: Sequence[int]) -> list[int]:
+    """Return how many values each feature has, given where those of each feature start.
+
+    Args:
+        keys: features.
+        offset_per_key: `F + 1` numbers, the constructor's.
+
+    Raises:
+        ValueError: if there are more or fewer numbers, or the first is not 0.
+    """
+    if len(offset_per_key) != len(keys) + 1 or offset_per_key[0] != 0:
+        raise ValueError(
+            "KeyedJaggedTensor.offset_per_key must start with 0 and have one entry per key and "
+            f"one more; received {preview(offset_per_key)} for {len(keys)} keys. Leave it out."
+        )
+    return [end - start for start, end in itertools.pairwise(offset_per_key)]
+
+
+def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
+    """Check that there is a number for each key.
+
+    Raises:
+        TypeError: if it is no list.
+        ValueError: if there are more or fewer numbers.
+    """
+    if not isinstance(cast(object, numbers), Sized):
+        wrong_type(f"KeyedJaggedTensor.{name}", "a list of integers", numbers)
+    if len(numbers) != len(keys):
+        raise ValueError(
+            f"KeyedJaggedTensor.{name} must have one entry per key; received {len(numbers)} for "
+            f"{len(keys)} keys."
+        )
+
+
+def check_derived(owner: str, name: str, given: object, derived: object, meaning: str) -> None:
+    """Check that a caller gives the value that would be derived.
+
+    Args:
+        owner: the class, for messages.
+        name: the argument.
+        given: its value.
+        derived: what it must be equal to.
+        meaning: what it must be, for messages.
+
+    Raises:
+        ValueError: if it is another value.
+    """
+    if given != derived:
+        raise ValueError(
+            f"{owner}.{name} must be {meaning}, {shown(derived)}; received {shown(given)}. Leave "
+            "it out: it is derived."
+        )
+
+
+def check_index_per_key(owner: str, keys: Iterable[str], given: Mapping[str, int]) -> None:
+    """Check the position that is given for each key.
+
+    Raises:
+        ValueError: if it is elsewhere.
+    """
+    places = {key: place for place, key in enumerate(keys)}
+    check_derived(owner, "index_per_key", given, places, "the position of each key")
+
+
+def check_strides(
+    keys: Sequence[str],
+    num_bags: int,
+    stride: int | None,
+    stride_per_key: list[int] | None,
+    stride_per_key_per_rank: Tensor | list[list[int]] | None,
+    num_samples: int | None,
+) -> tuple[int, list[list[int]] | None]:
+    """Check that the given batch sizes, or those found, account for all bags.
+
+    Args:
+        keys: features.
+        num_bags: bags of all features together.
+        stride: the constructor's.
+        stride_per_key: the constructor's.
+        stride_per_key_per_rank: the constructor's.
+        num_samples: of the inverse indices, if any: they count samples, and strides count bags.
+
+    Returns:
+        The batch size of the whole; and, where each feature has its own, those per rank.
+
+    Raises:
+        TypeError: if the stride is no integer.
+        ValueError: if they do not account for all bags.
+    """
+    if stride is not None and not _is_whole(stride) and not is_proxy(stride):
+        wrong_type("KeyedJaggedTensor.stride", "an integer", stride)
+    per_rank = stride_per_key_per_rank
+    if isinstance(per_rank, Tensor):
+        per_rank = per_rank.tolist()
+    if not per_rank and stride_per_key is None:
+        if stride is None:
+            stride = num_bags // len(keys) if keys else 0
+        if not is_proxy(num_bags) and num_bags != len(keys) * stride:
+            raise ValueError(
+                "KeyedJaggedTensor needs one length for each key and sample; received "
+                f"{num_bags} lengths for {len(keys)} keys"
+                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths stand "
+                "key by key; features with different batch sizes need stride_per_key."
+            )
+        if num_samples is None:
+            return stride, None
+        return num_samples, [[stride] for _ in keys] or None
+    name = "stride_per_key_per_rank" if per_rank else "stride_per_key"
+    try:
+        strides = [sum(sizes) for sizes in per_rank] if per_rank else list(stride_per_key or ())
+    except TypeError:
+        rule = "a list of lists of integers" if per_rank else "a list of integers"
+        wrong_type(f"KeyedJaggedTensor.{name}", rule, per_rank or stride_per_key)
+    if len(strides) != len(keys) or sum(strides) != num_bags or min(strides, default=0) < 0:
+        raise ValueError(
+            f"KeyedJaggedTensor.{name} must have one entry per key, none negative, and add up to "
+            f"the number of lengths; received batch sizes {preview(strides)} for {len(keys)} keys "
+            f"and {num_bags} lengths."
+        )
+    if per_rank and stride_per_key is not None:
+        meaning = "the sums of stride_per_key_per_rank"
+        check_derived("KeyedJaggedTensor", "stride_per_key", list(stride_per_key), strides, meaning)
+    if stride is None:
+        stride = max(strides, default=0)
+    return (
+        stride if num_samples is None else num_samples,
+        per_rank or [[size] for size in strides],
+    )
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | torch.SymInt | Integral)

@@ -1,0 +1,513 @@
+"""Random containers through random operations: each field equals that of a plain-Python model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from recsys.datasets.utils import Batch
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recsys.sparse.kjt_list import KJTList
+from tests.ranks import RankPool
+
+Bags = list[list[int]]
+_INTS = (torch.int32, torch.int64)
+
+
+@dataclass
+class Model:
+    """The content of a KeyedJaggedTensor; the weight of a value is the value plus one half."""
+
+    keys: list[str]
+    bags: list[Bags]
+    stride: int
+    strides: list[list[int]] | None
+    inverse: dict[str, list[int]] | None
+    weights: torch.dtype | None
+    dtypes: tuple[torch.dtype, torch.dtype] = field(default=(torch.int64, torch.int64))
+
+    def flat(self) -> list[int]:
+        return [value for bags in self.bags for bag in bags for value in bag]
+
+    def lengths(self) -> list[int]:
+        return [len(bag) for bags in self.bags for bag in bags]
+
+    def counts(self) -> list[int]:
+        return [sum(map(len, bags)) for bags in self.bags]
+
+    def pick(self, places: list[int]) -> Model:
+        return replace(
+            self,
+            keys=[self.keys[i] for i in places],
+            bags=[self.bags[i] for i in places],
+            strides=None if self.strides is None else [self.strides[i] for i in places],
+        )
+
+
+def _running(numbers: list[int]) -> list[int]:
+    return [sum(numbers[:i]) for i in range(len(numbers) + 1)]
+
+
+def _model(rng: random.Random, prefix: str, like: Model | None = None) -> Model:
+    num_keys = rng.choice([0, 1, 2, 2, 3])
+    keys = [f"{prefix}{i}" for i in range(num_keys)]
+    stride = rng.choice([0, 1, 2, 5]) if like is None else like.stride
+    is_variable = rng.random() < 0.4 if like is None else like.strides is not None
+    has_inverse = rng.random() < 0.3 if like is None else like.inverse is not None
+    strides = None
+    if is_variable or has_inverse:
+        most = stride + 2 if has_inverse else stride
+        strides = [[rng.randint(0, most) for _ in range(1)] for _ in keys]
+        if rng.random() < 0.5:
+            strides = [[size // 2, size - size // 2] for (size,) in strides]
+        if has_inverse:
+            strides = [[max(size[0], 1), *size[1:]] for size in strides]
+    sizes = [stride] * num_keys if strides is None else [sum(size) for size in strides]
+    bags = [
+        [[rng.randrange(100) for _ in range(rng.choice([0, 0, 1, 3]))] for _ in range(size)]
+        for size in sizes
+    ]
+    inverse = None
+    if has_inverse:
+        inverse = {
+            key: [rng.randrange(size) for _ in range(stride)]
+            for key, size in zip(keys, sizes, strict=True)
+        }
+    return Model(
+        keys,
+        bags,
+        stride,
+        strides,
+        inverse,
+        rng.choice([None, torch.float32]) if like is None else like.weights,
+        (rng.choice(_INTS), rng.choice(_INTS)) if like is None else like.dtypes,
+    )
+
+
+def _built(rng: random.Random, model: Model) -> KeyedJaggedTensor:
+    values, lengths = (
+        torch.tensor(numbers, dtype=dtype)
+        for numbers, dtype in zip((model.flat(), model.lengths()), model.dtypes, strict=True)
+    )
+    offsets = torch.tensor(_running(model.lengths()), dtype=model.dtypes[1])
+    given: dict[str, Any] = {"lengths": lengths}
+    if rng.random() < 0.4:
+        given = {"offsets": offsets}
+    elif rng.random() < 0.3:
+        given["offsets"] = offsets
+    if model.inverse is not None:
+        rows = list(model.inverse.values())
+        indices = torch.tensor(rows, dtype=torch.int64).view(len(rows), model.stride)
+        given["inverse_indices"] = list(model.inverse), indices
+    if model.strides is not None:
+        name = "stride_per_key_per_rank"
+        given[name] = model.strides
+        if all(len(sizes) == 1 for sizes in model.strides) or rng.random() < 0.2:
+            given["stride_per_key"] = [sum(sizes) for sizes in model.strides]
+        if all(len(sizes) == 1 for sizes in model.strides):
+            del given[name]
+    if not (model.strides and model.inverse) or rng.random() < 0.5:
+        given["stride"] = model.stride
+    right = _caches(model)
+    for name, value in right.items():
+        if rng.random() < 0.2:
+            given[name] = value
+    weights = None if model.weights is None else values.to(model.weights) + 0.5
+    return KeyedJaggedTensor(list(model.keys), values, weights, **given)
+
+
+def _caches(model: Model) -> dict[str, Any]:
+    counts = model.counts()
+    return {
+        "length_per_key": counts,
+        "offset_per_key": _running(counts),
+        "index_per_key": {key: place for place, key in enumerate(model.keys)},
+        "lengths_offset_per_key": _running([len(bags) for bags in model.bags]),
+    }
+
+
+# -- comparison --------------------------------------------------------------------------------
+
+
+def _check(given: KeyedJaggedTensor, model: Model) -> None:
+    """Compares every field; a shallow copy keeps what is derived here from the batch itself."""
+    kjt = copy.copy(given)
+    assert kjt.keys() == model.keys
+    assert kjt.stride() == model.stride, ("stride", kjt.stride(), model.stride)
+    sizes = [len(bags) for bags in model.bags]
+    assert kjt.stride_per_key() == sizes, ("stride_per_key", kjt.stride_per_key(), sizes)
+    if model.keys:
+        assert kjt.variable_stride_per_key() == (model.strides is not None)
+    assert kjt.stride_per_key_per_rank() == (model.strides or [])
+    assert (kjt.values().dtype, kjt.lengths().dtype) == model.dtypes
+    assert kjt.values().tolist() == model.flat()
+    assert kjt.lengths().tolist() == model.lengths()
+    assert kjt.offsets().tolist() == _running(model.lengths())
+    weights = kjt.weights_or_none()
+    assert (None if weights is None else weights.dtype) is model.weights
+    if weights is not None:
+        assert weights.tolist() == [value + 0.5 for value in model.flat()]
+    inverse = kjt.inverse_indices_or_none()
+    assert (inverse is None) == (model.inverse is None)
+    if inverse is not None and model.inverse is not None:
+        rows = dict(zip(inverse[0], inverse[1].tolist(), strict=True))  # the last row is read
+        wanted = {key: model.inverse[key] for key in model.keys}
+        assert {key: rows[key] for key in model.keys} == wanted, ("inverse_indices", rows, wanted)
+    assert kjt.length_per_key() == model.counts()
+    assert kjt.offset_per_key() == _running(model.counts())
+    kjt.validate()
+    views = kjt.to_dict()
+    for place, (key, bags) in enumerate(zip(model.keys, model.bags, strict=True)):
+        assert model.keys[kjt.index_per_key()[key]] == key
+        if key not in model.keys[place + 1 :]:
+            for jt in (views[key], kjt[key]):
+                assert [bag.tolist() for bag in jt.to_dense()] == bags
+
+
+def _check_meta(rng: random.Random, kjt: KeyedJaggedTensor, model: Model) -> None:
+    """On the meta device every field but the numbers stays, and errors name the class."""
+    meta = kjt.to("meta")
+    num_keys = len(model.keys)
+    order = list(range(num_keys))[::-1]
+    for found, expected in (
+        (meta, model),
+        (meta.permute(order), model.pick(order)),
+        (KeyedJaggedTensor.concat([meta]), model),
+        (*meta.split([num_keys, 0])[:1], model),
+    ):
+        assert found.keys() == expected.keys
+        assert found.stride() == model.stride
+        assert found.stride_per_key_per_rank() == (expected.strides or [])
+        assert found.values().numel() == len(model.flat())
+        assert found.lengths().numel() == len(model.lengths())
+        assert (found.inverse_indices_or_none() is None) == (model.inverse is None)
+    calls: list[Callable[[], object]] = [meta.to_dict, lambda: meta.split([1] * num_keys)]
+    for call in [*calls, lambda: meta.to("cpu"), meta.validate]:
+        error = _error_of(call)
+        if error is not None:
+            assert isinstance(error, ValueError), repr(error)
+            assert "KeyedJaggedTensor" in str(error)
+            assert "meta device" in str(error)
+
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def _check_fake(rng: random.Random, kjt: KeyedJaggedTensor, model: Model) -> None:
+    fake = pytree.tree_map(FakeTensorMode().from_tensor, kjt)
+    assert fake.keys() == model.keys
+    assert fake.stride() == model.stride
+    assert fake.stride_per_key_per_rank() == (model.strides or [])
+    assert fake.values().numel() == len(model.flat())
+
+
+def _check_wrong_cache(rng: random.Random, kjt: KeyedJaggedTensor, model: Model) -> None:
+    """A number per key that does not fit is named, whatever else is right."""
+    if not model.keys:
+        return
+    name, right = rng.choice(list(_caches(model).items()))
+    wrong: Any = dict(right) if isinstance(right, dict) else list(right)
+    place = rng.choice(list(wrong) if isinstance(wrong, dict) else range(len(wrong)))
+    wrong[place] += rng.choice([1, 2])
+    values, lengths = torch.tensor(model.flat()), torch.tensor(model.lengths(), dtype=torch.int64)
+    strides = [len(bags) for bags in model.bags]
+    parts = model.keys, values.long(), None, lengths
+    error = _error_of(lambda: KeyedJaggedTensor(*parts, stride_per_key=strides, **{name: wrong}))
+    assert isinstance(error, ValueError), f"{name}={wrong} was taken for {right}"
+    assert str(error).startswith(f"KeyedJaggedTensor.{name}"), (name, str(error))
+
+
+# -- operations --------------------------------------------------------------------------------
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """The tensors that a container has at hand."""
+    if isinstance(value, KJTList):
+        return [tensor for batch in value for tensor in _tensors_of(batch)]
+    if isinstance(value, Batch):
+        dense = [value.dense_features, value.labels]
+        return dense + _tensors_of(value.sparse_features)
+    if isinstance(value, KeyedTensor):
+        return [value.values()]
+    parts = [value.values(), value.weights_or_none()]
+    parts += [value.lengths_or_none(), value.offsets_or_none()]
+    if isinstance(value, KeyedJaggedTensor):
+        parts += [(value.inverse_indices_or_none() or (None, None))[1]]
+    return [part for part in parts if part is not None]
+
+
+Step = Callable[[random.Random, KeyedJaggedTensor, Model], tuple[KeyedJaggedTensor, Model]]
+STEPS: dict[str, Step] = {}
+
+
+def _step(function: Step) -> Step:
+    STEPS[function.__name__.strip("_")] = function
+    return function
+
+
+def _through(rng: random.Random, given: Any) -> Any:
+    """A copy that keeps all: of a batch, or of what holds one."""
+
+    def saved(value: Any) -> Any:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+
+    def from_spec(value: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(value)
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
+
+    def pinned(value: Any) -> Any:
+        with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor.clone()):
+            return value.pin_memory()
+
+    def recorded(value: Any) -> Any:
+        seen: list[Tensor] = []
+        note = mock.patch.object(
+            Tensor, "record_stream", lambda tensor, stream: seen.append(tensor)
+        )
+        with note:
+            value.record_stream(None)
+        assert {id(tensor) for tensor in _tensors_of(value)} <= {id(tensor) for tensor in seen}
+        return value
+
+    ways: list[Callable[[Any], Any]] = [
+        copy.copy,
+        copy.deepcopy,
+        lambda value: pickle.loads(pickle.dumps(value)),
+        saved,
+        lambda value: value.to(torch.device("cpu")),
+        pinned,
+        recorded,
+        lambda value: pytree.tree_map(torch.clone, value),
+        lambda value: pytree.tree_map(lambda leaf: leaf, value),
+        from_spec,
+    ]
+    return rng.choice(ways)(given)
+
+
+@_step
+def _kept(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    return _through(rng, kjt), model
+
+
+@_step
+def _held(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    if rng.random() < 0.5:
+        return _through(rng, KJTList([kjt, kjt]))[rng.randrange(2)], model
+    names = ["age"] if rng.random() < 0.5 else []
+    batch = _through(rng, Batch(torch.ones(2, 1), kjt, torch.zeros(2), names, "liked"))
+    assert (batch.dense_names, batch.label_name) == (tuple(names), "liked")
+    assert batch.dense_features.tolist() == [[1], [1]]
+    assert batch.labels.tolist() == [0, 0]
+    return batch.sparse_features, model
+
+
+@_step
+def _derived(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    kjt = copy.copy(kjt)
+    rng.choice([kjt.sync, kjt.unsync, kjt.offsets, kjt.lengths, kjt.index_per_key])()
+    return kjt, model
+
+
+@_step
+def _permuted(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    places = rng.sample(range(len(model.keys)), rng.randint(0, len(model.keys)))
+    tensor = torch.tensor(places, dtype=torch.int64) if rng.random() < 0.3 else None
+    return kjt.permute(places, tensor), model.pick(places)
+
+
+@_step
+def _split(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    first = rng.randint(0, len(model.keys))
+    places = list(range(len(model.keys)))
+    parts = kjt.split([first, len(places) - first])
+    if rng.random() < 0.4 and 0 < first < len(places):
+        return KeyedJaggedTensor.concat(parts[::-1]), model.pick(places[first:] + places[:first])
+    return (
+        (parts[0], model.pick(places[:first]))
+        if rng.random() < 0.5
+        else (
+            parts[1],
+            model.pick(places[first:]),
+        )
+    )
+
+
+@_step
+def _joined(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    if not model.keys:
+        return kjt, model
+    free = [key for key in ("f0", "f1", "f2") if key not in model.keys]
+    other = _model(rng, f"n{rng.randrange(10**6)}_", like=model)
+    if rng.random() < 0.5 and free and other.keys:  # a name that an earlier split took away
+        other.keys[0] = free[0]
+        if other.inverse is not None:
+            other.inverse = dict(zip(other.keys, other.inverse.values(), strict=True))
+    if not other.keys:
+        return KeyedJaggedTensor.concat([kjt, _built(rng, other)]), model
+    pairs = [(kjt, model), (_built(rng, other), other)]
+    rng.shuffle(pairs)
+    (one, first), (two, second) = pairs
+    own = None
+    if first.inverse is not None and second.inverse is not None:
+        own = {key: first.inverse[key] for key in first.keys}
+        own |= {key: second.inverse[key] for key in second.keys}
+    joined = replace(
+        first,
+        keys=first.keys + second.keys,
+        bags=first.bags + second.bags,
+        strides=None
+        if first.strides is None or second.strides is None
+        else first.strides + second.strides,
+        inverse=own,
+    )
+    return KeyedJaggedTensor.concat([one, two]), joined
+
+
+@_step
+def _weighed(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    if model.weights is None:
+        return kjt.to("cpu", dtype=torch.float64), model
+    dtype = rng.choice([torch.float32, torch.float64])
+    return kjt.to("cpu", dtype=dtype), replace(model, weights=dtype)
+
+
+@_step
+def _overwritten(
+    rng: random.Random, kjt: KeyedJaggedTensor, model: Model
+) -> tuple[KeyedJaggedTensor, Model]:
+    if rng.random() < 0.5:
+        return kjt.with_values(kjt.values().clone()), model
+    target = copy.deepcopy(kjt)
+    target.values().zero_()
+    return target.copy_(kjt), model
+
+
+# -- a case ------------------------------------------------------------------------------------
+
+
+def _keyed_jagged(rng: random.Random) -> str | None:
+    model = _model(rng, "f")
+    kjt = _built(rng, model)
+    done = []
+    try:
+        _check(kjt, model)
+        for _ in range(rng.randint(1, 6)):
+            name = rng.choice(list(STEPS))
+            done.append(name)
+            kjt, model = STEPS[name](rng, kjt, model)
+            if rng.random() < 0.6:
+                _check(kjt, model)
+        done.append("the last")
+        _check(kjt, model)
+        check = rng.choice([None] * 5 + [_check_meta, _check_fake, _check_wrong_cache])
+        if check is not None:
+            done.append(check.__name__)
+            check(rng, kjt, model)
+    except Exception:
+        return f"after {done} of {model}: {traceback.format_exc(limit=-3)}"
+    return None
+
+
+def _jagged(rng: random.Random) -> str | None:
+    bags = [
+        [rng.randrange(9) for _ in range(rng.choice([0, 1, 2]))]
+        for _ in range(rng.choice([0, 1, 3]))
+    ]
+    values = torch.tensor([value for bag in bags for value in bag], dtype=rng.choice(_INTS))
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=rng.choice(_INTS))
+    offsets = torch.tensor(_running(lengths.tolist()), dtype=lengths.dtype)
+    by_lengths = rng.random() < 0.5
+    weights = values + 0.5 if rng.random() < 0.5 else None
+    parts = (lengths, None) if by_lengths else (None, offsets)
+    jt = JaggedTensor(values, weights, *parts)
+    if rng.random() < 0.3:  # a view of a buffer
+        jt = KeyedJaggedTensor(["a"], values, weights, *parts).to_dict()["a"]
+    try:
+        for _ in range(3):
+            jt = _through(rng, jt)
+        assert [bag.tolist() for bag in jt.to_dense()] == bags
+        assert (jt.values().dtype, jt.lengths().dtype) == (values.dtype, lengths.dtype)
+        assert jt.offsets().tolist() == offsets.tolist()
+        assert (jt.weights_or_none() is None) == (weights is None)
+        if weights is not None:
+            assert torch.equal(jt.weights(), weights)
+        if rng.random() < 0.8:
+            return None
+        meta = jt.to("meta")
+        assert meta.offsets().shape == offsets.shape
+        assert meta.to_padded_dense(2).shape == (len(bags), 2)
+    except Exception:
+        return f"JaggedTensor of {bags}: {traceback.format_exc(limit=-3)}"
+    return None
+
+
+def _keyed(rng: random.Random) -> str | None:
+    keys = [f"k{i}" for i in range(rng.choice([1, 2, 3]))]
+    widths = [rng.randint(0, 3) for _ in keys]
+    key_dim = rng.choice([0, 1, -1])
+    shape = [2, 2]
+    shape[key_dim] = sum(widths)
+    values = torch.arange(float(2 * sum(widths))).view(shape)
+    kt = KeyedTensor(keys, widths, values, key_dim)
+    try:
+        for _ in range(3):
+            kt = _through(rng, kt)
+        assert kt.keys() == keys
+        assert kt.key_dim() == key_dim
+        assert (kt.length_per_key(), kt.offset_per_key()) == (widths, _running(widths))
+        for key, part in zip(keys, values.split(widths, key_dim), strict=True):
+            assert torch.equal(kt[key], part)
+            assert kt.to("meta")[key].shape == part.shape
+        wrong_bounds = [0, *(bound + 1 for bound in _running(widths)[1:])]
+        wrongs: dict[str, Any] = {
+            "offset_per_key": wrong_bounds,
+            "index_per_key": dict.fromkeys(keys, 1),
+        }
+        for name, wrong in wrongs.items() if rng.random() < 0.3 else ():
+            error = _error_of(partial(KeyedTensor, keys, widths, values, key_dim, **{name: wrong}))
+            assert f"KeyedTensor.{name}" in str(error), f"{name}={wrong} was taken"
+    except Exception:
+        return f"KeyedTensor of {widths}: {traceback.format_exc(limit=-3)}"
+    return None
+
+
+def complaint_about(pool: RankPool, seed: int) -> str | None:
+    """What is wrong in the case of a seed, or None."""
+    rng = random.Random(seed)
+    kind = rng.choices([_keyed_jagged, _jagged, _keyed], [8, 1, 1])[0]
+    return kind(rng)
