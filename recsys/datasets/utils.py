@@ -8,6 +8,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch.utils.data import get_worker_info
 
+from recsys.kernels.checked import checked_late
 from recsys.kernels import ops
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
@@ -65,6 +66,7 @@ class Batch:
         self.__post_init__()
 
     @staticmethod
+    @checked_late
     def from_columns(
         columns: Any,
         *,
@@ -121,6 +123,7 @@ class Batch:
         features = torch.stack(numbers, 1) if numbers else torch.zeros(ids.stride(), 0)
         return Batch(features, ids, labels, tuple(dense), label or "")
 
+    @checked_late
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Copy to a device.
 

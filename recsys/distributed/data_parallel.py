@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.kernels.checked import check_fields
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import exclude_sharded_from_ddp, names_excluded_from_ddp
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
@@ -62,6 +63,9 @@ class DefaultDataParallelWrapper:
     find_unused_parameters: bool = False
     params_to_ignore: Sequence[str] | None = field(default=None, kw_only=True)
     broadcast_buffers: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap the inner module in place, if there are several ranks and dense parameters."""

@@ -158,6 +158,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         """The module type this sharder replaces."""
         return FeatureProcessedEmbeddingBagCollection
 
+    @checked
     def shard(
         self,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -171,6 +172,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         sharded = self._ebc_sharder.shard(tables, params, env, device, module_fqn)
         return ShardedFeatureProcessedEmbeddingBagCollection(processors, sharded)
 
+    @checked
     def shardable_parameters(
         self, module: FeatureProcessedEmbeddingBagCollection
     ) -> dict[str, nn.Parameter]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from recsys.kernels.checked import check_fields
 from recsys.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -63,6 +64,9 @@ class FullyShardWrapper:
     modules: Sequence[str] | None = None
     mesh: DeviceMesh | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Shard the dense modules, in place, and replicate what is left over."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.kernels.arguments import finite, whole, writable_folder
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_late
 
 __all__ = ["BadLossError", "LossGuard"]
 
@@ -88,6 +88,7 @@ class LossGuard:
         self._unread: deque[tuple[int, Tensor, Any, Any]] = deque()
         self._step = self._skipped = self._saved = 0
 
+    @checked_late
     def check(self, loss: Tensor, batch: Any, step: int | None = None) -> bool:
         """Look at a loss before `backward`; on a GPU at one of a step before.
 

@@ -95,6 +95,7 @@ def copy_around_sharded(
     return copied
 
 
+@checked
 def copy_to_device(module: M, current_device: torch.device, to_device: torch.device) -> M:
     """Return a deep copy whose tensors on one device are on another; others stay where they are.
 
@@ -173,10 +174,12 @@ class ModuleSharder(abc.ABC, Generic[T]):
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
         """Return table name to weight, for every table of the module."""
 
+    @checked
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types this sharder can execute on that kind of device."""
         return [kind.value for kind in ShardingType]
 
+    @checked
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the compute kernels for that sharding type on that kind of device."""
         kernels = [EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE]
@@ -213,6 +216,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         """The module type this sharder replaces."""
         return self.replaces
 
+    @checked
     def shard(
         self,
         module: Any,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import check_fields, checked
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -127,6 +127,9 @@ class BatchingMetadata:
     device: str
     pinned: list[str]
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @final
 @dataclass
@@ -138,6 +141,9 @@ class QualNameMetadata:
     """
 
     need_preproc: bool
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class PredictFactory(abc.ABC):

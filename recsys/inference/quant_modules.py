@@ -135,6 +135,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         self._bag_features = tuple(f for c in tables for f in c.feature_names)
 
     @classmethod
+    @checked
     def from_float(
         cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingBagCollection:
@@ -282,6 +283,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         self.feature_processor = feature_processor
 
     @classmethod
+    @checked
     def from_float(  # type: ignore[override]
         cls,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -405,6 +407,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         ]
 
     @classmethod
+    @checked
     def from_float(
         cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingCollection:

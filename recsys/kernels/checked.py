@@ -35,10 +35,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def checked(function: _Function) -> _Function:
     """Check the types of a function's arguments, by its annotations, whenever it is called.
 
-    Not for functions that run with every batch: each argument costs about a microsecond. NumPy's
-    numbers become Python's, texts that name a device or a member of an enum become that. An `int`
-    is no bool, a `list` may be any iterable but text and tensors, a `float` any number. Of a list
-    or a mapping each element is checked. What an annotation leaves open is not checked.
+    Not for functions that run with every batch: each argument costs about a microsecond; see
+    `checked_late`. NumPy's numbers become Python's, and text that names a device or a member of an
+    enum becomes that. A bool is no `int`. A `list` may be any iterable but text, tensors and
+    iterators. A `float` may be any number. Each element of a list or a mapping is checked. What an
+    annotation leaves open is not checked.
 
     Args:
         function: Such as an `__init__`.
@@ -54,24 +55,61 @@ def checked(function: _Function) -> _Function:
         Traceback (most recent call last):
         TypeError: repeat.times must be a whole number; received 'b'.
     """
-    order = list(inspect.signature(function).parameters)
-    owner = function.__qualname__.rpartition("<locals>.")[2]
-    is_constructor = function.__name__ == "__init__"
 
     @functools.wraps(function)
-    def check(*args: Any, **kwargs: Any) -> Any:
-        rules = _rules_of(function)
-        subject = type(args[0]).__name__ if is_constructor else owner
-        given = [
-            _keep(rules[name], f"{subject}.{name}", value) if name in rules else value
-            for name, value in zip(order, args, strict=False)
-        ]
-        for name, value in kwargs.items():
-            if name in rules:
-                kwargs[name] = _keep(rules[name], f"{subject}.{name}", value)
-        return function(*given, *args[len(given) :], **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*_check_call(function, args, kwargs), **kwargs)
 
-    return cast(_Function, check)
+    return cast(_Function, call)
+
+
+def checked_late(function: _Function) -> _Function:
+    """Check the types of a function's arguments, by its annotations, only when it has failed.
+
+    For functions that run with every batch. An error that wrong arguments caused is replaced by
+    the one that `checked` raises. Any other error stays.
+
+    Args:
+        function: What to call.
+
+    Returns:
+        The function that checks once it has failed.
+
+    Example:
+        >>> @checked_late
+        ... def first(values: list[int]) -> int:
+        ...     return values[0]
+        >>> first(3)
+        Traceback (most recent call last):
+        TypeError: first.values must be a list of whole numbers; received 3.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            _check_call(function, args, kwargs)
+            raise
+
+    return cast(_Function, call)
+
+
+def _check_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the positional arguments to use; puts the others to use in their place."""
+    rules, code = _rules_of(function), function.__code__
+    owner = function.__qualname__.rpartition("<locals>.")[2]
+    subject = type(args[0]).__name__ if args and owner.endswith(".__init__") else owner
+    given = list(args)
+    for place, name in enumerate(code.co_varnames[: min(code.co_argcount, len(args))]):
+        if name in rules:
+            given[place] = _keep(rules[name], f"{subject}.{name}", args[place])
+    for name, value in kwargs.items():
+        if name in rules:
+            kwargs[name] = _keep(rules[name], f"{subject}.{name}", value)
+    return tuple(given)
 
 
 def check_fields(owner: object) -> None:
@@ -158,7 +196,7 @@ def _rule_of(annotation: Any) -> _Rule | None:
         return _rule_of_type(inner[0] if inner else object)
     kind = origin or annotation
     if kind is tuple and Ellipsis not in inner:
-        return _rule_of_class(tuple, "a tuple")
+        return _rule_of_tuple(inner)
     if kind in _LISTS:
         return _rule_of_list(kind, _rule_of(inner[0]) if inner else None)
     if kind in (dict, collections.abc.Mapping):
@@ -221,6 +259,22 @@ _PLAIN[str] = _rule_of_class(str, "text")
 
 
 _OF_PATHS = (_PLAIN[str], _PLAIN[pathlib.Path])
+
+
+def _rule_of_tuple(parts: Sequence[Any]) -> _Rule:
+    """Return the rule of a tuple, or list, that has as many elements as there are annotations."""
+    rules = [_rule_of(part) for part in parts]
+    words = f"a tuple of {len(rules)}"
+
+    def check(subject: str, value: Any) -> Any:
+        if not isinstance(value, tuple | list) or len(value) != len(rules):
+            wrong_type(subject, words, value)
+        for place, (rule, part) in enumerate(zip(rules, value, strict=True)):
+            if rule is not None:
+                _keep(rule, f"{subject}[{place}]", part)
+        return value
+
+    return _Rule(words, check)
 
 
 def _rule_of_type(base: Any) -> _Rule | None:

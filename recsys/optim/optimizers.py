@@ -41,7 +41,7 @@ class _RowOptimizer(Optimizer):
             fields["beta1"], fields["beta2"] = group["betas"]
         return OptimizerSpec(
             algorithm=self.algorithm,
-            learning_rate=float(group["lr"]),
+            learning_rate=finite(f"{type(self).__name__}.lr", group["lr"], least=0),
             weight_decay_mode=self.weight_decay_mode,
             **fields,
         )
@@ -192,6 +192,7 @@ class RowWiseAdagrad(_RowOptimizer):
 
 
 class _AdamLike(_RowOptimizer):
+    @checked
     def __init__(
         self,
         params: Parameters,

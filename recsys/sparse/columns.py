@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked_late
 from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 __all__ = ["from_columns", "jagged_of"]
 
 
+@checked_late
 def from_columns(
     columns: Any, weights: Mapping[str, Any] | None = None, *, padding: int | None = None
 ) -> KeyedJaggedTensor:
@@ -62,7 +64,7 @@ def from_columns(
         names = list(columns.columns)
     else:
         names = list(getattr(columns, "column_names", None) or columns.keys())
-    weights = weights or {}
+    weights = {} if weights is None else weights
     unknown = sorted(weights.keys() - set(names))
     if unknown:
         raise KeyError(f"Weights are given for {unknown}, which are no columns of {names}.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from recsys.kernels.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -54,6 +55,7 @@ class ComputeJTDictToKJT(nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
+@checked_late
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
     """Gather keys of several keyed tensors into new tensors: `KeyedTensor.regroup`.
 
@@ -80,6 +82,7 @@ def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> li
 permute_multi_embedding = regroup_kts
 
 
+@checked_late
 def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Give all features the largest batch size, by empty bags behind their own.
 

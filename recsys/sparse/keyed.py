@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked_late
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
 from recsys.sparse import validate
@@ -48,6 +49,7 @@ class KeyedTensor:
         "_values",
     )
 
+    @checked_late
     def __init__(
         self,
         keys: list[str],
@@ -124,6 +126,7 @@ class KeyedTensor:
         return kt
 
     @staticmethod
+    @checked_late
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
@@ -172,6 +175,7 @@ class KeyedTensor:
             self._offset_per_key = [0, *itertools.accumulate(self._length_per_key)]
         return self._offset_per_key
 
+    @checked_late
     def __getitem__(self, key: str) -> Tensor:
         """Return the columns of one key, a view."""
         if self._index_per_key is None:
@@ -196,6 +200,7 @@ class KeyedTensor:
         return dict(zip(self._keys, columns, strict=True))
 
     @staticmethod
+    @checked_late
     def regroup(keyed_tensors: "list[KeyedTensor]", groups: list[list[str]]) -> list[Tensor]:
         """Gather keys of several keyed tensors into new tensors, one per group.
 
@@ -256,6 +261,7 @@ class KeyedTensor:
         ]
 
     @staticmethod
+    @checked_late
     def regroup_as_dict(
         keyed_tensors: "list[KeyedTensor]", groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
@@ -289,6 +295,7 @@ class KeyedTensor:
         """Return where the tensors are."""
         return self._values.device
 
+    @checked_late
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":
         """Copy to a device.
 

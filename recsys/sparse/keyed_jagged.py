@@ -15,6 +15,7 @@ from typing import NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked, checked_late
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
@@ -100,6 +101,7 @@ class KeyedJaggedTensor(Bags):
 
     __slots__ = ("_keys", *_SAMPLES, *_PER_KEY)
 
+    @checked_late
     def __init__(
         self,
         keys: list[str],
@@ -286,6 +288,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(*parts, inverse_indices=inverse_indices).sync()
 
     @staticmethod
+    @checked_late
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
         """Put jagged tensors of several features end to end.
 
@@ -307,6 +310,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(**rearrange.merged(jt_dict))
 
     @staticmethod
+    @checked_late
     def concat(kjt_list: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
         """Put the features of several keyed jagged tensors side by side.
 
@@ -329,6 +333,7 @@ class KeyedJaggedTensor(Bags):
         return rearrange.concat(kjt_list)
 
     @staticmethod
+    @checked
     def empty(
         is_weighted: bool = False,
         device: torch.device | None = None,
@@ -356,6 +361,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor([], jt.values(), jt.weights_or_none(), jt.lengths())
 
     @staticmethod
+    @checked
     def empty_like(
         kjt: "KeyedJaggedTensor", device: torch.device | None = None
     ) -> "KeyedJaggedTensor":
@@ -544,6 +550,7 @@ class KeyedJaggedTensor(Bags):
         """Return self: lengths are always one-dimensional here."""
         return self
 
+    @checked_late
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return one feature as views of the buffer; waits for a GPU the first time."""
         return rearrange.feature(self, key)
@@ -570,6 +577,7 @@ class KeyedJaggedTensor(Bags):
         """
         return rearrange.features(self)
 
+    @checked_late
     def split(self, segments: list[int]) -> "list[KeyedJaggedTensor]":
         """Split into runs of consecutive features; waits for a GPU the first time.
 
@@ -589,6 +597,7 @@ class KeyedJaggedTensor(Bags):
         """
         return rearrange.split(self, segments)
 
+    @checked_late
     def permute(
         self, indices: list[int], indices_tensor: Tensor | None = None
     ) -> "KeyedJaggedTensor":
@@ -616,6 +625,7 @@ class KeyedJaggedTensor(Bags):
         """
         return rearrange.permute(self, indices, indices_tensor)
 
+    @checked_late
     def with_values(self, values: Tensor) -> Self:
         """Return the same bags with other values, one for each of these.
 
@@ -638,6 +648,7 @@ class KeyedJaggedTensor(Bags):
         replaced._values = values
         return replaced
 
+    @checked_late
     def to(
         self,
         device: torch.device | str,
@@ -672,6 +683,7 @@ class KeyedJaggedTensor(Bags):
             moved._length_per_key = self._counted_for(moved._values)
         return moved
 
+    @checked_late
     def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:
         """Overwrite the contents in place with those of another of the same sizes.
 
@@ -742,6 +754,7 @@ class KeyedJaggedTensor(Bags):
         """Name the tensors an exchange sends: lengths, values, strides and weights if any."""
         return list(exchange.named_tensors(self))
 
+    @checked_late
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Say how many entries of each tensor go to each rank.
 

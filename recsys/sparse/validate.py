@@ -125,8 +125,11 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
     """Check that there is something to copy to another device.
 
     Raises:
+        TypeError: if the device is none.
         ValueError: if the values are on the meta device and the other device is a real one.
     """
+    if not isinstance(device, torch.device | str | int) or device is True:
+        wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
     if values.is_meta and torch.device(device).type != "meta":
         refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 import torch
 
+from recsys.kernels.checked import checked
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.plain import check_plain
 from recsys.distributed.ranks.env import ShardingEnv
@@ -56,6 +57,7 @@ class RandomState:
             found["cuda"] = torch.cuda.get_rng_state()
         return found
 
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the generators go on from these states."""
         torch.set_rng_state(state_dict["torch"])

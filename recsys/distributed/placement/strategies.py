@@ -204,6 +204,7 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
     return placement_helper(compute_device, rank % local_size, rank)
 
 
+@checked
 def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
     """Return where a rank keeps its shards, as a plan writes it; see `placement`.
 

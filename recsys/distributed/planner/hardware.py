@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
+from recsys.kernels.checked import check_fields
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.words import show_ranks
 from recsys.kernels.arguments import wrong_type
@@ -71,6 +72,7 @@ class Hardware:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_device("Hardware", self.compute_device)
         for name in NUMBERS:
             check_number(f"Hardware.{name}", name, getattr(self, name))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import check_fields, checked
 
 _MIN_BLOCK = 32  # values that share a scale; fewer would spend too much on scales
 _SCALE_BYTES = 4
@@ -249,6 +249,7 @@ class QCommsConfig:
     fp8_bwd_uses_143: bool | None = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         names = [kind.name for kind in CommType]
         for name in ("forward_precision", "backward_precision"):
             value = getattr(self, name)

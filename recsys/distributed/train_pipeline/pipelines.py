@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
-from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.arguments import shown, whole, wrong_type
 from recsys.kernels.checked import checked
 
 In = TypeVar("In")
@@ -200,6 +200,8 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     def _fill(self, source: Iterator[In]) -> None:
         """Read batches until as many are under way as may be."""
         if source is not self._source:
+            if not isinstance(cast(object, source), Iterator):
+                not_an_iterator(type(self).__name__, source)
             self._source, self._is_exhausted = source, False
         while len(self._flying) <= self._num_ahead() and not self._is_exhausted:
             if self._flying:
@@ -579,6 +581,19 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
 
 _NONE: Any = object()
+
+
+def not_an_iterator(name: str, source: object) -> NoReturn:
+    """Raise TypeError: `progress` of a pipeline was given something else.
+
+    Args:
+        name: of the pipeline's class.
+        source: what was given.
+    """
+    raise TypeError(
+        f"{name}.progress: dataloader_iter must be an iterator; received {shown(source)}. Make one "
+        "for each epoch: iter(dataloader)."
+    )
 
 
 def _stream(device: torch.device) -> Any:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, cast, final
 
 import torch
 from torch import nn
 
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Started
 from recsys.distributed.train_pipeline.batches import record_stream
-from recsys.distributed.train_pipeline.pipelines import In, TrainPipeline, bare_model
-from recsys.kernels.checked import checked
+from recsys.distributed.train_pipeline.pipelines import (
+    In,
+    TrainPipeline,
+    bare_model,
+    not_an_iterator,
+)
+from recsys.kernels.checked import check_fields, checked
 
 StageOut = TypeVar("StageOut")
 _NOTHING: Any = object()
@@ -37,6 +42,9 @@ class PipelineStage(Generic[StageOut]):
     stream: torch.Stream | None = None
     fill_callback: Callable[[], None] | None = None
     data_exhausted_callback: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @final
@@ -98,6 +106,8 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> StageOut | None:
         """Move every batch one stage on; return what the last stage made of the oldest."""
+        if not isinstance(cast(object, dataloader_iter), Iterator):
+            not_an_iterator(type(self).__name__, dataloader_iter)
         if not self._outputs:
             self._fill(dataloader_iter)
         if self._is_flushing and all(output is _NOTHING for output, _ in self._outputs):
