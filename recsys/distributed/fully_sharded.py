@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from recsys.kernels.checked import check_fields
 from recsys.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -26,6 +25,7 @@ from recsys.distributed.module_tree import outermost
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import sharded_modules, sharded_names
+from recsys.kernels.checked import check_fields
 
 __all__ = ["FullyShardWrapper"]
 

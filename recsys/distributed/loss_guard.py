@@ -105,7 +105,7 @@ class LossGuard:
             BadLossError: on the rank of a bad loss, naming step, rank, loss and the file of the
                 batch; with `skip`, on all ranks, if too many steps were skipped in a row.
         """
-        self._step = self._step + 1 if step is None else step
+        self._step = self._step + 1 if step is None else whole("LossGuard.check: step", step, 0)
         value = loss.detach().sum()
         if self._skip:
             return self._agree(value, batch)

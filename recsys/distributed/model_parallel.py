@@ -39,7 +39,7 @@ from recsys.distributed.sharder import (
     refuse_to_pickle,
 )
 from recsys.distributed.train_pipeline.ahead import InputsAhead
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import flag, wrong_type
 from recsys.kernels.checked import checked
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -375,7 +375,8 @@ class DistributedModelParallel(nn.Module):
         return comm.together(self.env, "load a state dict", load)
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        if assign:
+        flag("DistributedModelParallel.load_state_dict: strict", strict)
+        if flag("DistributedModelParallel.load_state_dict: assign", assign):
             raise ValueError(
                 "DistributedModelParallel.load_state_dict copies into the tables' storage; "
                 "received assign=True. Leave it False."

@@ -33,7 +33,7 @@ from recsys.distributed.ranks import comm
 from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.output_dist import Exchange
 from recsys.distributed.state.row_updates import BackwardFinisher
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.checked import checked
 from recsys.kernels.tbe import TableBatchedEmbedding
 
@@ -115,6 +115,8 @@ class StepReport:
 
     def data(self, batches: Iterable[B]) -> Iterator[B]:
         """Yield batches, and count the time until they come."""
+        if isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
+            wrong_type("StepReport.data: batches", "an iterable of batches", batches)
         source = iter(batches)
         while True:
             with self._stage("data"):
@@ -130,6 +132,7 @@ class StepReport:
         Args:
             samples: of this rank's batch.
         """
+        whole("StepReport.step: samples", samples, least=0)
         self._count()
         self._stages.clear()  # of a step that raised
         self.steps += 1

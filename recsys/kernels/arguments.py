@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import fx
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
@@ -148,6 +149,24 @@ def instance(subject: str, value: object, kind: type[_Kind], rule: str = "") -> 
     return value
 
 
+def check_input(subject: str, value: object, kind: type) -> None:
+    """Check what a module's forward is given; proxies of a trace pass.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+        kind: The class.
+
+    Raises:
+        TypeError: It is an object of another class.
+
+    Example:
+        >>> check_input("MLP.input", torch.ones(2), torch.Tensor)
+    """
+    if not isinstance(value, kind | fx.Proxy):
+        wrong_type(subject, f"a {'tensor' if kind is torch.Tensor else kind.__name__}", value)
+
+
 def device_of(subject: str, value: object) -> torch.device:
     """Return a device, given as one or by its name.
 
@@ -222,7 +241,7 @@ def names(subject: str, value: object) -> list[str]:
     """
     if isinstance(value, str):
         raise TypeError(f"{subject} must be a list of text; received {value!r}. Write [{value!r}].")
-    listed = list(value) if isinstance(value, Iterable) else None
+    listed = _listed(value)
     if listed is None or not all(isinstance(name, str) for name in listed):
         wrong_type(subject, "a list of text", value if listed is None else listed)
     return listed
@@ -244,12 +263,21 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
         >>> whole_list("ranks", range(3))
         [0, 1, 2]
     """
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    listed = _listed(value)
+    if listed is None:
         wrong_type(subject, "a list of whole numbers", value)
-    numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(value)]
+    numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(listed)]
     if length is not None and len(numbers) != length:
         raise ValueError(f"{subject} must have {length} numbers; received {shown(numbers)}.")
     return numbers
+
+
+def _listed(value: object) -> list[Any] | None:
+    """Return the elements of an iterable; None for text, and for what has no elements."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    if not is_list or (isinstance(value, torch.Tensor) and not value.dim()):
+        return None
+    return list(value)  # type: ignore[call-overload, no-any-return]
 
 
 def path_of(subject: str, value: object) -> Path:

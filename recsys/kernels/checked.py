@@ -324,23 +324,25 @@ def _rule_of_list(kind: Any, one: _Rule | None) -> _Rule:
     def check(subject: str, value: Any) -> Any:
         if isinstance(value, str) and one is _PLAIN[str]:
             names(subject, value)
-        is_tensor = isinstance(value, torch.Tensor) and kind not in once
-        if isinstance(value, str | bytes | nn.Module) or is_tensor:
+        is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+        if is_list and kind not in once:
+            is_list = not isinstance(value, torch.Tensor | Iterator | Mapping)
+        if not is_list:
             wrong_type(subject, words, value)
-        if not isinstance(value, Iterable) or (isinstance(value, Iterator) and kind not in once):
-            wrong_type(subject, words, value)
-        if one is not None and isinstance(value, collections.abc.Collection):
-            _check_each(one, subject, value)
-        return value
+        if not isinstance(value, collections.abc.Collection):
+            return value  # to be read once
+        kept = _check_each(one, subject, value, words)
+        return kept if kind is list and not isinstance(value, list) else value
 
     return _Rule(words, check)
 
 
-def _check_each(one: _Rule, subject: str, values: Any) -> None:
+def _check_each(one: _Rule | None, subject: str, values: Any, words: str) -> list[Any]:
     if isinstance(values, torch.Tensor) and not values.dim():
-        wrong_type(subject, f"a list of {_plural(one.words)}", values)
-    for place, part in enumerate(values):
-        _keep(one, f"{subject}[{place}]", part)
+        wrong_type(subject, words, values)
+    if one is None:
+        return list(values)
+    return [_keep(one, f"{subject}[{place}]", part) for place, part in enumerate(values)]
 
 
 def _plural(words: str) -> str:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 
 
@@ -23,6 +24,8 @@ class SwishLayerNorm(nn.Module):
         self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None
     ) -> None:
         super().__init__()
+        for size in [input_dims] if isinstance(input_dims, int) else input_dims:
+            whole("SwishLayerNorm.input_dims", size)
         self.norm = nn.Sequential(nn.LayerNorm(input_dims, device=device), nn.Sigmoid())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked
 
 
@@ -68,6 +69,8 @@ class CrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
             output_BN = input * (output_BN @ kernel.T + bias.T) + output_BN
@@ -109,6 +112,8 @@ class LowRankCrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for wide, narrow, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
             output_BN = input * (output_BN @ narrow.T @ wide.T + bias) + output_BN
@@ -147,6 +152,8 @@ class VectorCrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
             output_BN = input * (output_BN @ kernel) + bias.T + output_BN
@@ -207,6 +214,8 @@ class LowRankMixtureCrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for wide, core, narrow, bias in zip(
             self.U_kernels, self.C_kernels, self.V_kernels, self.bias, strict=True

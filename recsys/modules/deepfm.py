@@ -6,14 +6,21 @@ embeddings, from Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247).
 Shapes: `B` samples, `N` columns of all embeddings of a sample together.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked
 
 
 def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
     """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_input("embeddings", embeddings, Sequence)
+        for place, embedding in enumerate(embeddings):
+            check_input(f"embeddings[{place}]", embedding, torch.Tensor)
     if len(embeddings) == 0 or min([embedding.dim() for embedding in embeddings]) < 2:
         raise ValueError(
             "embeddings must be a list of at least one tensor [B, ...]; received shapes "

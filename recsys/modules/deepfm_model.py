@@ -9,10 +9,12 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.modules.deepfm import DeepFM, FactorizationMachine
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.mlp import check_sizes
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 
@@ -67,6 +69,9 @@ class DenseArch(nn.Module):
     @checked
     def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
         super().__init__()
+        check_sizes("DenseArch", in_features, [])
+        whole("DenseArch.hidden_layer_size", hidden_layer_size)
+        whole("DenseArch.embedding_dim", embedding_dim)
         self.in_features = in_features
         self.model = nn.Sequential(
             nn.Linear(in_features, hidden_layer_size),
@@ -107,6 +112,8 @@ class FMInteractionArch(nn.Module):
         self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int
     ) -> None:
         super().__init__()
+        whole("FMInteractionArch.fm_in_features", fm_in_features)
+        whole("FMInteractionArch.deep_fm_dimension", deep_fm_dimension)
         self.sparse_feature_names = sparse_feature_names
         self.deep_fm = DeepFM(
             nn.Sequential(nn.Linear(fm_in_features, deep_fm_dimension), nn.ReLU())
@@ -146,6 +153,7 @@ class OverArch(nn.Module):
     @checked
     def __init__(self, in_features: int) -> None:
         super().__init__()
+        whole("OverArch.in_features", in_features)
         self.model = nn.Sequential(nn.Linear(in_features, 1), nn.Sigmoid())
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -194,6 +202,9 @@ class SimpleDeepFMNN(nn.Module):
         deep_fm_dimension: int,
     ) -> None:
         super().__init__()
+        check_sizes("SimpleDeepFMNN", num_dense_features, [], "num_dense_features")
+        whole("SimpleDeepFMNN.hidden_layer_size", hidden_layer_size)
+        whole("SimpleDeepFMNN.deep_fm_dimension", deep_fm_dimension)
         dims = {
             config.name: config.embedding_dim
             for config in embedding_bag_collection.embedding_bag_configs()

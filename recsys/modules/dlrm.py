@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.mlp import MLP
+from recsys.modules.mlp import MLP, check_sizes
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.value_checks import check_labels
 
@@ -187,6 +188,9 @@ class InteractionArch(nn.Module):
         Returns:
             `[B, D + P]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
         if self.F == 0:
             return dense_features
         vectors_BVD = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
@@ -238,6 +242,7 @@ class OverArch(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_sizes("OverArch", in_features, layer_sizes)
         if not layer_sizes:
             raise ValueError(
                 "over_arch_layer_sizes must have at least one layer; received []. "
@@ -339,6 +344,7 @@ class DLRM(nn.Module):
                 the number of its columns.
             options: of the MLPs.
         """
+        check_sizes(type(self).__name__, dense_in_features, [], "dense_in_features")
         self.sparse_arch = None
         self._dim, self._num_sparse = [dense_in_features, *dense_arch_layer_sizes][-1], 0
         if embedding_bag_collection is not None:
@@ -463,6 +469,9 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         ValueError: they differ in shape, or a label is NaN or not in [0, 1]; on CUDA, this is
             raised with a later batch: see `recsys.sparse.finish_value_checks`.
     """
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_input("mean_loss: logits", logits, torch.Tensor)
+        check_input("mean_loss: labels", labels, torch.Tensor)
     if logits.shape != labels.shape:
         raise ValueError(
             "labels must be one per sample, as the logits; received labels "

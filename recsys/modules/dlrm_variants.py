@@ -6,6 +6,7 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked
 from recsys.modules.crossnet import LowRankCrossNet
 from recsys.modules.dlrm import DLRM, DenseArch, check_num_sparse
@@ -52,6 +53,9 @@ class InteractionDCNArch(nn.Module):
         Returns:
             What the cross network gives, `[B, (F + 1) * D]` for those of this package.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
         if self.F == 0:
             return dense_features
         crossed: torch.Tensor = self.crossnet(_flatten(dense_features, sparse_features))
@@ -102,6 +106,9 @@ class InteractionProjectionArch(nn.Module):
         Returns:
             `[B, D + F_1 * F_2]`, the dense feature first.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
         if self.F == 0:
             return dense_features
         size, dim = dense_features.size(0), dense_features.size(1)

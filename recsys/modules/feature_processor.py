@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_late
 from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
@@ -107,6 +107,7 @@ class PositionWeightedModule(FeatureProcessor):
         """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
         self._gather.check()
 
+    @checked_late
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Weigh a batch.
 
@@ -195,6 +196,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
         self._gather.check()
 
+    @checked_late
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Weigh a batch.
 
@@ -230,6 +232,7 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFea
         ['b']
     """
 
+    @checked_late
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Weigh a batch, and leave out its other features; arguments and errors as in the base."""
         keys = features.keys()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite
-from recsys.kernels.checked import checked
+from recsys.kernels.arguments import finite, flag
+from recsys.kernels.checked import checked, checked_late
 from recsys.optim.nested_state import (
     check_same_keys,
     check_state,
@@ -338,9 +338,11 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all."""
+        flag(f"{type(self).__name__}.zero_grad: set_to_none", set_to_none)
         for _, optim in self._optims:
             optim.zero_grad(set_to_none=set_to_none)
 
+    @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all."""
         loss = closure() if closure is not None else None
@@ -466,8 +468,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
+        flag(f"{type(self).__name__}.zero_grad: set_to_none", set_to_none)
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
+    @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
         return self._optimizer.step(closure)
@@ -489,6 +493,7 @@ class OptimizerWrapper(CombinedOptimizer):
         self._optimizer = optimizer
         super().__init__([optimizer])
 
+    @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
         return self._optimizer.step(closure)

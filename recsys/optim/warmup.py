@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, whole
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_late
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 
@@ -106,7 +106,7 @@ class WarmupStage:
         if self.decay_iters == 0:
             raise ValueError("WarmupStage.decay_iters must be positive, or -1; received 0.")
 
-    @checked
+    @checked_late
     def factor(self, step: int) -> float:
         """Return what the learning rate is multiplied by.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked_late
 from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -89,6 +90,8 @@ def jagged_of(
         TypeError: as `from_columns`.
         ValueError: as `from_columns`.
     """
+    if padding is not None:
+        whole("from_columns: padding", padding, least=None)
     if not columns:
         raise ValueError("from_columns needs at least one column; received none.")
     ids: list[Tensor] = []

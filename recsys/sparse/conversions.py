@@ -5,9 +5,11 @@ Each is a method of the classes under another name.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
@@ -30,6 +32,10 @@ class ComputeKJTToJTDict(nn.Module):
         Args:
             keyed_jagged_tensor: the features.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(
+                "ComputeKJTToJTDict.keyed_jagged_tensor", keyed_jagged_tensor, KeyedJaggedTensor
+            )
         return keyed_jagged_tensor.to_dict()
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked, checked_late
 from recsys.kernels import ops
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import Bags, empty_parts
 from recsys.sparse.features import FeatureViews

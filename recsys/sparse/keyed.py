@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked_late
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked_late
 from recsys.sparse import validate
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key
 from recsys.sparse.text import format_keyed, show_keyed

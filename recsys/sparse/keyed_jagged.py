@@ -15,9 +15,9 @@ from typing import NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked, checked_late
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
 from recsys.sparse.bags import Bags, empty_parts
 from recsys.sparse.jagged import JaggedTensor

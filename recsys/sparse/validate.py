@@ -12,10 +12,12 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
+
+from recsys.kernels.arguments import wrong_type
 
 if TYPE_CHECKING:
     from recsys.sparse.bags import Bags
@@ -128,7 +130,7 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
         TypeError: if the device is none.
         ValueError: if the values are on the meta device and the other device is a real one.
     """
-    if not isinstance(device, torch.device | str | int) or device is True:
+    if not isinstance(cast(object, device), torch.device | str | int) or type(device) is bool:
         wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
     if values.is_meta and torch.device(device).type != "meta":
         refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")

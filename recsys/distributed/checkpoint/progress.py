@@ -9,10 +9,10 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 import torch
 
-from recsys.kernels.checked import checked
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.plain import check_plain
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.kernels.checked import checked
 
 
 @runtime_checkable

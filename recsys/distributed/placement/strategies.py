@@ -22,7 +22,7 @@ from recsys.distributed.placement.plan import (
     ShardingType,
     ShardMetadata,
 )
-from recsys.kernels.arguments import whole_list
+from recsys.kernels.arguments import whole, whole_list
 from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
@@ -201,6 +201,7 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
         >>> placement("cuda", rank=5, local_size=4)
         'rank:5/cuda:1'
     """
+    whole("placement: local_size", local_size)
     return placement_helper(compute_device, rank % local_size, rank)
 
 
@@ -217,6 +218,8 @@ def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
         >>> placement_helper("cuda", index=1, rank=5), placement_helper("cpu", rank=5)
         ('rank:5/cuda:1', 'rank:5/cpu')
     """
+    whole("placement_helper: index", index, least=0)
+    whole("placement_helper: rank", rank, least=0)
     device = f"cuda:{index}" if device_type == "cuda" else device_type
     return f"rank:{rank}/{device}"
 

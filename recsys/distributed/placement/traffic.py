@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def traffic_of(
         >>> traffic.ids_RR[0].tolist(), traffic.embeddings_RR[1].tolist()
         ([0.0, 8.0], [32.0, 32.0])
     """
+    whole("traffic_of: samples_per_rank", samples_per_rank)
+    finite("traffic_of: ids_per_sample", ids_per_sample, least=0)
     world_size, node_size = layout.world_size, layout.node_size
     ids, sums, embeddings = (
         torch.zeros(world_size, world_size, dtype=torch.float64) for _ in range(3)

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
-from recsys.kernels.checked import check_fields
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.words import show_ranks
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import instance, wrong_type
 
 DEVICES = ("cpu", "cuda")
 
@@ -72,7 +71,7 @@ class Hardware:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        instance("Hardware.name", self.name, str, "text")
         check_device("Hardware", self.compute_device)
         for name in NUMBERS:
             check_number(f"Hardware.{name}", name, getattr(self, name))

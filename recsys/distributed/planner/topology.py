@@ -36,7 +36,7 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import finite, instance, whole
 from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
@@ -161,7 +161,6 @@ class Topology:
     lookup: tuple[LookupPoint, ...]
     collectives: tuple[CollectivePoint, ...]
 
-    @checked
     def __init__(
         self,
         world_size: int,
@@ -188,6 +187,7 @@ class Topology:
         whole("Topology.world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
         if custom_topology_data is not None:
+            instance("Topology.custom_topology_data", custom_topology_data, CustomTopologyData)
             numbers |= custom_topology_data.all_of(world_size)
         on_cpu = compute_device == "cpu"
         if numbers["hbm_cap"] is None:  # a GPU is asked only then
@@ -423,6 +423,8 @@ class Topology:
             pooling: ids per bag.
             rank: whose memory bandwidth to take where nothing was measured; the slowest if None.
         """
+        whole("Topology.lookup_speed: dim", dim)
+        finite("Topology.lookup_speed: pooling", pooling, least=0)
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
         memory_bw = (rank or self.slowest).memory_bw

@@ -16,8 +16,8 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
     ShardingType,
 )
-from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import checked
+from recsys.kernels.arguments import finite, names, whole
+from recsys.kernels.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode
 
 
@@ -132,11 +132,11 @@ class ParameterConstraints:
             "qcomm_codecs_registry.",
         )
         self._check(
-            self.device_group in (None, "cpu", "cuda"),
+            self.device_group is None or str(self.device_group) in ("cpu", "cuda"),
             f"device_group must be 'cpu' or 'cuda'; received {self.device_group!r}.",
         )
         self._check(
-            self.key_value_params is None and not self.use_virtual_table,
+            self.key_value_params is None and self.use_virtual_table is not True,
             "key_value_params and use_virtual_table are for tables in a key-value store, which are "
             f"not supported; received {self.key_value_params}, {self.use_virtual_table}. For "
             "tables beyond device memory allow compute_kernels=['fused_uvm_caching'].",
@@ -147,12 +147,13 @@ class ParameterConstraints:
             f"compute_kernels={self.compute_kernels}. Add 'fused_uvm_caching' to it.",
         )
         self._check(
-            not (self.enforce_hbm and caches),
+            not (self.enforce_hbm is True and caches),
             "enforce_hbm=True is not supported with fused_uvm_caching: optimizer state is beside "
             "the table, in host memory. Leave it None, or leave fused_uvm_caching out of "
             f"compute_kernels; received {self.compute_kernels}.",
         )
         self.output_dtype = None if dtype is None else torch.float32
+        check_fields(self)
 
     def _check(self, holds: bool, message: str, error: type[Exception] = ValueError) -> None:
         if not holds:
@@ -160,6 +161,8 @@ class ParameterConstraints:
 
     def _check_choices(self, name: str, kinds: type[Enum]) -> None:
         chosen, choices = getattr(self, name), [kind.value for kind in kinds]
+        if chosen is not None:
+            chosen = names(f"ParameterConstraints.{name}", chosen)
         self._check(
             chosen is None or (chosen != [] and set(chosen) <= set(choices)),
             f"{name} must name some of {', '.join(choices)}; received {chosen}.",
@@ -188,7 +191,7 @@ class ParameterConstraints:
 
 def _our_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
     """Return our mode of this name; FBGEMM's has a second implementation of each, `V2_...`."""
-    name = getattr(mode, "name", str(mode)).removeprefix("V2_")
+    name = str(getattr(mode, "name", mode)).removeprefix("V2_")
     if name not in BoundsCheckMode.__members__:
         raise ValueError(
             "ParameterConstraints.bounds_check_mode must be a BoundsCheckMode, one of "
@@ -232,7 +235,8 @@ class HeuristicalStorageReservation:
         owner = type(self).__name__
         finite(f"{owner}.percentage", self.percentage, least=0, below=1)
         finite(f"{owner}.parameter_multiplier", self.parameter_multiplier, least=0)
-        finite(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate or 0, least=0)
+        if self.dense_tensor_estimate is not None:
+            whole(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate, least=0)
 
     @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
