@@ -131,7 +131,7 @@ def _lines(path: str | Path, delimiter: str, open_kw: Any) -> Iterator[tuple[str
 
 
 def _read_criteo(
-    paths: list[str], is_checked: bool, open_kw: Any
+    paths: list[str | Path], is_checked: bool, open_kw: Any
 ) -> Iterator[tuple[str, list[str]]]:
     for path in paths:
         num_fields = None
@@ -149,7 +149,7 @@ def _read_criteo(
 
 @checked
 def criteo_terabyte(
-    paths: Iterable[str], *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
+    paths: Iterable[str | Path], *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
 ) -> IterableDataset[Any]:
     r"""Read the Criteo terabyte release, row by row.
 
@@ -182,7 +182,7 @@ def criteo_terabyte(
 
 @checked
 def criteo_kaggle(
-    path: str, *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
+    path: str | Path, *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
 ) -> IterableDataset[Any]:
     """Read one file of the Criteo Kaggle release, row by row.
 
@@ -202,7 +202,7 @@ def criteo_kaggle(
 
 
 def _read_movielens(
-    root: str, include_movies_data: bool, open_kw: Any
+    root: str | Path, include_movies_data: bool, open_kw: Any
 ) -> Iterator[tuple[str, list[str]]]:
     movies: dict[str, list[str]] = {}
     if include_movies_data:
@@ -225,7 +225,7 @@ def _is_header(fields: list[str]) -> bool:
 
 
 def _movielens(
-    root: str, include_movies_data: bool, row_mapper: RowMapper | None, open_kw: Any
+    root: str | Path, include_movies_data: bool, row_mapper: RowMapper | None, open_kw: Any
 ) -> IterableDataset[Any]:
     open_kw = {"encoding": "utf-8", **open_kw}
     return _Rows(partial(_read_movielens, root, include_movies_data, open_kw), row_mapper)
@@ -233,7 +233,7 @@ def _movielens(
 
 @checked
 def movielens_20m(
-    root: str,
+    root: str | Path,
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,
@@ -269,7 +269,7 @@ def movielens_20m(
 
 @checked
 def movielens_25m(
-    root: str,
+    root: str | Path,
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,

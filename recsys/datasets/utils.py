@@ -13,7 +13,7 @@ from recsys.kernels.arguments import instance, names
 from recsys.kernels.checked import checked_late
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
-from recsys.sparse.columns import jagged_of
+from recsys.sparse.columns import check_table, jagged_of
 from recsys.sparse.tree import register
 from recsys.sparse.value_checks import name_columns
 from recsys.streamable import Pipelineable
@@ -111,6 +111,7 @@ class Batch:
             >>> batch.dense_features.tolist(), batch.labels.tolist()
             ([[31.0], [44.0]], [1.0, 0.0])
         """
+        check_table("Batch.from_columns: columns", columns)
         weights = {} if weights is None else weights
         named = {f: (f"Column {name!r}", columns[name]) for f, name in weights.items()}
         unknown = sorted(named.keys() - set(sparse))

@@ -20,6 +20,7 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 
 T = TypeVar("T")
@@ -226,6 +227,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         module_fqn: str | None = None,
     ) -> S:
         """Return the sharded collection with the given module's weights."""
+        self._check(module)
         made: S = self.makes(
             self._collection_of(module),
             params,
@@ -240,8 +242,14 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
         """Return table name to weight."""
+        self._check(module)
         weights: dict[str, nn.Parameter] = module.table_weights()
         return weights
+
+    def _check(self, module: object) -> None:
+        if not callable(getattr(module, "table_weights", None)):
+            name = type(self).__name__
+            wrong_type(f"{name}: module", f"a {self.replaces.__name__}", module)
 
     def _collection_of(self, module: Any) -> Any:
         """Return what the sharded collection is made of: the module, itself a collection."""

@@ -36,7 +36,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.sharder import ModuleSharder
-from recsys.kernels.arguments import choice
+from recsys.kernels.arguments import choice, whole, whole_list, wrong_type
 from recsys.kernels.checked import checked
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
@@ -82,6 +82,7 @@ def table_wise(
     Example:
         >>> plan = {"countries": table_wise(rank=0), "cities": table_wise(rank=1)}
     """
+    whole("table_wise: rank", rank, least=0)
     return _on_ranks(ShardingType.TABLE_WISE, lambda *_: [rank], device, compute_kernel)
 
 
@@ -112,6 +113,8 @@ def row_wise(
         return _on_ranks(
             ShardingType.ROW_WISE, lambda _, world: range(world), compute_kernel=compute_kernel
         )
+    if num_buckets is not None:
+        whole("row_wise: num_buckets", num_buckets)
     sizes, devices = sizes_placement or (None, None)
     if sizes is not None and num_buckets is not None:
         raise ValueError(
@@ -185,6 +188,7 @@ def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     Example:
         >>> plan = {"users": table_row_wise(host_index=1)}
     """
+    whole("table_row_wise: host_index", host_index, least=0)
     return _on_ranks(ShardingType.TABLE_ROW_WISE, lambda local, _: _node(host_index, local))
 
 
@@ -201,6 +205,7 @@ def table_column_wise(host_index: int) -> ParameterShardingGenerator:
     Example:
         >>> plan = {"users": table_column_wise(host_index=1)}
     """
+    whole("table_column_wise: host_index", host_index, least=0)
     return _on_ranks(ShardingType.TABLE_COLUMN_WISE, lambda local, _: _node(host_index, local))
 
 
@@ -220,6 +225,7 @@ def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
     Example:
         >>> plan = {"users": grid_shard(host_indexes=[0, 1])}
     """
+    whole_list("grid_shard: host_indexes", host_indexes)
     if not host_indexes:
         raise ValueError(
             "grid_shard.host_indexes must name one node or more; received none. Write "
@@ -317,6 +323,9 @@ def construct_module_sharding_plan(
         >>> [shard.shard_sizes for shard in plan["large"].sharding_spec.shards]
         [[5, 4], [5, 4]]
     """
+    for name, size in (("world_size", world_size), ("local_size", local_size)):
+        if size is not None:
+            whole(f"construct_module_sharding_plan: {name}", size)
     sharder = sharder or sharder_of(module)
     tables = sharder.shardable_parameters(module)
     if tables.keys() != per_param_sharding.keys():
@@ -418,6 +427,14 @@ def calculate_shard_sizes_and_offsets(
         ([[5, 4], [5, 4]], [[0, 0], [5, 0]])
     """
     kind = choice("sharding_type", sharding_type, ShardingType)
+    if tensor.dim() != 2:
+        wrong_type("tensor", "a table, [rows, columns]", tensor)
+    whole("world_size", world_size)
+    whole("local_world_size", local_world_size)
+    if col_wise_shard_dim is not None:
+        whole("col_wise_shard_dim", col_wise_shard_dim)
+    if num_buckets is not None:
+        whole("num_buckets", num_buckets)
     num_rows, dim = tensor.shape
     rows, columns = [(0, num_rows)], [(0, dim)]
     if kind is ShardingType.ROW_WISE and num_buckets is not None:
@@ -487,7 +504,9 @@ def _generator(
         ]
         updates_itself = attached_optimizer(weight) is not None or sharder.fused_params
         default = EmbeddingComputeKernel.FUSED if updates_itself else EmbeddingComputeKernel.DENSE
-        kernel = EmbeddingComputeKernel(compute_kernel) if compute_kernel else default
+        kernel = default
+        if compute_kernel is not None:
+            kernel = choice("compute_kernel", compute_kernel, EmbeddingComputeKernel)
         return sharding_of_rects(kind, rects, placements, kernel)
 
     return generate

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
+from recsys.kernels.arguments import device_of
 from recsys.kernels.checked import check_fields, checked
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -59,7 +60,7 @@ class PredictModule(nn.Module, abc.ABC):
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         super().__init__()
         self._module = module
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else device_of("PredictModule.device", device)
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             _add_module_to_names
         )

@@ -53,6 +53,7 @@ def quant_prep_customize_row_alignment(
         >>> quantize_embeddings(model)[0].embedding_bags["t"].weight.shape
         torch.Size([10, 68])
     """
+    whole("quant_prep_customize_row_alignment: row_alignment", row_alignment)
     _prepare_types(module, module_types, "row_alignment", row_alignment)
 
 

@@ -233,7 +233,8 @@ def _rule_of_class(kind: type, words: str = "") -> _Rule:
     name = _name_of(kind)
     words = words or f"{'an' if name[0] in 'AEIO' or name.startswith('nn.') else 'a'} {name}"
     if getattr(kind, "_is_protocol", False):
-        members = [name for name in vars(kind) if not name.startswith("_")]
+        known = {**vars(kind), **inspect.get_annotations(kind)}
+        members = [name for name in known if not name.startswith("_")]
 
         def check(subject: str, value: Any) -> Any:
             missing = [name for name in members if not hasattr(value, name)]
@@ -256,9 +257,6 @@ _FUNCTION = _Rule(
     lambda subject, value: value if callable(value) else wrong_type(subject, "a function", value),
 )
 _PLAIN[str] = _rule_of_class(str, "text")
-
-
-_OF_PATHS = (_PLAIN[str], _PLAIN[pathlib.Path])
 
 
 def _rule_of_tuple(parts: Sequence[Any]) -> _Rule:
@@ -296,8 +294,10 @@ def _rule_of_union(parts: Sequence[Any]) -> _Rule | None:
     rules = [_rule_of(part) for part in parts if part not in (types.NoneType, None)]
     if None in rules:
         return None
-    if pathlib.Path in parts:  # with str: a path, not any text
-        rules = [_PLAIN[pathlib.Path], *(rule for rule in rules if rule not in _OF_PATHS)]
+    for kind in (pathlib.Path, torch.device):  # with str: text that names one, not any text
+        if kind in parts:
+            of_text = (_PLAIN[str], _PLAIN[kind])
+            rules = [_PLAIN[kind], *(rule for rule in rules if rule not in of_text)]
     is_optional = types.NoneType in parts
     known = cast(list[_Rule], rules)
     words = " or ".join([rule.words for rule in known] + ["None"] * is_optional)

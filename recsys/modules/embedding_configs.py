@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import choice, finite, names, repeated, whole, wrong_type
+from recsys.kernels.arguments import choice, finite, flag, names, repeated, whole, wrong_type
 from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
@@ -107,7 +107,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """
     if dtype not in _DATA_TYPES:
         raise ValueError(
-            f"No DataType has elements of {dtype}. Choose one of "
+            f"dtype: No DataType has elements of {dtype}. Choose one of "
             f"{[str(known) for known in _DATA_TYPES]}."
         )
     return _DATA_TYPES[dtype]
@@ -142,6 +142,10 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
             f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
         )
     return "sum" if pooling_type is PoolingType.SUM else "mean"
+
+
+_OPTIONAL_SIZES = {"num_embeddings_post_pruning": 0, "input_dim": 1, "total_num_buckets": 1}
+"""And the least that each may be."""
 
 
 @dataclass
@@ -215,13 +219,18 @@ class BaseEmbeddingConfig:
             )
         if self.init_fn is not None and not callable(self.init_fn):
             wrong_type(f"{where}.init_fn", "a function of a tensor, or None", self.init_fn)
+        self.need_pos = flag(f"{where}.need_pos", self.need_pos)
+        for size, least in _OPTIONAL_SIZES.items():
+            if getattr(self, size) is not None:
+                setattr(self, size, whole(f"{where}.{size}", getattr(self, size), least))
         for option in (
             "use_virtual_table",
             "virtual_table_eviction_policy",
             "enable_embedding_update",
             "stash_weights",
         ):
-            if getattr(self, option):
+            given = getattr(self, option)
+            if given is not None and flag(f"{where}.{option}", given):
                 raise ValueError(
                     f"{where}.{option} is not supported; received {getattr(self, option)!r}. Leave "
                     "it out."
@@ -286,9 +295,25 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     """Names of the outputs, one per feature."""
 
 
+class _QuantConfig(NamedTuple):
+    activation: Callable[[], Any]
+    weight: Callable[[], Any]
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None
+
+
 @final
-class QuantConfig(NamedTuple):
+class QuantConfig(_QuantConfig):
     """How a collection is quantized, for `torch.quantization.quantize_dynamic`.
+
+    Args:
+        activation: Makes an observer whose `dtype` is that of the looked up embeddings: float32,
+            float16 or bfloat16.
+        weight: Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
+            float32.
+        per_table_weight_dtype: Other dtypes by table name.
+
+    Raises:
+        TypeError: An argument has another type.
 
     Example:
         >>> from torch.ao.quantization import PlaceholderObserver
@@ -300,14 +325,17 @@ class QuantConfig(NamedTuple):
         torch.int8
     """
 
-    activation: Callable[[], Any]
-    """Makes an observer whose `dtype` is that of the looked up embeddings: float32, float16 or
-    bfloat16."""
-    weight: Callable[[], Any]
-    """Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
-    float32."""
-    per_table_weight_dtype: dict[str, torch.dtype] | None = None
-    """Other dtypes by table name."""
+    __slots__ = ()
+
+    @checked
+    def __new__(
+        cls,
+        activation: Callable[[], Any],
+        weight: Callable[[], Any],
+        per_table_weight_dtype: dict[str, torch.dtype] | None = None,
+    ) -> QuantConfig:
+        """Check the arguments, which a NamedTuple cannot do by itself."""
+        return super().__new__(cls, activation, weight, per_table_weight_dtype)
 
 
 _TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)

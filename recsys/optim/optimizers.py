@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite
+from recsys.kernels.arguments import finite, wrong_type
 from recsys.kernels.checked import checked
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
@@ -33,6 +33,8 @@ class _RowOptimizer(Optimizer):
     """None: the algorithm's own."""
 
     def __init__(self, params: Parameters, **settings: Any) -> None:
+        if isinstance(params, Tensor):
+            wrong_type(f"{type(self).__name__}.params", "a list of tensors or of groups", params)
         super().__init__(params, settings)
 
     def _spec(self, group: dict[str, Any]) -> OptimizerSpec:

@@ -192,7 +192,7 @@ def optimizer_spec(
     unknown = sorted(set(optimizer_kwargs) - set(parameters))
     if unknown:
         raise ValueError(
-            f"{optimizer_class.__name__} has no arguments {unknown}; it knows "
+            f"optimizer_kwargs: {optimizer_class.__name__} has no arguments {unknown}; it knows "
             f"{[name for name in parameters if name not in ('self', 'params')]}."
         )
     values = {name: p.default for name, p in parameters.items() if name != "self"}

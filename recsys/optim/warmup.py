@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, whole
-from recsys.kernels.checked import checked, checked_late
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 
@@ -106,14 +106,13 @@ class WarmupStage:
         if self.decay_iters == 0:
             raise ValueError("WarmupStage.decay_iters must be positive, or -1; received 0.")
 
-    @checked_late
     def factor(self, step: int) -> float:
         """Return what the learning rate is multiplied by.
 
         Args:
             step: how many steps were made before.
         """
-        return self.lr_scale * self._factor(step)
+        return self.lr_scale * self._factor(whole("WarmupStage.factor: step", step, least=0))
 
     def _factor(self, step: int) -> float:
         value = self.value

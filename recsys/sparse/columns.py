@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.checked import checked_late
 from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -61,6 +61,7 @@ def from_columns(
         >>> from_columns({"films": padded}, padding=0).to_dict()["films"].to_dense()
         [tensor([5]), tensor([6, 4])]
     """
+    check_table("from_columns: columns", columns)
     if hasattr(columns, "get_columns"):  # polars
         names = list(columns.columns)
     else:
@@ -71,6 +72,21 @@ def from_columns(
         raise KeyError(f"Weights are given for {unknown}, which are no columns of {names}.")
     named = {name: (f"Weights of {name!r}", column) for name, column in weights.items()}
     return jagged_of({name: columns[name] for name in names}, named, padding)
+
+
+def check_table(subject: str, columns: object) -> None:
+    """Refuse what is no table.
+
+    Args:
+        subject: how errors call it.
+        columns: what should be one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    is_table = any(hasattr(columns, name) for name in ("get_columns", "column_names", "keys"))
+    if not is_table or not hasattr(columns, "__getitem__") or isinstance(columns, type):
+        wrong_type(subject, "a dict of columns or a table of pandas, polars or Arrow", columns)
 
 
 def jagged_of(

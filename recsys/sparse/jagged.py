@@ -285,7 +285,7 @@ class JaggedTensor(Bags):
         weights = self.weights_or_none()
         return None if weights is None else self._split(weights)
 
-    @checked_late
+    @checked
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
@@ -306,7 +306,7 @@ class JaggedTensor(Bags):
         """
         return self._pad(self.values(), desired_length, padding_value)
 
-    @checked_late
+    @checked
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:

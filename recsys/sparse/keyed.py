@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked_late
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key
 from recsys.sparse.text import format_keyed, show_keyed
@@ -72,6 +72,8 @@ class KeyedTensor:
             )
         keys = list(keys)
         validate.check_unique("KeyedTensor", keys)
+        if isinstance(key_dim, bool):
+            wrong_type("KeyedTensor.key_dim", "a whole number", key_dim)
         if not is_proxy and not -values.dim() <= key_dim < values.dim():
             raise ValueError(
                 f"KeyedTensor.key_dim must be a dimension of values; received {key_dim} for values "
@@ -126,7 +128,7 @@ class KeyedTensor:
         return kt
 
     @staticmethod
-    @checked_late
+    @checked
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import instance, wrong_type
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
 from recsys.sparse.bags import Bags, empty_parts
@@ -676,6 +676,8 @@ class KeyedJaggedTensor(Bags):
             device(type='cpu')
         """
         validate.check_can_move("KeyedJaggedTensor", self._values, device)
+        if dtype is not None:
+            instance("KeyedJaggedTensor.to: dtype", dtype, torch.dtype, "a torch.dtype")
         moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
@@ -704,6 +706,7 @@ class KeyedJaggedTensor(Bags):
             >>> a.copy_(b).lengths()
             tensor([2, 0])
         """
+        instance("KeyedJaggedTensor.copy_: kjt", kjt, KeyedJaggedTensor)
         validate.check_same_features(self, kjt)
         self._copy_parts(kjt, non_blocking)
         if self._inverse_indices is not None:
@@ -754,7 +757,7 @@ class KeyedJaggedTensor(Bags):
         """Name the tensors an exchange sends: lengths, values, strides and weights if any."""
         return list(exchange.named_tensors(self))
 
-    @checked_late
+    @checked
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Say how many entries of each tensor go to each rank.
 

@@ -34,6 +34,8 @@ class KJTList(Pipelineable):
 
     @checked_late
     def __init__(self, features: Sequence[KeyedJaggedTensor]) -> None:
+        if isinstance(cast(object, features), str):
+            wrong_type("KJTList.features", "a list of KeyedJaggedTensors", features)
         self.features = list(features)
         for place, batch in enumerate(self.features):
             if not isinstance(cast(object, batch), KeyedJaggedTensor):

@@ -185,6 +185,8 @@ def check_strides(
     if stride is not None and not _is_whole(stride) and not is_proxy(stride):
         wrong_type("KeyedJaggedTensor.stride", "an integer", stride)
     per_rank = stride_per_key_per_rank
+    if isinstance(cast(object, per_rank), str | int):
+        wrong_type("KeyedJaggedTensor.stride_per_key_per_rank", "a list of lists", per_rank)
     if isinstance(per_rank, Tensor):
         per_rank = per_rank.tolist()
     if not per_rank and stride_per_key is None:
@@ -224,4 +226,4 @@ def check_strides(
 
 
 def _is_whole(number: object) -> bool:
-    return isinstance(number, int | torch.SymInt | Integral)
+    return isinstance(number, int | torch.SymInt | Integral) and not isinstance(number, bool)

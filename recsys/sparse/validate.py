@@ -130,7 +130,8 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
         TypeError: if the device is none.
         ValueError: if the values are on the meta device and the other device is a real one.
     """
-    if not isinstance(cast(object, device), torch.device | str | int) or type(device) is bool:
+    given = cast(object, device)
+    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
         wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
     if values.is_meta and torch.device(device).type != "meta":
         refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")

@@ -60,6 +60,12 @@ class RandomState:
     @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the generators go on from these states."""
+        missing = [name for name in ("torch", "numpy", "python") if name not in state_dict]
+        if missing:
+            raise ValueError(
+                "RandomState.load_state_dict: state_dict must be what state_dict() returned; "
+                f"received one without {missing}, with {list(state_dict)}."
+            )
         torch.set_rng_state(state_dict["torch"])
         kind, keys, *rest = state_dict["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -243,7 +243,7 @@ class CacheParams:
             )
         for own in fields(self):
             value = getattr(self, own.name)
-            if own.name != "load_factor" and value:
+            if own.name != "load_factor" and value is not None and value is not False:
                 warn_once(f"CacheParams.{own.name}", value, "Only load_factor can be chosen.")
 
 

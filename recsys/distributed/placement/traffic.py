@@ -9,17 +9,14 @@ Shape suffixes: R ranks; the first R sends, the second receives.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
+from recsys.distributed.placement.layout import Layout
 from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked
-
-if TYPE_CHECKING:
-    from recsys.distributed.placement.layout import Layout
-
 
 _ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 4, 4, 4
 

@@ -16,6 +16,7 @@ from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 
 
@@ -65,7 +66,9 @@ class EmbeddingEnumerator:
         pooling_stats: PoolingStats | None = None,
     ) -> None:
         self.topology = topology
-        self.batch_size = batch_size or BATCH_SIZE
+        self.batch_size = BATCH_SIZE
+        if batch_size is not None:
+            self.batch_size = whole("EmbeddingEnumerator.batch_size", batch_size)
         self.constraints = dict(constraints or {})
         self.pooling_stats = pooling_stats
         self._lister = OptionLister(topology, self.batch_size)

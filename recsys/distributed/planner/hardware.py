@@ -93,7 +93,7 @@ NUMBERS = tuple(f.name for f in fields(Hardware) if f.name not in ("compute_devi
 
 def check_device(subject: str, device: str) -> None:
     """Raise ValueError unless this is a kind of device that ranks compute on."""
-    if device not in DEVICES:
+    if str(device) not in DEVICES:
         raise ValueError(f"{subject}.compute_device must be 'cpu' or 'cuda'; received {device!r}.")
 
 

@@ -60,7 +60,7 @@ from recsys.distributed.planner.types import (
 from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.construction import no_collection
 from recsys.distributed.sharder import ModuleSharder
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked
 
 _INSTEAD = {
@@ -155,6 +155,8 @@ class EmbeddingShardingPlanner:
         self._enumerator = enumerator
         self._constraints = dict(_of_both(enumerator, "constraints", constraints) or {})
         self._partitioner = partitioner
+        if timeout_seconds is not None:
+            finite("EmbeddingShardingPlanner.timeout_seconds", timeout_seconds, least=0)
         self._timeout_seconds = timeout_seconds
         self._pooling_stats = _of_both(enumerator, "pooling_stats", pooling_stats)
         self._lister = OptionLister(self._topology, self._batch_size, batches_in_flight, estimator)

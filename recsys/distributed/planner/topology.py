@@ -36,7 +36,7 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import finite, instance, whole
+from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
@@ -66,6 +66,7 @@ class CustomTopologyData:
 
     @checked
     def __init__(self, data: Mapping[str, Sequence[float]], world_size: int) -> None:
+        whole("CustomTopologyData.world_size", world_size)
         unknown = sorted(data.keys() - set(NUMBERS))
         if unknown:
             raise ValueError(
@@ -90,6 +91,10 @@ class CustomTopologyData:
         Raises:
             KeyError: if the field was not given.
         """
+        if key not in self._data:
+            raise KeyError(
+                f"key must be one of {list(self._data)}, which were given; received {key!r}."
+            )
         return list(self._data[key])
 
     def all_of(self, world_size: int) -> dict[str, list[float]]:
@@ -161,13 +166,14 @@ class Topology:
     lookup: tuple[LookupPoint, ...]
     collectives: tuple[CollectivePoint, ...]
 
+    @checked
     def __init__(
         self,
         world_size: int,
         compute_device: str,
-        hbm_cap: int | Sequence[int] | None = None,
-        ddr_cap: int | Sequence[int] | None = None,
-        ssd_cap: int | Sequence[int] = 0,
+        hbm_cap: float | Sequence[float] | None = None,
+        ddr_cap: float | Sequence[float] | None = None,
+        ssd_cap: float | Sequence[float] = 0,
         local_world_size: int | None = None,
         *,
         hbm_mem_bw: float | Sequence[float] = 2.0e9,
@@ -187,7 +193,6 @@ class Topology:
         whole("Topology.world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
         if custom_topology_data is not None:
-            instance("Topology.custom_topology_data", custom_topology_data, CustomTopologyData)
             numbers |= custom_topology_data.all_of(world_size)
         on_cpu = compute_device == "cpu"
         if numbers["hbm_cap"] is None:  # a GPU is asked only then
@@ -423,8 +428,6 @@ class Topology:
             pooling: ids per bag.
             rank: whose memory bandwidth to take where nothing was measured; the slowest if None.
         """
-        whole("Topology.lookup_speed: dim", dim)
-        finite("Topology.lookup_speed: pooling", pooling, least=0)
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
         memory_bw = (rank or self.slowest).memory_bw
@@ -464,6 +467,7 @@ class Topology:
             True
         """
         choice_of(KIND, kind, COLLECTIVES)
+        finite("Topology.collective_ms: num_bytes", num_bytes, least=0)
         num_ranks = self.world_size if num_ranks is None else num_ranks
         consecutive = math.ceil(num_ranks / self.local_world_size)
         num_nodes = consecutive if num_nodes is None else num_nodes

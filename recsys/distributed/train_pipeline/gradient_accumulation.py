@@ -118,7 +118,10 @@ class GradientAccumulationWrapper(Generic[In, Out]):
     @checked
     def set_step(self, step: int) -> None:
         """Go on as if this many batches of the next step were seen."""
-        self._at = step % self._config.num_steps
+        self._at = (
+            whole("GradientAccumulationWrapper.set_step: step", step, least=0)
+            % self._config.num_steps
+        )
 
 
 class _Steps:

@@ -199,7 +199,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
 
     def _fill(self, source: Iterator[In]) -> None:
         """Read batches until as many are under way as may be."""
-        if source is not self._source:
+        if source is not self._source or self._source is None:
             if not isinstance(cast(object, source), Iterator):
                 not_an_iterator(type(self).__name__, source)
             self._source, self._is_exhausted = source, False
