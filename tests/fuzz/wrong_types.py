@@ -76,7 +76,7 @@ def _shows(text: str, value: Any) -> bool:
         words += [value.name, str(value.value)]
     elif isinstance(value, torch.Tensor | np.ndarray):
         words += [str(value.dtype), str(tuple(value.shape)), str(value.tolist())[:15], "a tensor"]
-        words += [str(value.shape[-1])] if value.ndim else []
+        words += [str(value.shape[-1]), "tensor("] if value.ndim else []
     elif isinstance(value, type):
         words.append(value.__name__)
     elif isinstance(value, float | np.number):
@@ -87,8 +87,12 @@ def _shows(text: str, value: Any) -> bool:
         parts = [*value, *value.values()]
         return any(word in text for word in words) or any(_shows(text, part) for part in parts)
     elif isinstance(value, list | tuple | set):
-        shown = any(_shows(text, part) for part in value)
-        return shown or any(word in text for word in words) or (not value and " no " in text)
+        shown = any(_shows(text, part) for part in value) or f"received {len(value)}" in text
+        return (
+            shown
+            or any(word in text for word in words)
+            or (not value and bool(re.search(r"\bno\b|none|\[\]", text)))
+        )
     return any(word and word in text for word in words)
 
 
@@ -105,23 +109,31 @@ def _is_clear_refusal(call: Call, name: str, value: Any, error: Exception) -> bo
         return True
     words = [name, name.removesuffix("s"), *call.words.get(name, ())]
     is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
-    is_only_input = len(call.arguments) == 1 and re.search(r"takes an? .*; received", text)
+    is_of_class = re.search(r"takes an? .*; received", text)  # which names what it should be
     is_own = isinstance(error, CLEAR) and _is_own(error)
-    return is_own and bool(is_named or is_only_input) and _shows(text, value)
+    if not _is_full(value) and re.search(r"at least|one .*or more|none|empty", text):
+        return isinstance(error, CLEAR)
+    return is_own and bool(is_named or is_of_class) and _shows(text, value)
+
+
+def _is_full(value: Any) -> bool:
+    """Whether a value is no container, or one with elements."""
+    return not isinstance(value, list | tuple | set | dict) or bool(value)
 
 
 def _is_clear_misfit(call: Call, name: str, value: Any, error: Exception) -> bool:
     """Whether an error tells that a value of the right type does not fit the others.
 
-    Errors of torch about shapes and dtypes count, and those of a function that the caller gave.
+    Errors of torch about shapes and dtypes count, and those of functions and batches that the
+    caller gave.
     """
-    if callable(value) or isinstance(error, StopIteration):
+    if callable(value) or isinstance(value, Iterator) or isinstance(error, StopIteration):
         return True
     if isinstance(value, torch.Tensor) and isinstance(error, RuntimeError | IndexError):
         return True
     words = [*call.arguments, *call.name.split("."), "received", *call.words.get(name, ())]
     is_named = any(re.search(rf"\b{re.escape(word)}\b", str(error)) for word in words)
-    return isinstance(error, CLEAR) and _is_own(error) and is_named
+    return isinstance(error, CLEAR) and _is_own(error) and (is_named or _shows(str(error), value))
 
 
 def complaint_about_call(call: Call, name: str, value: Any, is_alike: bool) -> str | None:

@@ -114,7 +114,8 @@ PLANNER = maybe(made(lambda: EmbeddingShardingPlanner(Topology(1, "cpu"))))
 SAVE = {
     "path": PATH, "model": MODEL, "optimizer": OPTIMIZER,
     "extra": maybe(mapping(lambda: {"epoch": 1})), "step": maybe(whole(3, 0)),
-    "keep": maybe(whole(2)), "progress": maybe(mapping(lambda: {"random": RandomState()}, STATEFUL)),
+    "keep": maybe(whole(2)),
+    "progress": maybe(mapping(lambda: {"random": RandomState()}, STATEFUL)),
     "consolidated": flag(False),
 }  # fmt: skip
 STATE = Kind(lambda: sharded().state_dict(), lambda value: None if isinstance(value, dict) and all(
@@ -136,7 +137,8 @@ CALLS = [
         "world_size": whole(1), "rank": whole(0, 0, 0),
         "pg": maybe(Kind(lambda: None, lambda value: False)),
     }),
-    Call("ShardingEnv.from_process_group", lambda pg: None if pg is None else ShardingEnv.from_process_group(pg), {
+    Call("ShardingEnv.from_process_group", lambda pg: (
+        None if pg is None else ShardingEnv.from_process_group(pg)), {
         "pg": Kind(lambda: None, lambda value: value is None),
     }),
     Call("ShardingEnv.from_local", ShardingEnv.from_local, {
@@ -155,7 +157,6 @@ CALLS = [
     Call("FeatureProcessedEmbeddingBagCollectionSharder",
          FeatureProcessedEmbeddingBagCollectionSharder, {
         "ebc_sharder": maybe(made(EmbeddingBagCollectionSharder)),
-        "qcomm_codecs_registry": REGISTRY,
     }),
     *(
         Call(f"{name}.{way}", method(make, way), {
@@ -180,7 +181,7 @@ CALLS = [
     }),
     Call("sharder_of", sharder_of, {"module": module(bags)}),
     Call("add_default_sharder", lambda make: None if make is row_wise else add_default_sharder(
-        make), {"make": Kind(lambda: row_wise, lambda value: False)}),
+        make), {"make": function(row_wise)}),
     Call("shard", shard, {
         "module": module(bags), "env": ENV, "device": maybe(DEVICE), "sharder": maybe(SHARDER),
         "plan": either(mapping(table_plan, made(lambda: ParameterSharding(
@@ -209,7 +210,7 @@ CALLS = [
         "module": MODEL, "current_device": DEVICE, "to_device": DEVICE,
     }),
     Call("DefaultDataParallelWrapper", DefaultDataParallelWrapper, {
-        "bucket_cap_mb": number(25, 0), "static_graph": flag(True),
+        "bucket_cap_mb": whole(25), "static_graph": flag(True),
         "find_unused_parameters": flag(False), "params_to_ignore": maybe(texts(["bias"])),
         "broadcast_buffers": maybe(flag(False)),
     }),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ from recsys.metrics import (
 from recsys.metrics.metrics_config import BatchSizeStage, RecComputeMode, SessionMetricDef
 from recsys.metrics.metrics_namespace import (
     MetricName,
-    MetricNamespace,
-    MetricPrefix,
     compose_metric_key,
 )
 from tests.fuzz.argument_kinds import (
@@ -72,6 +71,8 @@ MEMORY = {
     "max_compute_interval": number(9.0, 0, is_finite=False),
 }  # fmt: skip
 
+NAME = Kind(lambda: MetricName.NE, lambda value: None if isinstance(value, str | Enum) else False)
+
 CALLS = [
     *(Call(f.__name__, f, BATCH) for f in (auc, log_loss, normalized_entropy)),
     *(
@@ -89,9 +90,11 @@ CALLS = [
     }),
     Call("RecMetricDef", RecMetricDef, {
         "rec_tasks": TASKS, "rec_task_indices": wholes([]), "window_size": whole(10),
-        "arguments": maybe(mapping(dict)),
+        "arguments": maybe(made(dict)),
     }),
-    Call("ThroughputDef", ThroughputDef, {"window_size": whole(10), "warmup_steps": whole(3)}),
+    Call("ThroughputDef", ThroughputDef, {
+        "window_size": number(10, 0), "warmup_steps": whole(3, 0),
+    }),
     Call("BatchSizeStage", BatchSizeStage, {
         "batch_size": whole(3, 0), "max_iters": maybe(whole(3, 0)),
     }),
@@ -109,13 +112,13 @@ CALLS = [
         "state_metrics": many(list, Kind(lambda: None, lambda value: False)), **MEMORY,
     }),
     Call("ThroughputMetric", ThroughputMetric, {
-        **RANKS, "window_seconds": whole(5), "warmup_steps": whole(3), "batch_size_stages": maybe(
-            Kind(lambda: None, STAGES.is_legal)),
+        **RANKS, "window_seconds": number(5, 0), "warmup_steps": whole(3, 0),
+        "batch_size_stages": maybe(Kind(lambda: None, STAGES.is_legal)),
     }),
     Call("generate_metric_module", generate_metric_module, {
         "metric_class": subclass(RecMetricModule, RecMetricModule), "metrics_config": made(_config),
         **RANKS, "my_rank": whole(0, 0, 0), "device": DEVICE,
-        "state_metrics_mapping": Kind(dict, lambda value: None if isinstance(value, dict) and not value else False),
+        "state_metrics_mapping": made(dict),
         "process_group": maybe(Kind(lambda: None, lambda value: False)),
         "batch_size_stages": Kind(lambda: None, STAGES.is_legal),
     }),
@@ -125,7 +128,6 @@ CALLS = [
         }, FLAT),
     }),
     Call("compose_metric_key", compose_metric_key, {
-        "namespace": member(MetricNamespace.NE), "task_name": text("t"),
-        "metric_name": member(MetricName.NE), "metric_prefix": member(MetricPrefix.WINDOW),
+        "namespace": NAME, "task_name": NAME, "metric_name": NAME, "metric_prefix": NAME,
     }),
 ]  # fmt: skip

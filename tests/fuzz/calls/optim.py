@@ -58,9 +58,9 @@ BETAS = {
 }
 KEYED = made(keyed, optim.KeyedOptimizer)
 STAGE = {
-    "policy": member(optim.WarmupPolicy.LINEAR), "max_iters": whole(3), "value": number(0.5, 0),
-    "lr_scale": number(1.0, 0), "decay_iters": whole(2, -1), "sgdr_period": whole(2),
-    "start_interpolating_iters": maybe(whole(1, 0)), "end_value": maybe(number(0.5, 0)),
+    "policy": member(optim.WarmupPolicy.LINEAR), "max_iters": whole(3), "value": number(0.5),
+    "lr_scale": number(1.0), "decay_iters": whole(2, -1), "sgdr_period": whole(2),
+    "start_interpolating_iters": maybe(whole(1, 0)), "end_value": maybe(number(0.5)),
 }  # fmt: skip
 STEP = {"closure": maybe(function(lambda: 1.0))}
 TYPE = subclass(torch.optim.SGD, torch.optim.Optimizer)
@@ -89,8 +89,7 @@ CALLS = [
     Call("apply_optimizer_in_backward", optim.apply_optimizer_in_backward, {
         "optimizer_class": TYPE, "params": Kind(
             lambda: [_parameter()],
-            lambda value: None if isinstance(value, list | tuple | set) and not value else _is_params(
-                value),
+            lambda value: None if isinstance(value, list) and not value else _is_params(value),
         ),
         "optimizer_kwargs": mapping(lambda: {"lr": 0.1}),
         "update_mode": text("fused"), "row_state": text("exact"),
@@ -154,7 +153,7 @@ CALLS = [
     Call("OptimizerWrapper", optim.OptimizerWrapper, {"optimizer": KEYED}),
     Call("GradientClippingOptimizer", optim.GradientClippingOptimizer, {
         "optimizer": KEYED, "clipping": member(optim.GradientClipping.NORM),
-        "max_gradient": number(0.1, 0), "norm_type": either(
+        "max_gradient": number(0.1, 0, is_finite=False), "norm_type": either(
             number(2.0, is_finite=False), text("inf")),
         "enable_global_grad_clip": flag(False),
         "param_to_pgs": maybe(Kind(lambda: None, lambda value: None if isinstance(

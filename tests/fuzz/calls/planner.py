@@ -193,7 +193,8 @@ CALLS = [
     }),
     Call("Hardware", Hardware, {"compute_device": text("cpu"), "name": text("one"), **ONE_RANK}),
     Call("ParameterConstraints", ParameterConstraints, {
-        "sharding_types": maybe(texts(["row_wise"])), "compute_kernels": maybe(texts(["fused"])),
+        "sharding_types": maybe(texts(["row_wise"])),
+        "compute_kernels": maybe(texts(["fused_uvm_caching"])),
         "min_partition": maybe(whole(32)),
         "pooling_factors": many(lambda: [1.0], number(1.0, 0)),
         "num_poolings": maybe(many(lambda: [1.0], number(1.0, 0))),
@@ -258,7 +259,7 @@ CALLS = [
         "device": text("cpu"), "batch_size": whole(4), "pooling_stats": maybe(STATS),
     }),
     Call("read_tables", read_tables, {"path": path(lambda: _file(json.dumps({"tables": [
-        {"name": "t", "num_embeddings": 10, "embedding_dim": 4}]})))}),
+        {"name": "t", "rows": 10, "dim": 4, "features": ["a"]}]})))}),
     *(
         Call(name, getattr(constants, name), {argument: number(5.0)})
         for name, argument in (
@@ -288,7 +289,7 @@ CALLS = [
         "enforce_hbm": maybe(Kind(lambda: None, flag(True).is_legal)),
         "stochastic_rounding": maybe(flag(False)),
         "bounds_check_mode": maybe(member(BoundsCheckMode.FATAL)),
-        "output_dtype": maybe(DTYPE), "key_value_params": NOTHING,
+        "output_dtype": maybe(DTYPE), "key_value_params": anything(lambda: None),
     }),
     Call("ShardMetadata", ShardMetadata, SIZES | {"placement": anything(lambda: "rank:0/cpu")}),
     Call("EnumerableShardingSpec", EnumerableShardingSpec, {"shards": many(

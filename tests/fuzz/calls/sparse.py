@@ -30,6 +30,7 @@ from tests.fuzz.argument_kinds import (
     anything,
     either,
     flag,
+    made,
     many,
     mapping,
     maybe,
@@ -93,7 +94,8 @@ EMPTY = {
         lambda value: None if isinstance(value, torch.dtype) else False,
     ),
 }
-MOVE = {"device": DEVICE, "non_blocking": flag(False)}
+NON_BLOCKING = Kind(lambda: False, flag(False).is_legal)  # torch itself takes no NumPy bool
+MOVE = {"device": DEVICE, "non_blocking": NON_BLOCKING}
 REGROUP = {
     "keyed_tensors": many(lambda: [KT.right()], KT),
     "groups": many(lambda: [["b"], ["a", "b"]], KEYS),
@@ -119,8 +121,9 @@ CALLS = [
         lambda: JaggedTensor(torch.ones(3), torch.ones(3), torch.tensor([1, 2])),
         "to_padded_dense_weights"), NEW_SIZE),
     _of_jt("to", MOVE),
-    _of_jt("copy_", {"jt": JT, "non_blocking": flag(False)}),
+    _of_jt("copy_", {"jt": JT, "non_blocking": NON_BLOCKING}),
     Call("KeyedJaggedTensor", KeyedJaggedTensor, PARTS | {
+        "lengths": maybe(LENGTHS),
         "offsets": maybe(_ints(0, 1, 2, 3, 3)),
         "stride_per_key": maybe(wholes([2, 2])),
         "length_per_key": maybe(wholes([2, 1])),
@@ -131,8 +134,9 @@ CALLS = [
     }),
     Call("KeyedJaggedTensor.from_lengths_sync", KeyedJaggedTensor.from_lengths_sync, PARTS),
     Call("KeyedJaggedTensor.from_offsets_sync", KeyedJaggedTensor.from_offsets_sync, {
-        "offsets" if name == "lengths" else name: _ints(0, 1, 2, 3, 3) if name == "lengths" else kind
-        for name, kind in PARTS.items()
+        "keys": KEYS, "values": VALUES, "weights": WEIGHTS, "offsets": _ints(0, 1, 2, 3, 3),
+        **{name: PARTS[name] for name in (
+            "stride", "stride_per_key_per_rank", "inverse_indices")},
     }),
     Call("KeyedJaggedTensor.from_jt_dict", KeyedJaggedTensor.from_jt_dict, {
         "jt_dict": mapping(lambda: {"a": JT.right(), "b": JT.right()}, JT),
@@ -144,12 +148,12 @@ CALLS = [
     Call("KeyedJaggedTensor.empty_like", KeyedJaggedTensor.empty_like, {
         "kjt": KJT, "device": maybe(DEVICE),
     }),
-    _of_kjt("to_dict", {"compute_offsets": flag(True)}),
+    _of_kjt("to_dict", {"compute_offsets": anything(lambda: True)}),
     _of_kjt("split", {"segments": wholes([1, 1])}),
     _of_kjt("permute", {"indices": wholes([1, 0]), "indices_tensor": maybe(_ints(1, 0))}),
     _of_kjt("with_values", {"values": VALUES}),
     _of_kjt("to", MOVE | {"dtype": maybe(DTYPE)}),
-    _of_kjt("copy_", {"kjt": KJT, "non_blocking": flag(False)}),
+    _of_kjt("copy_", {"kjt": KJT, "non_blocking": NON_BLOCKING}),
     _of_kjt("dist_splits", {"key_splits": wholes([1, 1])}),
     _of_kjt("__getitem__", {"key": Kind(
         lambda: "a", lambda value: None if isinstance(value, str) else False)}),
@@ -195,7 +199,7 @@ CALLS = [
         "kjt": KJT,
         "configs": maybe(many(
             lambda: [EmbeddingBagConfig(9, 4, "t", feature_names=["a", "b"])],
-            Kind(lambda: None, lambda value: None if isinstance(value, EmbeddingBagConfig) else False),
+            made(lambda: EmbeddingBagConfig(9, 4, "t", feature_names=["a", "b"])),
         )),
     }),
 ]  # fmt: skip

@@ -167,7 +167,7 @@ CALLS = [
     Call("GradientAccumulationWrapper.set_step", method(_accumulating, "set_step"), {
         "step": whole(1, 0),
     }),
-    Call("EvenBatches", lambda **given: list(EvenBatches(**given)), {
+    Call("EvenBatches", lambda **given: [given["model"](b) for b in EvenBatches(**given)], {
         "batches": many(lambda: [KJT.right()], anything(lambda: None)), "model": module(sharded),
         "policy": member(UnevenPolicy.DROP),
     }),
@@ -182,7 +182,8 @@ CALLS = [
         "batches": many(lambda: [torch.ones(1)], anything(lambda: None)),
     }),
     Call("Watchdog", Watchdog, {
-        "warn_after": number(3.0, 0), "abort_after": maybe(number(3.0, 0)),
+        "warn_after": number(3.0, 0, is_finite=False),
+        "abort_after": maybe(number(3.0, 0, is_finite=False)),
     }),
     Call("Watchdog.pause", method(Watchdog, "pause"), {"name": text("evaluation")}),
     Call("LossGuard", LossGuard, {
