@@ -112,6 +112,8 @@ class Batch:
             ([[31.0], [44.0]], [1.0, 0.0])
         """
         check_table("Batch.from_columns: columns", columns)
+        if isinstance(dense, str):
+            names("Batch.from_columns: dense", dense)
         weights = {} if weights is None else weights
         named = {f: (f"Column {name!r}", columns[name]) for f, name in weights.items()}
         unknown = sorted(named.keys() - set(sparse))

@@ -230,7 +230,8 @@ class BaseEmbeddingConfig:
             "stash_weights",
         ):
             given = getattr(self, option)
-            if given is not None and flag(f"{where}.{option}", given):
+            is_none = given is None and option == "virtual_table_eviction_policy"
+            if not is_none and flag(f"{where}.{option}", given):
                 raise ValueError(
                     f"{where}.{option} is not supported; received {getattr(self, option)!r}. Leave "
                     "it out."

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked, checked_late
 from recsys.modules.position_weights import (
     PositionGather,
@@ -121,6 +122,7 @@ class PositionWeightedModule(FeatureProcessor):
             ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
                 or the bags are on another device than the weights.
         """
+        check_input(f"{type(self).__name__}: features", features, JaggedTensor)
         values, lengths, offsets = features.values(), features.lengths(), features.offsets()
         keyed = KeyedJaggedTensor.from_parts(
             [""], values, None, lengths, offsets, stride=lengths.numel()

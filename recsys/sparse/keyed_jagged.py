@@ -140,6 +140,8 @@ class KeyedJaggedTensor(Bags):
         if index_per_key is not None:
             per_key_checks.check_index_per_key("KeyedJaggedTensor", keys, index_per_key)
         if jt_dict is not None:
+            if not isinstance(cast(object, jt_dict), Mapping):
+                wrong_type("KeyedJaggedTensor.jt_dict", "a dict", jt_dict)
             per_key_checks.check_derived(
                 "KeyedJaggedTensor", "jt_dict", sorted(jt_dict), sorted(keys), "a dict of the keys"
             )

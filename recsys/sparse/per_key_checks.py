@@ -184,6 +184,8 @@ def check_strides(
     """
     if stride is not None and not _is_whole(stride) and not is_proxy(stride):
         wrong_type("KeyedJaggedTensor.stride", "an integer", stride)
+    if isinstance(stride, int) and stride < 0:
+        raise ValueError(f"KeyedJaggedTensor.stride must not be negative; received {stride}.")
     per_rank = stride_per_key_per_rank
     if isinstance(cast(object, per_rank), str | int):
         wrong_type("KeyedJaggedTensor.stride_per_key_per_rank", "a list of lists", per_rank)

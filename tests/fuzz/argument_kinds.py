@@ -73,6 +73,7 @@ def number(
         if not isinstance(value, int | float | np.number):
             return False
         inside = least <= float(value) < below or (value == math.inf == below)
+        inside = inside or (math.isnan(value) and not is_finite)
         return None if inside and (math.isfinite(value) or not is_finite) else False
 
     return Kind(lambda: right, is_legal, lambda: [np.float64(right), np.float32(right)])

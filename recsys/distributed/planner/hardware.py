@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, final
+from typing import Any, cast, final
 
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.words import show_ranks
@@ -93,7 +93,7 @@ NUMBERS = tuple(f.name for f in fields(Hardware) if f.name not in ("compute_devi
 
 def check_device(subject: str, device: str) -> None:
     """Raise ValueError unless this is a kind of device that ranks compute on."""
-    if str(device) not in DEVICES:
+    if not isinstance(cast(object, device), str) or device not in DEVICES:
         raise ValueError(f"{subject}.compute_device must be 'cpu' or 'cuda'; received {device!r}.")
 
 

@@ -192,6 +192,9 @@ class Topology:
         check_device("Topology", compute_device)
         whole("Topology.world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
+        for name, of in numbers.items():
+            if of is not None:
+                per_rank("Topology", name, of, world_size)
         if custom_topology_data is not None:
             numbers |= custom_topology_data.all_of(world_size)
         on_cpu = compute_device == "cpu"

@@ -123,10 +123,11 @@ class ParameterConstraints:
             whole("ParameterConstraints.min_partition", self.min_partition)
         if self.bounds_check_mode is not None:
             self.bounds_check_mode = _our_bounds_check_mode(self.bounds_check_mode)
-        dtype = getattr(self.output_dtype, "name", self.output_dtype)  # TorchRec has an enum
+        given: object = self.output_dtype
+        dtype = given.name if isinstance(given, Enum) else given  # TorchRec has an enum
         caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
         self._check(
-            dtype in (None, "FP32", torch.float32),
+            dtype is None or dtype is torch.float32 or (isinstance(dtype, str) and dtype == "FP32"),
             "output_dtype must be None or torch.float32, as sharded embeddings are; received "
             f"{self.output_dtype}. Convert the output, or choose what travels by the sharder's "
             "qcomm_codecs_registry.",

@@ -67,7 +67,9 @@ CALLS = [
         "weights": maybe(Kind(lambda: None, mapping(dict, text("w")).is_legal)),
         "padding": maybe(whole(-1, None)),
     }),
-    Call("Batch.to", method(batch, "to"), {"device": DEVICE, "non_blocking": flag(False)}),
+    Call("Batch.to", method(batch, "to"), {
+        "device": DEVICE, "non_blocking": Kind(lambda: False, flag(False).is_legal),
+    }),
     Call("RandomRecDataset", lambda **given: next(iter(RandomRecDataset(**given))), {
         "keys": texts(["a", "b"], 1), "batch_size": whole(3), "hash_size": maybe(whole(5)),
         "ids_per_feature": COUNT, "num_dense": whole(2, 0), "manual_seed": maybe(whole(3, None)),
@@ -91,6 +93,6 @@ CALLS = [
     Call("BinaryCriteoUtils.get_file_row_ranges_and_remainder",
          BinaryCriteoUtils.get_file_row_ranges_and_remainder, {
         "lengths": wholes([4, 4]), **RANKS, "start_row": whole(0, 0), "last_row": maybe(
-            whole(5, 0)),
+            whole(5, -1)),
     }),
 ]  # fmt: skip

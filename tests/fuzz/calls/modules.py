@@ -208,7 +208,8 @@ CALLS = [
     Call("fuse_embedding_optimizer", fuse_embedding_optimizer, {
         "model": module(lambda: nn.Sequential(bags())), "device": DEVICE, **FUSED,
     }),
-    Call("get_embedding_names_by_table", get_embedding_names_by_table, {"tables": TABLES}),
+    Call("get_embedding_names_by_table", get_embedding_names_by_table, {
+        "tables": many(TABLES.right, made(lambda: TABLES.right()[0]))}),
     Call("data_type_to_dtype", data_type_to_dtype, {"data_type": made(lambda: DataType.FP16)}),
     Call("dtype_to_data_type", dtype_to_data_type, {"dtype": DTYPE}),
     Call("pooling_type_to_str", pooling_type_to_str, {"pooling_type": member(PoolingType.SUM)}),
@@ -221,7 +222,7 @@ CALLS = [
         "per_table_weight_dtype": maybe(mapping(lambda: {"t": torch.int8}, DTYPE)),
     }),
     Call("EmbeddingTower", EmbeddingTower, {
-        "embedding_module": BAGS, "interaction_module": module(_Interaction),
+        "embedding_module": module(bags), "interaction_module": module(_Interaction),
         "device": maybe(DEVICE),
     }),
     Call("EmbeddingTowerCollection", EmbeddingTowerCollection, {

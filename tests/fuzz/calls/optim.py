@@ -89,7 +89,8 @@ CALLS = [
     Call("apply_optimizer_in_backward", optim.apply_optimizer_in_backward, {
         "optimizer_class": TYPE, "params": Kind(
             lambda: [_parameter()],
-            lambda value: None if isinstance(value, list) and not value else _is_params(value),
+            lambda value: None if isinstance(value, list | tuple | set) and not value
+            else _is_params(value),
         ),
         "optimizer_kwargs": mapping(lambda: {"lr": 0.1}),
         "update_mode": text("fused"), "row_state": text("exact"),

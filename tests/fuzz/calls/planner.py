@@ -140,7 +140,7 @@ SAMPLES = {
     "pooled": flag(True),
 }  # fmt: skip
 SIZES = {"shard_offsets": wholes([0, 0]), "shard_sizes": wholes([10, 4])}
-RESERVATION = {"memory_cap": whole(1 << 30, 0), "dense_bytes": maybe(whole(10, 0))}
+RESERVATION = {"memory_cap": whole(1 << 30, None), "dense_bytes": maybe(whole(10, None))}
 
 CALLS = [
     Call("Topology", Topology, {
@@ -172,7 +172,7 @@ CALLS = [
         "collectives": maybe(many(list, Kind(lambda: None, _none))),
     }),
     Call("Topology.lookup_speed", method(topology, "lookup_speed"), {
-        "dim": whole(4), "pooling": number(1.0, 0), "rank": maybe(made(
+        "dim": whole(4, None), "pooling": number(1.0, is_finite=False), "rank": maybe(made(
             lambda: topology().hardware[0])),
     }),
     Call("Topology.collective_ms", method(topology, "collective_ms"), {
@@ -259,7 +259,7 @@ CALLS = [
         "device": text("cpu"), "batch_size": whole(4), "pooling_stats": maybe(STATS),
     }),
     Call("read_tables", read_tables, {"path": path(lambda: _file(json.dumps({"tables": [
-        {"name": "t", "rows": 10, "dim": 4, "features": ["a"]}]})))}),
+        {"name": "t", "rows": 10, "dim": 4, "optimizer": "SGD"}]})))}),
     *(
         Call(name, getattr(constants, name), {argument: number(5.0)})
         for name, argument in (
@@ -297,7 +297,7 @@ CALLS = [
         made(lambda: ShardMetadata([0, 0], [10, 4])))}),
     Call("CacheParams", CacheParams, {
         "algorithm": anything(lambda: None), "load_factor": maybe(number(0.5, 0, 2)),
-        "reserved_memory": maybe(number(1.0, 0)), "precision": anything(lambda: None),
+        "reserved_memory": maybe(number(1.0, is_finite=False)), "precision": anything(lambda: None),
         "prefetch_pipeline": maybe(flag(False)), "stats": anything(lambda: None),
     }),
     Call("compute_kernel_to_embedding_location", compute_kernel_to_embedding_location, {
