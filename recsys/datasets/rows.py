@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -22,6 +22,7 @@ from recsys.datasets.criteo import (
     DEFAULT_LABEL_NAME,
 )
 from recsys.datasets.utils import of_worker
+from recsys.kernels.arguments import path_of
 from recsys.kernels.checked import checked
 
 RowMapper = Callable[[list[str]], Any]
@@ -131,7 +132,7 @@ def _lines(path: str | Path, delimiter: str, open_kw: Any) -> Iterator[tuple[str
 
 
 def _read_criteo(
-    paths: list[str | Path], is_checked: bool, open_kw: Any
+    paths: Sequence[str | Path], is_checked: bool, open_kw: Any
 ) -> Iterator[tuple[str, list[str]]]:
     for path in paths:
         num_fields = None
@@ -177,7 +178,8 @@ def criteo_terabyte(
         (1, 7, '0a')
     """
     is_checked = row_mapper is _criteo_row
-    return _Rows(partial(_read_criteo, list(paths), is_checked, open_kw), row_mapper)
+    given = [path_of(f"criteo_terabyte.paths[{place}]", path) for place, path in enumerate(paths)]
+    return _Rows(partial(_read_criteo, given, is_checked, open_kw), row_mapper)
 
 
 @checked

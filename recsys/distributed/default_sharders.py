@@ -15,6 +15,7 @@ from recsys.distributed.fused_embedding import (
     FusedEmbeddingCollectionSharder,
 )
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.arguments import instance
 from recsys.kernels.checked import checked
 
 _of_others: list[Callable[[], ModuleSharder[Any]]] = []
@@ -26,7 +27,11 @@ def add_default_sharder(make: Callable[[], ModuleSharder[Any]]) -> None:
 
     Args:
         make: returns the sharder.
+
+    Raises:
+        TypeError: what it returns is none.
     """
+    instance("add_default_sharder: what make returns", make(), ModuleSharder)  # type: ignore[type-abstract]
     _of_others.append(make)
 
 

@@ -7,17 +7,20 @@ Shapes: `B` samples, `N` columns of all embeddings of a sample together.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import check_input
+from recsys.kernels.arguments import check_input, wrong_type
 from recsys.kernels.checked import checked
 
 
 def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
     """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if isinstance(cast(object, embeddings), str | bytes):
+            wrong_type("embeddings", "a list of tensors", embeddings)
         check_input("embeddings", embeddings, Sequence)
         for place, embedding in enumerate(embeddings):
             check_input(f"embeddings[{place}]", embedding, torch.Tensor)

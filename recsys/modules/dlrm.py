@@ -368,7 +368,12 @@ class DLRM(nn.Module):
             compile_mode: of `torch.compile`.
         """
         for arch in (self.dense_arch, self.inter_arch, self.over_arch):
-            arch.compile(mode=compile_mode)
+            try:
+                arch.compile(mode=compile_mode)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"compile_mode must be a mode of torch.compile; received {compile_mode!r}. {error}"
+                ) from error
 
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor | None

@@ -2,7 +2,7 @@
 
 `refused`: a value that means the same as the right one raises. `silent`: a value that cannot be
 right is accepted. `unclear`: the error does not name the argument and the value, or is Python's
-own, such as an AttributeError. `hung`: the call takes more than 10 seconds.
+own, such as an AttributeError. `hung`: the call takes more than 30 seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.fuzz.calls.call import Call
 from tests.fuzz.calls.public import all_calls
 from tests.ranks import RankPool
 
-LIMIT_S = 10
+LIMIT_S = 30  # torch.compile is imported in one of the calls
 CLEAR = (TypeError, ValueError, KeyError, IndexError, OSError, CheckpointError, PlannerError)
 _HOME = str(Path(recsys.__file__).parent)
 
@@ -131,6 +131,8 @@ def _is_clear_misfit(call: Call, name: str, value: Any, error: Exception) -> boo
         return True
     if isinstance(value, torch.Tensor) and isinstance(error, RuntimeError | IndexError):
         return True
+    if "in loading state_dict" in str(error):  # as documented, and as in torch
+        return True
     words = [*call.arguments, *call.name.split("."), "received", *call.words.get(name, ())]
     is_named = any(re.search(rf"\b{re.escape(word)}\b", str(error)) for word in words)
     return isinstance(error, CLEAR) and _is_own(error) and (is_named or _shows(str(error), value))
@@ -162,7 +164,8 @@ def complaint_about(pool: RankPool, seed: int) -> str | None:
     rng = Random(seed)
     call = rng.choice(all_calls())
     name = rng.choice(list(call.arguments))
-    alike = call.arguments[name].alike()
+    with _apart():  # some make files
+        alike = call.arguments[name].alike()
     place = rng.randrange(len(WRONG) + len(alike))
     is_alike = place >= len(WRONG)
     value = alike[place - len(WRONG)] if is_alike else list(WRONG.values())[place]()

@@ -345,6 +345,7 @@ class Topology:
     @checked
     def with_nodes(self, num_nodes: int) -> Self:
         """Return a topology with another number of nodes, alike in turn to those there are."""
+        whole("Topology.with_nodes: num_nodes", num_nodes)
         ranks = range(num_nodes * self.local_world_size)
         return self._with(hardware=[self.hardware[rank % self.world_size] for rank in ranks])
 
