@@ -98,7 +98,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         if min_ids_per_feature is None and min_ids_per_features is None:
             exact = ids_per_feature is not None
             min_ids_per_features = self.ids_per_features if exact else [0] * len(keys)
-        whole("RandomRecDataset.batch_size", batch_size)
+        whole("RandomRecDataset.batch_size", batch_size, least=0)
         self.min_ids_per_features = _per_feature(
             "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
         )

@@ -66,8 +66,8 @@ def checked(function: _Function) -> _Function:
 def checked_late(function: _Function) -> _Function:
     """Check the types of a function's arguments, by its annotations, only when it has failed.
 
-    For functions that run with every batch. An error that wrong arguments caused is replaced by
-    the one that `checked` raises. Any other error stays.
+    For functions that run with every batch. An error of Python or torch that wrong arguments
+    caused is replaced by the one that `checked` raises. Any other error stays.
 
     Args:
         function: What to call.
@@ -88,8 +88,9 @@ def checked_late(function: _Function) -> _Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except Exception:
-            _check_call(function, args, kwargs)
+        except Exception as error:
+            if "received" not in str(error):  # as this library's own errors say
+                _check_call(function, args, kwargs)
             raise
 
     return cast(_Function, call)

@@ -372,7 +372,8 @@ class DLRM(nn.Module):
                 arch.compile(mode=compile_mode)
             except RuntimeError as error:
                 raise ValueError(
-                    f"compile_mode must be a mode of torch.compile; received {compile_mode!r}. {error}"
+                    f"compile_mode must be a mode of torch.compile; received {compile_mode!r}: "
+                    f"{error}"
                 ) from error
 
     def forward(

@@ -160,7 +160,6 @@ class KeyedOptimizer(Optimizer):
             ]
         return result
 
-    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state into this optimizer's, in place.
 
