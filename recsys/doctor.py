@@ -44,7 +44,7 @@ __all__ = [
 DISTRIBUTION = "recsys-torch"
 """What pip calls this project; `recsys` on the package index is another one."""
 
-PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
+PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
 """The FBGEMM release that was built for each torch release."""
 
 VARIANTS = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
@@ -122,7 +122,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     Example:
         >>> [problem] = [f for f in diagnose(Facts(torch="2.9.1")) if f.level == "problem"]
         >>> problem.fix
-        'pip install "torch==2.13.*"'
+        'pip install "torch==2.14.*"'
     """
     return [
         *_judge_namesakes(facts),

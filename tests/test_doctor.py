@@ -113,7 +113,7 @@ def test_without_fbgemm() -> None:
         (
             Facts(torch="2.9.1+cpu"),
             "torch must be 2.11 or newer; installed is 2.9.1+cpu.",
-            'pip install "torch==2.13.*"',
+            'pip install "torch==2.14.*"',
         ),
         (
             Facts(
@@ -139,13 +139,13 @@ def test_without_fbgemm() -> None:
         ),
         (
             Facts(
-                torch="2.14.0+cpu",
+                torch="2.15.0+cpu",
                 distributions={"fbgemm-gpu-cpu": "1.8.0"},
                 kernels=CPU_KERNELS,
             ),
-            "torch 2.14.0+cpu and fbgemm-gpu-cpu 1.8.0 do not fit. Known pairs: torch 2.11 with",
-            'pip install "torch==2.13.*" && pip uninstall -y fbgemm-gpu-cpu && '
-            'pip install "fbgemm-gpu-cpu==1.8.*"',
+            "torch 2.15.0+cpu and fbgemm-gpu-cpu 1.8.0 do not fit. Known pairs: torch 2.11 with",
+            'pip install "torch==2.14.*" && pip uninstall -y fbgemm-gpu-cpu && '
+            'pip install "fbgemm-gpu-cpu==1.9.*"',
         ),
         (
             Facts(
@@ -202,8 +202,8 @@ def test_problems(facts: Facts, text: str, fix: str | None) -> None:
     [
         (
             Facts(
-                torch="2.14.0.dev20260801+cpu",
-                distributions={"fbgemm-gpu-cpu": "1.9.0"},
+                torch="2.15.0.dev20260801+cpu",
+                distributions={"fbgemm-gpu-cpu": "1.10.0"},
                 kernels=CPU_KERNELS,
             ),
             "has not been tried",

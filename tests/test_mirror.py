@@ -64,7 +64,6 @@ TESTED_THROUGH = {
     "distributed/planner/words.py": "distributed/planner/test_report.py",
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
-    "distributed/state/table_shards.py": "distributed/test_sharding.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_table.py": "inference/test_shard.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",

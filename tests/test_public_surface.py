@@ -43,7 +43,8 @@ SURFACE = {
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection
         QuantFeatureProcessedEmbeddingBagCollection export_aoti export_torchscript
-        quantize_embeddings quantize_inference_model shard_quant_model
+        load_aoti load_torchscript quantize_embeddings quantize_inference_model shard_quant_model
+        verify_checksum
     """,
     "recsys.kernels": "",
     "recsys.metrics": """

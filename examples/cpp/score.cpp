@@ -2,7 +2,8 @@
 //
 //     score MODEL BATCHES SCORES [--time RUNS] [--fbgemm FOLDER]
 //
-// MODEL: what export_torchscript or export_aoti wrote; the latter's name ends in ".pt2".
+// MODEL: what export_torchscript or export_aoti wrote; the latter's name ends in ".pt2". Its checksum
+//     is in MODEL.sha256.
 // BATCHES: a file of torch.save: a list of batches, or a dict that has one as "inputs". A batch is
 //     a tuple or list of the tensors that the program takes.
 // SCORES: the file to write, for torch.load: a tuple of what the program returned for each batch: a
@@ -13,6 +14,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -28,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include <openssl/evp.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/runtime/jit_exception.h>
 #include <torch/csrc/jit/serialization/pickle.h>
@@ -84,6 +87,40 @@ Arguments parse(const std::vector<std::string>& given) {
 void check_file(const std::string& path) {
   if (!std::filesystem::is_regular_file(path)) {
     fail("There is no such file.");
+  }
+}
+
+// Returns the SHA-256 of a file as hexadecimal digits.
+std::string sha256(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> state(EVP_MD_CTX_new(),
+                                                                     EVP_MD_CTX_free);
+  EVP_DigestInit_ex(state.get(), EVP_sha256(), nullptr);
+  std::vector<char> block(1 << 20);
+  while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0) {
+    EVP_DigestUpdate(state.get(), block.data(), static_cast<size_t>(file.gcount()));
+  }
+  std::array<unsigned char, EVP_MAX_MD_SIZE> digest{};
+  unsigned int size = 0;
+  EVP_DigestFinal_ex(state.get(), digest.data(), &size);
+  std::ostringstream text;
+  text << std::hex << std::setfill('0');
+  for (unsigned int i = 0; i < size; ++i) {
+    text << std::setw(2) << static_cast<int>(digest[i]);
+  }
+  return text.str();
+}
+
+// A program has no check of its own: with one flipped bit it may load, and score otherwise.
+void verify_checksum(const std::string& path) {
+  std::ifstream sums(path + ".sha256");
+  std::string expected;
+  if (!(sums >> expected)) {
+    fail("Its checksum must be in '", path, ".sha256'. Copy both files, or export it again.");
+  }
+  if (sha256(path) != expected.substr(expected.find_first_not_of('\\'))) {
+    fail("It is damaged: it does not match its checksum in '", path,
+         ".sha256'. Copy or export it again.");
   }
 }
 
@@ -159,7 +196,11 @@ Program load_package(const std::string& path) {
   }
   const auto names = parse_names(metadata["outputs"]);
   auto run = [loader, names](const Batch& batch) -> IValue {
-    std::vector<Tensor> outputs = loader->run(batch);
+    Batch inputs = batch;
+    for (Tensor& tensor : inputs) {
+      tensor = tensor.contiguous();  // the compiled code takes any strides for those
+    }
+    std::vector<Tensor> outputs = loader->run(inputs);
     if (names == std::vector<std::string>{"output"}) {
       return outputs.at(0);
     }
@@ -175,6 +216,7 @@ Program load_package(const std::string& path) {
 Program load_program(const std::string& path) {
   try {
     check_file(path);
+    verify_checksum(path);
     return path.ends_with(".pt2") ? load_package(path) : load_script(path);
   } catch (const std::exception& error) {
     fail("A program must be a file of export_torchscript or, if its name ends in '.pt2', of "

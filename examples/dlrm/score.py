@@ -5,8 +5,10 @@ python examples/dlrm/score.py MODEL.pt TEST.pt SCORES.pt
 In C++: examples/cpp/. It writes the same SCORES.pt.
 """
 
+import hashlib
 import json
 import sys
+from pathlib import Path
 
 import fbgemm_gpu  # noqa: F401  registers the operators the program calls
 import torch
@@ -22,7 +24,16 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return (wins / (labels.sum() * (1.0 - labels).sum())).item()
 
 
+def verify_checksum(path: str) -> None:
+    """End unless a file matches the checksum that was written with it."""
+    expected = Path(f"{path}.sha256").read_text().split()[0]
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+            sys.exit(f"{path} is damaged: it does not match its checksum in {path}.sha256.")
+
+
 def main() -> None:
+    verify_checksum(sys.argv[1])
     model = torch.jit.load(sys.argv[1])
     test = torch.load(sys.argv[2])
     with torch.inference_mode():

@@ -120,7 +120,11 @@ class RandomRecDataset(IterableDataset[Batch]):
         self._batches = [self._make_batch() for _ in range(num_generated_batches)]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the batches of one epoch, the same in every epoch unless all are new."""
+        """Give the batches of one epoch, the same in every epoch unless all are new.
+
+        With `manual_seed`, workers that a DataLoader starts anew for each epoch repeat theirs; with
+        `persistent_workers=True` all are new.
+        """
         if self._batches:
             return of_worker(itertools.islice(itertools.cycle(self._batches), self.num_batches))
         count = self.num_batches

@@ -1,13 +1,14 @@
 """Public data sets row by row, as dicts: for looking at them, and for preparing others.
 
-`CriteoDataset` gives batches, and is the faster way to train. Under a DataLoader, its workers take
-the rows in turn: each row comes once an epoch.
+`CriteoDataset` gives batches, and is the faster way to train. Ranks, and under a DataLoader its
+workers, take the rows in turn: each row comes once an epoch.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from recsys.datasets.criteo import (
     DEFAULT_COLUMN_NAMES,
     DEFAULT_LABEL_NAME,
 )
-from recsys.datasets.utils import of_worker
+from recsys.datasets.utils import check_rank, of_worker
 from recsys.kernels.arguments import path_of
 from recsys.kernels.checked import checked
 
@@ -97,18 +98,25 @@ def _movielens_row(fields: list[str]) -> dict[str, float | int | str]:
 class _Rows(IterableDataset[Any]):
     """Iterable that calls a reader function and maps each line.
 
-    The workers of a DataLoader take the lines in turn.
+    Ranks, and on each the workers of a DataLoader, take the lines in turn.
     """
 
     def __init__(
-        self, read: Callable[[], Iterator[tuple[str, list[str]]]], row_mapper: RowMapper | None
+        self,
+        read: Callable[[], Iterator[tuple[str, list[str]]]],
+        row_mapper: RowMapper | None,
+        rank: int,
+        world_size: int,
     ) -> None:
         super().__init__()
+        check_rank(rank, world_size, batch_size=1)
         self._read = read
         self._row_mapper = row_mapper
+        self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[Any]:
-        for where, fields in of_worker(self._read()):
+        lines = itertools.islice(self._read(), self._rank, None, self._world_size)
+        for where, fields in of_worker(lines):
             if self._row_mapper is None:
                 yield fields
                 continue
@@ -150,7 +158,12 @@ def _read_criteo(
 
 @checked
 def criteo_terabyte(
-    paths: Iterable[str | Path], *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
+    paths: Iterable[str | Path],
+    *,
+    row_mapper: RowMapper | None = _criteo_row,
+    rank: int = 0,
+    world_size: int = 1,
+    **open_kw: Any,
 ) -> IterableDataset[Any]:
     r"""Read the Criteo terabyte release, row by row.
 
@@ -159,12 +172,15 @@ def criteo_terabyte(
         row_mapper: makes of a line's 40 texts what is given out; by default a dict of the names in
             `DEFAULT_COLUMN_NAMES`, label and counts whole numbers (0 where missing), categories
             texts; without the label for a file without labels. None: the texts themselves.
+        rank: this process: it takes every `world_size`-th row.
+        world_size: number of processes that share the rows.
         open_kw: further arguments of `open`.
 
     Returns:
         The rows of all files, read each time anew.
 
     Raises:
+        ValueError: `rank` is not in [0, `world_size`).
         FileNotFoundError: while iterating, a file is missing.
         ValueError: while iterating, a line is truncated or damaged.
 
@@ -179,28 +195,39 @@ def criteo_terabyte(
     """
     is_checked = row_mapper is _criteo_row
     given = [path_of(f"criteo_terabyte.paths[{place}]", path) for place, path in enumerate(paths)]
-    return _Rows(partial(_read_criteo, given, is_checked, open_kw), row_mapper)
+    read = partial(_read_criteo, given, is_checked, open_kw)
+    return _Rows(read, row_mapper, rank, world_size)
 
 
 @checked
 def criteo_kaggle(
-    path: str | Path, *, row_mapper: RowMapper | None = _criteo_row, **open_kw: Any
+    path: str | Path,
+    *,
+    row_mapper: RowMapper | None = _criteo_row,
+    rank: int = 0,
+    world_size: int = 1,
+    **open_kw: Any,
 ) -> IterableDataset[Any]:
     """Read one file of the Criteo Kaggle release, row by row.
 
     Args:
         path: its text file, plain or `.gz`.
         row_mapper: as of `criteo_terabyte`.
+        rank: as of `criteo_terabyte`.
+        world_size: as of `criteo_terabyte`.
         open_kw: further arguments of `open`.
 
     Returns:
         The rows, read each time anew.
 
     Raises:
+        ValueError: `rank` is not in [0, `world_size`).
         FileNotFoundError: while iterating, the file is missing.
         ValueError: while iterating, a line is truncated or damaged.
     """
-    return criteo_terabyte([path], row_mapper=row_mapper, **open_kw)
+    return criteo_terabyte(
+        [path], row_mapper=row_mapper, rank=rank, world_size=world_size, **open_kw
+    )
 
 
 def _read_movielens(
@@ -227,10 +254,16 @@ def _is_header(fields: list[str]) -> bool:
 
 
 def _movielens(
-    root: str | Path, include_movies_data: bool, row_mapper: RowMapper | None, open_kw: Any
+    root: str | Path,
+    include_movies_data: bool,
+    row_mapper: RowMapper | None,
+    rank: int,
+    world_size: int,
+    open_kw: Any,
 ) -> IterableDataset[Any]:
     open_kw = {"encoding": "utf-8", **open_kw}
-    return _Rows(partial(_read_movielens, root, include_movies_data, open_kw), row_mapper)
+    read = partial(_read_movielens, root, include_movies_data, open_kw)
+    return _Rows(read, row_mapper, rank, world_size)
 
 
 @checked
@@ -239,6 +272,8 @@ def movielens_20m(
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,
+    rank: int = 0,
+    world_size: int = 1,
     **open_kw: Any,
 ) -> IterableDataset[Any]:
     r"""Read the ratings of MovieLens 20M, row by row.
@@ -248,12 +283,15 @@ def movielens_20m(
         include_movies_data: also give title and genres of the film.
         row_mapper: makes of a line's texts what is given out; by default a dict of the columns'
             names, numbers as numbers. None: the texts themselves.
+        rank: as of `criteo_terabyte`.
+        world_size: as of `criteo_terabyte`.
         open_kw: further arguments of `open`.
 
     Returns:
         The rows, read each time anew.
 
     Raises:
+        ValueError: `rank` is not in [0, `world_size`).
         FileNotFoundError: while iterating, a file is missing.
         ValueError: while iterating, a line is truncated or damaged, rates an unknown film, or has a
             rating that is not from 0 to 5 or an id that is negative or not below 2**63.
@@ -266,7 +304,7 @@ def movielens_20m(
         >>> list(movielens_20m(root))
         [{'userId': 1, 'movieId': 2, 'rating': 3.5, 'timestamp': 4}]
     """
-    return _movielens(root, include_movies_data, row_mapper, open_kw)
+    return _movielens(root, include_movies_data, row_mapper, rank, world_size, open_kw)
 
 
 @checked
@@ -275,6 +313,8 @@ def movielens_25m(
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,
+    rank: int = 0,
+    world_size: int = 1,
     **open_kw: Any,
 ) -> IterableDataset[Any]:
     """Read the ratings of MovieLens 25M, row by row; its files are like those of 20M.
@@ -283,14 +323,17 @@ def movielens_25m(
         root: folder of `ratings.csv` and `movies.csv`.
         include_movies_data: as of `movielens_20m`.
         row_mapper: as of `movielens_20m`.
+        rank: as of `criteo_terabyte`.
+        world_size: as of `criteo_terabyte`.
         open_kw: further arguments of `open`.
 
     Returns:
         The rows, read each time anew.
 
     Raises:
+        ValueError: `rank` is not in [0, `world_size`).
         FileNotFoundError: while iterating, a file is missing.
         ValueError: while iterating, a line is truncated or damaged, rates an unknown film, or has a
             rating that is not from 0 to 5 or an id that is negative or not below 2**63.
     """
-    return _movielens(root, include_movies_data, row_mapper, open_kw)
+    return _movielens(root, include_movies_data, row_mapper, rank, world_size, open_kw)

@@ -37,8 +37,8 @@ class Batch:
         sparse_features: ids of every feature, stride `B`.
         labels: `[B]`, such as 1 for a click and 0 for none; any finite numbers are legal here, and
             a log loss takes those from 0 to 1.
-        dense_names: of the columns of `dense_features`, for messages about their values; empty if
-            they are not known.
+        dense_names: names of the columns of `dense_features`, for messages about their values;
+            empty if they are not known.
         label_name: of the labels' column, for messages; empty if it is not known.
 
     Example:

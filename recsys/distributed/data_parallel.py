@@ -126,18 +126,30 @@ class FixedOrderDataParallel(DistributedDataParallel):
     which gradients become ready, and the order that DistributedDataParallel itself assumes where it
     cannot observe one.
 
+    With `find_unused_parameters` alone torch makes the buckets once, and these stay.
+
     Args:
         args: those of DistributedDataParallel.
         kwargs: those of DistributedDataParallel.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        unused, static = (kwargs.get(key) for key in ("find_unused_parameters", "static_graph"))
+        self._makes_buckets_anew = static or not unused
         super().__init__(*args, **kwargs)
+        if not self._makes_buckets_anew:
+            return
         self.reducer._push_all_rebuilt_params()  # as if gradients had become ready in this order
         self.reducer._rebuild_buckets()
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return the part of its names to leave out, for `torch.distributed.checkpoint`."""
+        return {"": "module"}
+
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if not self._makes_buckets_anew:
+            return parameters, expect_sparse_gradient
         return parameters[::-1], expect_sparse_gradient[::-1]
 
 

@@ -168,6 +168,7 @@ class DistributedModelParallel(nn.Module):
 
     def _hold(self, module: nn.Module) -> None:
         self._dmp_wrapped_module = module
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set  # see named_buffers
         self._optimizer = CombinedOptimizer(
             [(path, child.fused_optimizer) for path, child in sharded_modules(module)]
         )
@@ -343,6 +344,12 @@ class DistributedModelParallel(nn.Module):
         return names
 
     # -- names: those of the bare model ----------------------------------------------------------
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return where the bare names lead, for `torch.distributed.checkpoint.state_dict`."""
+        bare = self.module
+        names = (*bare._modules, *bare._parameters, *bare._buffers)
+        return {**dict.fromkeys(names, "module"), "": "_dmp_wrapped_module"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state under the unsharded model's names.

@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import traceback
 from contextlib import AbstractContextManager, ExitStack
@@ -365,14 +364,19 @@ def _print_traceback(error: BaseException) -> None:
         traceback.print_exception(error)
         return
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not _is_of_library(frame.filename)]
     lines = traceback.format_list(own) + traceback.format_exception_only(error)
     print("".join(lines), end="", file=sys.stderr)
 
 
-_LIBRARIES = tuple(
-    {str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
-)
+def _is_of_library(file: str) -> bool:
+    if file.startswith(_PYTHON):
+        return "site-packages" not in file  # what is installed may be the user's own
+    return file.startswith(_LIBRARIES)
+
+
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+_LIBRARIES = f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _print_no_more_of(error: BaseException) -> None:

@@ -1,6 +1,8 @@
 """From a trained model to one that is served: quantize the tables, shard them, export a program."""
 
+from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript
+from recsys.inference.programs import load_aoti, load_torchscript
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
@@ -15,7 +17,10 @@ __all__ = [
     "QuantFeatureProcessedEmbeddingBagCollection",
     "export_aoti",
     "export_torchscript",
+    "load_aoti",
+    "load_torchscript",
     "quantize_embeddings",
     "quantize_inference_model",
     "shard_quant_model",
+    "verify_checksum",
 ]

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
 import json
 import linecache
 import os
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 
+from recsys.checksums import new_file
+from recsys.inference.programs import AOTIProgram, describe, load_aoti
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
@@ -37,6 +41,7 @@ from recsys.kernels.ops import HAS_FBGEMM
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recsys.sparse.script_modules import without_torchscript_warnings
 
 __all__ = ["export_aoti", "export_torchscript"]
 
@@ -47,12 +52,15 @@ def export_torchscript(
 ) -> torch.jit.ScriptModule:
     """Compile a quantized model by TorchScript and write it to a file.
 
-    The file runs wherever torch and fbgemm_gpu do, by `torch.jit.load`. The program takes the
-    tensors of the model's arguments, in their order: of a KeyedJaggedTensor, and of a JaggedTensor,
-    `values`, `lengths` and, if the example has them, `weights`. It returns a tensor where the model
-    returns one. Else it returns a dict of tensors by name: "ctr" for an entry of a dict, "0" for
-    the first of a tuple; of a KeyedTensor one tensor per key; of jagged tensors "film.values" and
-    "film.lengths".
+    The file runs wherever torch and fbgemm_gpu do, by `load_torchscript` or `torch.jit.load`. Its
+    SHA-256 is written beside it, to a file of the same name with ".sha256" at the end: see
+    `verify_checksum`.
+
+    The program takes the tensors of the model's arguments, in their order: of a KeyedJaggedTensor,
+    and of a JaggedTensor, `values`, `lengths` and, if the example has them, `weights`. It returns a
+    tensor where the model returns one. Else it returns a dict of tensors by name: "ctr" for an
+    entry of a dict, "0" for the first of a tuple; of a KeyedTensor one tensor per key; of jagged
+    tensors "film.values" and "film.lengths".
 
     A module that branches on the values of tensors is compiled as it is written, if TorchScript can
     read it. All else is traced.
@@ -85,28 +93,32 @@ def export_torchscript(
         torch.Size([3, 4])
     """
     plain = PlainModel(model, inputs)
-    with warnings.catch_warnings():
+    with without_torchscript_warnings():
         # about an annotation in torch.fx.GraphModule's own __init__
         warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
-        # TorchScript is in maintenance; `torch.jit.load` is what C++ servers call today
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
         program: torch.jit.ScriptModule = torch.jit.script(_traced(plain))
     plain.check(program)
-    _write(path, program.save)
+    with new_file(path) as temporary:
+        program.save(str(temporary))
     return program
 
 
 @checked
-def export_aoti(
-    model: nn.Module, path: str | Path, inputs: Sequence[object]
-) -> Callable[..., Tensor | dict[str, Tensor]]:
+def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) -> AOTIProgram:
     """Compile a quantized model by AOTInductor and write it to a package.
 
     The package runs wherever torch and fbgemm_gpu of the same versions do, on the kind of device
-    that the model is on: by `torch._inductor.aoti_load_package` in Python, by
-    `torch::inductor::AOTIModelPackageLoader` in C++. What it takes and returns is what
-    `export_torchscript` says. In C++ the outputs are a list: the package's metadata has their
-    names, and those of the inputs, under "outputs" and "inputs", as JSON lists.
+    that the model is on: by `load_aoti` in Python, by `torch::inductor::AOTIModelPackageLoader` in
+    C++. What it takes and returns is what `export_torchscript` says. In C++ the outputs are a list:
+    the package's metadata has their names under "outputs", as a JSON list.
+
+    The compiled code does not validate dtypes, shapes and strides of its inputs; `load_aoti` does.
+    For other loaders the metadata has JSON lists with an entry per input: "inputs" the names,
+    "dtypes" such as "int64", "shapes" such as "n0 5": a number is the size of a dim, and dims of
+    one name have the same size. Tensors must be contiguous.
+
+    The file's SHA-256 is written beside it, to a file of the same name with ".sha256" at the end:
+    see `verify_checksum`.
 
     Batches of any size are served, 0 and 1 among them. A model must not branch on the values of
     tensors; `torch.where` and `torch.cond` choose between them.
@@ -117,7 +129,7 @@ def export_aoti(
         inputs: As for `export_torchscript`.
 
     Returns:
-        The program that was written, loaded.
+        The program that was written, as `load_aoti` loads it.
 
     Raises:
         TypeError: The model returns what is no tensor, and holds none.
@@ -139,20 +151,24 @@ def export_aoti(
         raise ValueError(f"A package's path must end in '.pt2'; received {str(path)!r}.")
     plain = PlainModel(model, inputs)
     exported = exported_program(plain)
-    names = {"inputs": plain.names, "outputs": plain.output_names}
+    about = {
+        **describe(plain.names, _traced_inputs(exported, plain)),
+        "outputs": plain.output_names,
+    }
     config = {
-        "aot_inductor.metadata": {k: json.dumps(v, ensure_ascii=False) for k, v in names.items()},
+        "aot_inductor.metadata": {k: json.dumps(v, ensure_ascii=False) for k, v in about.items()},
         # or AOTI_RUNTIME_CHECK_INPUTS=1 would refuse batches of 0 and 1 samples
         "aot_inductor.check_lowerbound": False,
     }
-    compiled = partial(torch._inductor.aoti_compile_and_package, exported, inductor_configs=config)
-    with warnings.catch_warnings():
-        # what torch says to itself while it copies the structure of the inputs
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-        _write(path, lambda partial_path: compiled(package_path=partial_path))
-    program = torch._inductor.aoti_load_package(str(path))
-    plain.check(program)
-    return program
+    with new_file(path) as temporary:
+        with warnings.catch_warnings(), _any_size():
+            # what torch says to itself while it copies the structure of the inputs
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+            torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(temporary), inductor_configs=config
+            )
+        plain.check(AOTIProgram(torch._inductor.aoti_load_package(str(temporary)), path))
+    return load_aoti(path)
 
 
 class PlainModel(nn.Module):
@@ -172,6 +188,9 @@ class PlainModel(nn.Module):
         found, self._structure = pytree.tree_flatten_with_path(_named(model, inputs))
         self._leaves = [leaf for _, leaf in found]
         self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        for i in self._places:
+            # a graph has the strides of its example: those of a whole tensor, also for one row
+            self._leaves[i] = self._leaves[i].detach().clone(memory_format=torch.contiguous_format)
         self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
         self._batch_sizes = _batch_sizes(inputs)
         self.names = ["_".join(map(_text, found[i][0])) for i in self._places]
@@ -286,13 +305,8 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
     _check_one_device(plain)
     dims = tuple(dict.fromkeys(range(min(t.dim(), 1)), Dim.AUTO) for t in plain.tensors)
     try:
-        # sizes 0 and 1 are sizes like others; and what sizes must hold is checked at run time
-        with (
-            torch.no_grad(),
-            shapes.patch(  # type: ignore[attr-defined]
-                backed_size_oblivious=True
-            ),
-        ):
+        # what sizes must hold is checked at run time
+        with torch.no_grad(), _without_partial_graph(), _any_size():
             exported = torch.export.export(
                 plain,
                 plain.tensors,
@@ -301,11 +315,11 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
             )
     except Exception as error:
         where = _where(error, plain.model)
-        if where is not None:
-            error.add_note(f"{where} torch.export cannot trace it.")
-        raise
-    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    found = [node.meta["val"] for node in inputs[len(inputs) - len(plain.tensors) :]]
+        if where is None:
+            raise
+        error.add_note(f"{where} torch.export cannot trace it.")
+        raise error.with_traceback(None) from None  # the note names the line; 40 frames are torch's
+    found = _traced_inputs(exported, plain)
     for name, is_jagged, tensor in zip(plain.names, plain.are_jagged, found, strict=True):
         size = tensor.shape[0] if tensor.dim() else 0
         limits = None if isinstance(size, int) else exported.range_constraints[size.node.expr]
@@ -318,6 +332,34 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
                 "a number; or use export_torchscript, which keeps branches."
             )
     return exported
+
+
+def _any_size() -> contextlib.AbstractContextManager[object]:
+    """Let torch treat the sizes 0 and 1 of the example like others: no code for them alone."""
+    patched: contextlib.AbstractContextManager[object] = shapes.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    )
+    return patched
+
+
+@contextlib.contextmanager
+def _without_partial_graph() -> Iterator[None]:
+    """Remove from standard error the graph that torch prints there when an export fails."""
+    stderr, printed, graph = sys.stderr, io.StringIO(), ""
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        stderr.write(printed.getvalue().replace(graph, ""))
+
+
+def _traced_inputs(exported: ExportedProgram, plain: PlainModel) -> list[Tensor]:
+    """Return the inputs of a plain model as they were traced: their sizes are symbols."""
+    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    return [node.meta["val"] for node in inputs[len(inputs) - len(plain.tensors) :]]
 
 
 class _Where(NamedTuple):
@@ -430,13 +472,3 @@ def _check_one_device(model: nn.Module) -> None:
             f"spread over {sorted(map(str, devices))}. Export it before it is sharded, or by "
             "export_torchscript."
         )
-
-
-def _write(path: str | Path, write: Callable[[str], object]) -> None:
-    """Write a file whole or not at all: ranks of a job may write one path while others read it."""
-    partial_path = f"{path}.{os.getpid()}.part{Path(path).suffix}"
-    try:
-        write(partial_path)
-        os.replace(partial_path, path)
-    finally:
-        Path(partial_path).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ holds code and pickles: load it only from where you would run code from.
 from __future__ import annotations
 
 import abc
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.package.importer import Importer, sys_importer
 from torch.package.package_exporter import PackageExporter
 from torch.package.package_importer import PackageImporter
 
+from recsys.checksums import new_file
 from recsys.inference.modules import PredictFactory
 
 __all__ = ["PredictFactoryPackager", "load_config_text", "load_pickle_config"]
@@ -128,7 +130,8 @@ class PredictFactoryPackager(abc.ABC):
             predict_factory: its module goes into the file as source; not `__main__`.
             configs: by name, for `load_config_text` (texts) and `load_pickle_config`
                 (all else).
-            output: a path, or a file that is open for writing.
+            output: a path, or a file that is open for writing. With a path, the file is there once
+                it is whole, and its SHA-256 is written beside it: see `verify_checksum`.
             extra_files: by name, into the folder `extra_files`.
             loader_code: of the module `__module_loader`; `%PACKAGE%` and `%CLASS%` stand for
                 the factory's module and name.
@@ -139,7 +142,10 @@ class PredictFactoryPackager(abc.ABC):
                 mocked nor the factory's own, or has no source.
         """
         module = predict_factory.__module__
-        with PackageExporter(output, importer=package_importer) as pe:
+        with contextlib.ExitStack() as until_written:
+            if isinstance(output, str | Path):
+                output = str(until_written.enter_context(new_file(output)))
+            pe = until_written.enter_context(PackageExporter(output, importer=package_importer))
             pe.extern("recsys.**")
             cls.set_extern_modules(pe)
             cls.set_mocked_modules(pe)

@@ -239,7 +239,7 @@ class QuantizedCollection(nn.Module):
         part and gets no rows.
 
         Args:
-            module: The collection. One that is quantized already has given its rows.
+            module: The collection. A collection that is quantized already is left as it is.
 
         Raises:
             ValueError: A table cannot be quantized to its dtype.

@@ -199,7 +199,7 @@ def normalize_by_mean(
         positives: alike, the weight of positives.
         negatives: alike, the weight of negatives.
         predicted: alike, the summed predictions.
-        predicted_negatives: alike, what they lack to 1, summed.
+        predicted_negatives: alike, 1 less the predictions, summed.
 
     Returns:
         Alike; infinite if the mean prediction is right for sure, NaN for no weight.

@@ -62,7 +62,7 @@ LOG_LOSS_UNWEIGHTED = Quantity(
     "log_loss_unweighted", lambda batch: batch.log_loss, is_weighted=False
 )
 
-NOISE = 1e-12
+NOISE = 1e-14
 """A difference of two sums is rounding if it is not larger than this share of them."""
 
 
@@ -399,7 +399,7 @@ class MSEMetric(SumMetric):
 
     The argument `include_r_squared=True` adds `r_squared`: one less the squared error divided
     by that of the labels' mean. It is minus infinity for labels that are all equal, which labels
-    count as that differ by less than a millionth of their size.
+    count as that differ by less than a ten-millionth of their size.
     """
 
     namespace = MetricNamespace.MSE

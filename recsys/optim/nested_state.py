@@ -123,7 +123,9 @@ def reset_steps(state: Any) -> None:
 
 
 def _leaves(state: object, path: _Path = ()) -> Iterator[tuple[_Path, object]]:
-    if isinstance(state, Mapping):
+    if isinstance(state, Mapping | list | tuple) and not state and path:
+        yield (*path, "(empty)"), state
+    elif isinstance(state, Mapping):
         for key, value in state.items():
             yield from _leaves(value, (*path, key))
     elif isinstance(state, list | tuple):

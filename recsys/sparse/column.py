@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
@@ -292,6 +292,8 @@ def _masked(values: _Array, is_there: _Array) -> Bags:
 
 
 def _are_numbers(values: _Array) -> bool:
+    if values.dtype.kind == "O":
+        return all(isinstance(one, Number) and not isinstance(one, bool) for one in values)
     return values.dtype.kind in "iuf"
 
 

@@ -247,7 +247,7 @@ class JaggedTensor(Bags):
                 "JaggedTensor.from_dense_lengths: lengths must be at most the width of values, "
                 f"{values.shape[1]}; received {int(lengths.max())}."
             )
-        if values.is_meta:
+        if validate.is_meta(values):
             validate.refuse_meta(
                 "JaggedTensor.from_dense_lengths()", "Build the JaggedTensor of its parts."
             )
@@ -389,7 +389,7 @@ class JaggedTensor(Bags):
         return JaggedTensor.from_parts(*parts)  # type: ignore[arg-type]
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
-        if tensor.is_meta:
+        if validate.is_meta(tensor):
             validate.refuse_meta("JaggedTensor.to_dense()", "Use to_padded_dense(desired_length).")
         lengths = self.lengths().tolist()
         validate.check_total("JaggedTensor", sum(lengths), tensor)
@@ -397,7 +397,7 @@ class JaggedTensor(Bags):
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         lengths = self.lengths()  # checks offsets that were given
-        if tensor.is_meta:
+        if validate.is_meta(tensor):
             if desired_length is None:
                 validate.refuse_meta("JaggedTensor.to_padded_dense()", "Pass desired_length=.")
             return tensor.new_empty((lengths.numel(), desired_length, *tensor.shape[1:]))

@@ -466,7 +466,7 @@ class KeyedJaggedTensor(Bags):
         """
         if self._length_per_key is None:
             sizes_F = self.values_per_key()
-            if sizes_F.is_meta:
+            if validate.is_meta(sizes_F):
                 return [rearrange.total_on_meta(self, [i]) for i in range(len(self._keys))]
             length_per_key: list[int] = sizes_F.tolist()
             per_key_checks.check_length_per_key(

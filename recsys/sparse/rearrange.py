@@ -176,7 +176,7 @@ def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor
     ends = itertools.accumulate(segments)
     runs = [slice(end - size, end) for size, end in zip(segments, ends, strict=True)]
     length_per_key: list[int] | None
-    if kjt._length_per_key is None and kjt._values.is_meta:
+    if kjt._length_per_key is None and validate.is_meta(kjt._values):
         length_per_key = None
         sizes = [total_on_meta(kjt, range(len(keys))[run]) for run in runs]
     else:
@@ -235,7 +235,7 @@ def permute(
     if sizes is not None:
         sizes = [sizes[i] for i in indices]
         total = sum(sizes)
-    elif given.is_meta:
+    elif validate.is_meta(given):
         total = total_on_meta(kjt, indices)
     if kjt.variable_stride_per_key():
         _, values, weights = ops.permute_1d(

@@ -8,14 +8,14 @@ module then takes and returns containers; its Python callers pass and receive th
 Static methods are functions of their own to TorchScript. It asks such a function for
 `__prepare_scriptable__`, which returns the form's function.
 
-TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 on.
+TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 on, and torch 2.14
+warns that it is deprecated.
 """
 
 # TorchScript reads the annotations as they stand, and of attributes only those of `typing`
 # ruff: noqa: UP006, UP035, UP045
 
 import sys
-import warnings
 from functools import partial
 from typing import Any, List, Optional
 
@@ -28,6 +28,7 @@ from torch.jit.frontend import get_default_args_for_class, get_jit_class_def
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.script_modules import without_torchscript_warnings
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
@@ -194,6 +195,10 @@ class _KeyedJaggedTensor:
     def variable_stride_per_key(self) -> bool:
         return self._stride_per_key_per_rank is not None
 
+    def check_one_batch_size(self) -> None:
+        if self.variable_stride_per_key():
+            raise ValueError("A scripted model takes batches with one batch size for all features.")
+
     def device(self) -> torch.device:
         return self._values.device
 
@@ -206,10 +211,7 @@ class _KeyedJaggedTensor:
     def length_per_key(self) -> list[int]:
         known = self._length_per_key
         if known is None:
-            if self.variable_stride_per_key():
-                raise ValueError(
-                    "A scripted model takes batches with one batch size for all features."
-                )
+            self.check_one_batch_size()
             known = annotate(list[int], self.lengths().view(len(self._keys), -1).sum(1).tolist())
             self._length_per_key = known
         return known  # type: ignore[no-any-return]
@@ -273,11 +275,13 @@ class _KeyedJaggedTensor:
         return found  # type: ignore[no-any-return]
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
+        self.check_one_batch_size()
         return KeyedJaggedTensor(
             self._keys, values, self._weights, self.lengths(), None, self._stride
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedJaggedTensor:
+        self.check_one_batch_size()
         weights = self._weights
         if weights is not None:
             weights = weights.to(device, non_blocking=non_blocking)
@@ -358,6 +362,8 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     keys = annotate(list[str], [])
     weights = annotate(list[Tensor], [])
     for kjt in kjt_list:
+        if kjt.variable_stride_per_key():
+            raise ValueError("A scripted model takes batches with one batch size for all features.")
         for key in kjt.keys():  # noqa: SIM118
             if key in keys:
                 raise ValueError(
@@ -444,8 +450,7 @@ def add_forms() -> None:
     for kind, form in _FORMS.items():
         if _state._get_script_class(kind) is not None:
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with without_torchscript_warnings():
             compiled = torch._C._jit_script_class_compile(
                 _qualified_name(kind),
                 get_jit_class_def(form, kind.__name__),

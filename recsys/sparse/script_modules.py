@@ -1,4 +1,4 @@
-"""Modules in the form that TorchScript compiles, and what is left of a compilation that failed.
+"""Modules in the form that TorchScript compiles, and cleanup after a compilation that failed.
 
 `torch.jit.script` compiles the modules of a model as they are written. Some cannot be: the lookups
 of a quantized collection are no part of its module tree, and a function with `*args` has no
@@ -10,13 +10,16 @@ given. Here the model stays as it is: what contains a form is a shallow copy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.jit import ScriptModule, _recursive
 
-__all__ = ["HasScriptForm", "watch_script"]
+__all__ = ["HasScriptForm", "watch_script", "without_torchscript_warnings"]
 
 
 @runtime_checkable
@@ -28,7 +31,7 @@ class HasScriptForm(Protocol):
 
 
 def watch_script() -> None:
-    """Let `torch.jit.script` compile forms, and forget what it could not compile.
+    """Let `torch.jit.script` compile forms, and reset its store of types after a failure.
 
     torch keeps the type of a module whose methods failed to compile. It then refuses each module of
     this class with "Can't redefine method". More calls of this function change nothing.
@@ -102,3 +105,12 @@ def _is_of_one_class(kind: type) -> bool:
         return next(base for base in kind.__mro__ if name in vars(base))
 
     return issubclass(owner("script_form"), owner("forward"))
+
+
+@contextlib.contextmanager
+def without_torchscript_warnings() -> Iterator[None]:
+    """Ignore torch's warning that TorchScript is deprecated, for a caller who asks for it."""
+    with warnings.catch_warnings():
+        # a FutureWarning from torch 2.14 on, before a DeprecationWarning
+        warnings.filterwarnings("ignore", r"`torch\.jit\.")
+        yield

@@ -77,6 +77,11 @@ def is_proxy(values: object) -> bool:
     return isinstance(values, fx.Proxy)
 
 
+def is_meta(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the meta device; False of a proxy, which does not tell."""
+    return not is_proxy(tensor) and tensor.is_meta
+
+
 def is_checked_in_full(
     values: Tensor,
     lengths: Tensor | None,
@@ -133,7 +138,7 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
     given = cast(object, device)
     if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
         wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
-    if values.is_meta and torch.device(device).type != "meta":
+    if is_meta(values) and torch.device(device).type != "meta":
         refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")
 
 

@@ -91,13 +91,15 @@ BATCHES: dict[str, Callable[..., IterableDataset[Any]]] = {
 }
 
 
-def _rows(folder: Path, name: str) -> IterableDataset[Any]:
+def _rows(folder: Path, name: str, **ranks: int) -> IterableDataset[Any]:
     if name == "movielens":
         lines = (f"{user},1,3.5,9" for user in range(20))
         (folder / "ratings.csv").write_text("\n".join(["userId,movieId,rating,timestamp", *lines]))
-        return movielens_20m(str(folder))
+        return movielens_20m(str(folder), **ranks)
     paths = [str(path) for path in _write_criteo(folder)]
-    return criteo_terabyte(paths) if name == "terabyte" else criteo_kaggle(paths[1])
+    if name == "terabyte":
+        return criteo_terabyte(paths, **ranks)
+    return criteo_kaggle(paths[1], **ranks)
 
 
 def _in_turn(data: IterableDataset[Any], num_workers: int) -> Iterator[Any]:
@@ -139,6 +141,17 @@ def test_rows_come_once(tmp_path: Path, name: str, num_workers: int) -> None:
     alone = list(data)
     assert len({tuple(row.values()) for row in alone}) == len(alone) > 10
     assert list(_in_turn(data, num_workers)) == alone
+
+
+@pytest.mark.parametrize("name", ["terabyte", "kaggle", "movielens"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_rows(tmp_path: Path, name: str, world_size: int) -> None:
+    alone = list(_rows(tmp_path, name))
+    for rank in range(world_size):
+        data = _rows(tmp_path, name, rank=rank, world_size=world_size)
+        assert list(data) == list(_in_turn(data, 2)) == alone[rank::world_size]
+    with pytest.raises(ValueError, match=r"rank must be in \[0, world_size\); received rank 2"):
+        _rows(tmp_path, name, rank=2, world_size=2)
 
 
 @pytest.mark.parametrize("build", BATCHES.values(), ids=BATCHES)

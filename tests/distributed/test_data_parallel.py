@@ -203,10 +203,15 @@ def test_a_restarted_job_repeats_steps_to_the_bit(
     assert ranks(3, _resume, settings) == [True] * 3
 
 
-def _sizes_of_buckets() -> list[list[int]]:
+def _sizes_of_buckets(is_of_torch: bool, finds_unused: bool) -> list[list[int]]:
     """The sizes of the buckets in the first three steps."""
-    wrapper = DefaultDataParallelWrapper(bucket_cap_mb=1)
-    model = DistributedModelParallel(_Deep(), device=CPU, data_parallel_wrapper=wrapper)
+    settings: Any = {"bucket_cap_mb": 1, "find_unused_parameters": finds_unused}
+    if is_of_torch:
+        wrapped = DistributedDataParallel(_Deep(), **settings)
+    else:
+        wrapper = DefaultDataParallelWrapper(**settings)
+        model = DistributedModelParallel(_Deep(), device=CPU, data_parallel_wrapper=wrapper)
+        wrapped = model._dmp_wrapped_module
     sizes: list[list[int]] = []
 
     def hook(_: None, bucket: Any) -> Any:
@@ -219,17 +224,27 @@ def _sizes_of_buckets() -> list[list[int]]:
         "bucket": dist.GradBucket,
         "return": torch.futures.Future[Tensor],
     }
-    model._dmp_wrapped_module.register_comm_hook(None, hook)
+    wrapped.register_comm_hook(None, hook)
     for _ in range(3):
         sizes.append([])
-        model(torch.ones(2, 400)).sum().backward()
+        wrapped(torch.ones(2, 400)).sum().backward()
     return sizes
 
 
 def test_all_steps_have_the_same_buckets(ranks: RankPool) -> None:
-    for sizes in ranks(2, _sizes_of_buckets):
+    for sizes in ranks(2, _sizes_of_buckets, False, False):
         assert len(sizes[0]) > 2  # the exchange begins before backward ends
         assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_buckets_that_torch_keeps_stay(ranks: RankPool) -> None:
+    def sizes(is_of_torch: bool) -> list[list[int]]:
+        ours, _ = ranks(2, _sizes_of_buckets, is_of_torch, True)
+        return ours
+
+    expected = sizes(is_of_torch=True)
+    assert len(expected[0]) > 2
+    assert sizes(is_of_torch=False) == expected
 
 
 # -- what is left alone ----------------------------------------------------------------------------

@@ -9,6 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -281,3 +286,22 @@ def _fail() -> None:
 
 def test_tables_are_not_for_fully_shard(ranks: RankPool) -> None:
     ranks(2, _fail)
+
+
+def _through_torchs_functions() -> None:
+    for how in ("both", "nested", "wrapper"):
+        model, other, third = (build(how, seed)[0] for seed in range(3))
+        expected = whole_state(model)
+        result = set_model_state_dict(other, get_model_state_dict(model))
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert_same(whole_state(other), expected, **EXACT)
+        set_model_state_dict(third, expected, options=StateDictOptions(full_state_dict=True))
+        assert_same(whole_state(third), whole_state(model), **EXACT)
+
+
+def test_state_dict_functions_of_torch() -> None:
+    pool = RankPool()  # DTensor looks up groups of earlier tests in processes that ran them
+    try:
+        pool(2, _through_torchs_functions)
+    finally:
+        pool.close()

@@ -90,6 +90,17 @@ class TestLazyAwaitable:
             lazy.__deepcopy__
         assert result.calls == 0
 
+    @pytest.mark.parametrize(
+        "copied", [copy.copy, copy.deepcopy, lambda lazy: pickle.loads(pickle.dumps(lazy))]
+    )
+    def test_copies_hold_the_result(self, copied: Any) -> None:
+        result = Result({"a": torch.ones(2)})
+        lazy = LazyAwaitable(result)
+        other = copied(lazy)
+        assert isinstance(other, LazyAwaitable)
+        assert other["a"].tolist() == lazy["a"].tolist() == [1, 1]
+        assert result.calls == 1
+
     def test_is_released_from_what_it_waited_for(self) -> None:
         lazy = later()
         lazy.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from recsys.kernels.tbe_fbgemm import has_cpu_ops
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.inference.test_export import dlrm, inputs_of, plain_tensors
+from tests.test_checksums import flip
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
 NAMES = ["user", 'a "film"', "prêt"]
@@ -105,6 +107,35 @@ def test_scores_are_those_of_python(score: Score, folder: Path, model: str, kind
         scores = list(map(dict, scores))
         assert all(list(found) == NAMES for found in scores)
     torch.testing.assert_close(list(scores), expected, rtol=0, atol=0)
+
+
+def test_strided_tensors_are_scored_like_others(score: Score, folder: Path) -> None:
+    strided = [torch.stack([t, t + 1], -1)[..., 0] for t in _inputs(7)]
+    torch.save([tuple(strided)], folder / "b.pt")
+    done = score("dlrm.pt2", "b.pt", "s.pt", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    expected = _in_python(folder / "dlrm.pt2", [_inputs(7)])
+    torch.testing.assert_close(list(torch.load(folder / "s.pt")), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["dlrm.pt", "dlrm.pt2"])
+def test_damaged_programs_are_errors(score: Score, folder: Path, tmp_path: Path, name: str) -> None:
+    torch.save([_inputs(2)], tmp_path / "b.pt")
+    path = tmp_path / name
+    shutil.copy(folder / name, path)
+    done = score(name, "b.pt", "s.pt", cwd=tmp_path)
+    assert f"Its checksum must be in '{name}.sha256'. Copy both files" in done.stderr
+    shutil.copy(folder / f"{name}.sha256", tmp_path)
+    assert score(name, "b.pt", "s.pt", cwd=tmp_path).returncode == 0
+    rng = random.Random(0)
+    for _ in range(10):
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        done = score(name, "b.pt", "never.pt", cwd=tmp_path)
+        assert done.returncode == 1
+        assert f"does not match its checksum in '{name}.sha256'" in done.stderr
+        flip(path, bit)
+    assert not (tmp_path / "never.pt").exists()
 
 
 def test_times_are_printed(score: Score, folder: Path) -> None:

@@ -8,7 +8,7 @@ import pickle
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,123 +21,9 @@ from torch.utils import _pytree as pytree
 from recsys.datasets.utils import Batch
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.kjt_list import KJTList
+from tests.fuzz import sharded_tables
+from tests.fuzz.container_model import INTS, Model, built, caches, model_of, running
 from tests.ranks import RankPool
-
-Bags = list[list[int]]
-_INTS = (torch.int32, torch.int64)
-
-
-@dataclass
-class Model:
-    """The content of a KeyedJaggedTensor; the weight of a value is the value plus one half."""
-
-    keys: list[str]
-    bags: list[Bags]
-    stride: int
-    strides: list[list[int]] | None
-    inverse: dict[str, list[int]] | None
-    weights: torch.dtype | None
-    dtypes: tuple[torch.dtype, torch.dtype] = field(default=(torch.int64, torch.int64))
-
-    def flat(self) -> list[int]:
-        return [value for bags in self.bags for bag in bags for value in bag]
-
-    def lengths(self) -> list[int]:
-        return [len(bag) for bags in self.bags for bag in bags]
-
-    def counts(self) -> list[int]:
-        return [sum(map(len, bags)) for bags in self.bags]
-
-    def pick(self, places: list[int]) -> Model:
-        return replace(
-            self,
-            keys=[self.keys[i] for i in places],
-            bags=[self.bags[i] for i in places],
-            strides=None if self.strides is None else [self.strides[i] for i in places],
-        )
-
-
-def _running(numbers: list[int]) -> list[int]:
-    return [sum(numbers[:i]) for i in range(len(numbers) + 1)]
-
-
-def _model(rng: random.Random, prefix: str, like: Model | None = None) -> Model:
-    num_keys = rng.choice([0, 1, 2, 2, 3])
-    keys = [f"{prefix}{i}" for i in range(num_keys)]
-    stride = rng.choice([0, 1, 2, 5]) if like is None else like.stride
-    is_variable = rng.random() < 0.4 if like is None else like.strides is not None
-    has_inverse = rng.random() < 0.3 if like is None else like.inverse is not None
-    strides = None
-    if is_variable or has_inverse:
-        most = stride + 2 if has_inverse else stride
-        strides = [[rng.randint(0, most) for _ in range(1)] for _ in keys]
-        if rng.random() < 0.5:
-            strides = [[size // 2, size - size // 2] for (size,) in strides]
-        if has_inverse:
-            strides = [[max(size[0], 1), *size[1:]] for size in strides]
-    sizes = [stride] * num_keys if strides is None else [sum(size) for size in strides]
-    bags = [
-        [[rng.randrange(100) for _ in range(rng.choice([0, 0, 1, 3]))] for _ in range(size)]
-        for size in sizes
-    ]
-    inverse = None
-    if has_inverse:
-        inverse = {
-            key: [rng.randrange(size) for _ in range(stride)]
-            for key, size in zip(keys, sizes, strict=True)
-        }
-    return Model(
-        keys,
-        bags,
-        stride,
-        strides,
-        inverse,
-        rng.choice([None, torch.float32]) if like is None else like.weights,
-        (rng.choice(_INTS), rng.choice(_INTS)) if like is None else like.dtypes,
-    )
-
-
-def _built(rng: random.Random, model: Model) -> KeyedJaggedTensor:
-    values, lengths = (
-        torch.tensor(numbers, dtype=dtype)
-        for numbers, dtype in zip((model.flat(), model.lengths()), model.dtypes, strict=True)
-    )
-    offsets = torch.tensor(_running(model.lengths()), dtype=model.dtypes[1])
-    given: dict[str, Any] = {"lengths": lengths}
-    if rng.random() < 0.4:
-        given = {"offsets": offsets}
-    elif rng.random() < 0.3:
-        given["offsets"] = offsets
-    if model.inverse is not None:
-        rows = list(model.inverse.values())
-        indices = torch.tensor(rows, dtype=torch.int64).view(len(rows), model.stride)
-        given["inverse_indices"] = list(model.inverse), indices
-    if model.strides is not None:
-        name = "stride_per_key_per_rank"
-        given[name] = model.strides
-        if all(len(sizes) == 1 for sizes in model.strides) or rng.random() < 0.2:
-            given["stride_per_key"] = [sum(sizes) for sizes in model.strides]
-        if all(len(sizes) == 1 for sizes in model.strides):
-            del given[name]
-    if not (model.strides and model.inverse) or rng.random() < 0.5:
-        given["stride"] = model.stride
-    right = _caches(model)
-    for name, value in right.items():
-        if rng.random() < 0.2:
-            given[name] = value
-    weights = None if model.weights is None else values.to(model.weights) + 0.5
-    return KeyedJaggedTensor(list(model.keys), values, weights, **given)
-
-
-def _caches(model: Model) -> dict[str, Any]:
-    counts = model.counts()
-    return {
-        "length_per_key": counts,
-        "offset_per_key": _running(counts),
-        "index_per_key": {key: place for place, key in enumerate(model.keys)},
-        "lengths_offset_per_key": _running([len(bags) for bags in model.bags]),
-    }
-
 
 # -- comparison --------------------------------------------------------------------------------
 
@@ -155,7 +41,7 @@ def _check(given: KeyedJaggedTensor, model: Model) -> None:
     assert (kjt.values().dtype, kjt.lengths().dtype) == model.dtypes
     assert kjt.values().tolist() == model.flat()
     assert kjt.lengths().tolist() == model.lengths()
-    assert kjt.offsets().tolist() == _running(model.lengths())
+    assert kjt.offsets().tolist() == running(model.lengths())
     weights = kjt.weights_or_none()
     assert (None if weights is None else weights.dtype) is model.weights
     if weights is not None:
@@ -167,7 +53,7 @@ def _check(given: KeyedJaggedTensor, model: Model) -> None:
         wanted = {key: model.inverse[key] for key in model.keys}
         assert {key: rows[key] for key in model.keys} == wanted, ("inverse_indices", rows, wanted)
     assert kjt.length_per_key() == model.counts()
-    assert kjt.offset_per_key() == _running(model.counts())
+    assert kjt.offset_per_key() == running(model.counts())
     kjt.validate()
     views = kjt.to_dict()
     for place, (key, bags) in enumerate(zip(model.keys, model.bags, strict=True)):
@@ -223,7 +109,7 @@ def _check_wrong_cache(rng: random.Random, kjt: KeyedJaggedTensor, model: Model)
     """A number per key that does not fit is named, whatever else is right."""
     if not model.keys:
         return
-    name, right = rng.choice(list(_caches(model).items()))
+    name, right = rng.choice(list(caches(model).items()))
     wrong: Any = dict(right) if isinstance(right, dict) else list(right)
     place = rng.choice(list(wrong) if isinstance(wrong, dict) else range(len(wrong)))
     wrong[place] += rng.choice([1, 2])
@@ -370,14 +256,14 @@ def _joined(
     if not model.keys:
         return kjt, model
     free = [key for key in ("f0", "f1", "f2") if key not in model.keys]
-    other = _model(rng, f"n{rng.randrange(10**6)}_", like=model)
+    other = model_of(rng, f"n{rng.randrange(10**6)}_", like=model)
     if rng.random() < 0.5 and free and other.keys:  # a name that an earlier split took away
         other.keys[0] = free[0]
         if other.inverse is not None:
             other.inverse = dict(zip(other.keys, other.inverse.values(), strict=True))
     if not other.keys:
-        return KeyedJaggedTensor.concat([kjt, _built(rng, other)]), model
-    pairs = [(kjt, model), (_built(rng, other), other)]
+        return KeyedJaggedTensor.concat([kjt, built(rng, other)]), model
+    pairs = [(kjt, model), (built(rng, other), other)]
     rng.shuffle(pairs)
     (one, first), (two, second) = pairs
     own = None
@@ -421,8 +307,8 @@ def _overwritten(
 
 
 def _keyed_jagged(rng: random.Random) -> str | None:
-    model = _model(rng, "f")
-    kjt = _built(rng, model)
+    model = model_of(rng, "f")
+    kjt = built(rng, model)
     done = []
     try:
         _check(kjt, model)
@@ -448,9 +334,9 @@ def _jagged(rng: random.Random) -> str | None:
         [rng.randrange(9) for _ in range(rng.choice([0, 1, 2]))]
         for _ in range(rng.choice([0, 1, 3]))
     ]
-    values = torch.tensor([value for bag in bags for value in bag], dtype=rng.choice(_INTS))
-    lengths = torch.tensor([len(bag) for bag in bags], dtype=rng.choice(_INTS))
-    offsets = torch.tensor(_running(lengths.tolist()), dtype=lengths.dtype)
+    values = torch.tensor([value for bag in bags for value in bag], dtype=rng.choice(INTS))
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=rng.choice(INTS))
+    offsets = torch.tensor(running(lengths.tolist()), dtype=lengths.dtype)
     by_lengths = rng.random() < 0.5
     weights = values + 0.5 if rng.random() < 0.5 else None
     parts = (lengths, None) if by_lengths else (None, offsets)
@@ -489,11 +375,11 @@ def _keyed(rng: random.Random) -> str | None:
             kt = _through(rng, kt)
         assert kt.keys() == keys
         assert kt.key_dim() == key_dim
-        assert (kt.length_per_key(), kt.offset_per_key()) == (widths, _running(widths))
+        assert (kt.length_per_key(), kt.offset_per_key()) == (widths, running(widths))
         for key, part in zip(keys, values.split(widths, key_dim), strict=True):
             assert torch.equal(kt[key], part)
             assert kt.to("meta")[key].shape == part.shape
-        wrong_bounds = [0, *(bound + 1 for bound in _running(widths)[1:])]
+        wrong_bounds = [0, *(bound + 1 for bound in running(widths)[1:])]
         wrongs: dict[str, Any] = {
             "offset_per_key": wrong_bounds,
             "index_per_key": dict.fromkeys(keys, 1),
@@ -510,4 +396,4 @@ def complaint_about(pool: RankPool, seed: int) -> str | None:
     """What is wrong in the case of a seed, or None."""
     rng = random.Random(seed)
     kind = rng.choices([_keyed_jagged, _jagged, _keyed], [8, 1, 1])[0]
-    return kind(rng)
+    return kind(rng) or sharded_tables.complaint_about(seed)

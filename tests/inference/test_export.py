@@ -441,7 +441,7 @@ def test_packages_of_aotinductor(tmp_path: Path) -> None:
     model = quantize_embeddings(Everything())
     path = tmp_path / "model.pt2"
     program = export_aoti(model, path, _everything(3))
-    metadata = program.loader.get_metadata()
+    metadata = program.compiled.get_metadata()
     assert json.loads(metadata["inputs"]) == PlainModel(model, _everything(3)).names
     for size in (*SIZES, 100):
         inputs = _everything(size)

@@ -19,6 +19,12 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.distributed.placement.plan_json import ShardingPlan
+from recsys.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    PlannerError,
+    Topology,
+)
 from recsys.distributed.shard import materialize_dense, move_dense, shard, shard_modules
 from recsys.distributed.sharding_plan import (
     column_wise,
@@ -216,3 +222,26 @@ def test_plans_that_cannot_be_are_refused(entry: ParameterSharding, message: str
         sharder.shard(
             quantized, EmbeddingModuleShardingPlan({"t": entry}), ShardingEnv.from_local(2), CPU
         )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_planned_tables_count_and_have_no_optimizer(device: str) -> None:
+    table = EmbeddingBagConfig(100_000, 64, "a", feature_names=["f"])  # 6.1 MiB
+    model = quantize_embeddings(EmbeddingBagCollection(tables=[table]))
+
+    def plan(mib: int, **constraints: Any) -> None:
+        caps = {"ddr_cap" if device == "cpu" else "hbm_cap": mib << 20}
+        planner = EmbeddingShardingPlanner(
+            Topology(1, device, **caps), constraints={"a": ParameterConstraints(**constraints)}
+        )
+        planner.plan(model, [QuantEmbeddingBagCollectionSharder()])
+
+    plan(8)
+    with pytest.raises(PlannerError, match=r"100000 x 64, 6\.1 MiB\) does not fit") as caught:
+        plan(4)
+    assert "optimizer" not in str(caught.value)
+    with pytest.raises(PlannerError, match="may only be sharded data_parallel, which") as caught:
+        plan(8, sharding_types=["data_parallel"])
+    assert "optimizer" not in str(caught.value)
+    with pytest.raises(PlannerError, match=r"'a' is not trained, so that nothing is rounded"):
+        plan(8, stochastic_rounding=True)

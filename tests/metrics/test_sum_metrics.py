@@ -376,6 +376,20 @@ def test_predictions_of_one_only() -> None:
     assert found["recalibrated_ne-a|window_ne"].item() == pytest.approx(loss / entropy(rate))
 
 
+def test_labels_that_differ_little_have_a_spread() -> None:
+    module = build([RecMetricEnum.MSE], tasks=("a",))
+    batch = {k: v.double() for k, v in model_out(0, 16, tasks=("a",)).items()}
+    batch["a_label"] = 1e6 + (torch.arange(16) % 2).double()
+    batch["a_prediction"] = batch["a_label"].flip(0) * 0.1 + batch["a_label"] * 0.9
+    module.update(batch)
+    labels, found, weight = (batch[f"a_{kind}"] for kind in ("label", "prediction", "weight"))
+    mean = (labels * weight).sum() / weight.sum()
+    wrong, spread = (weight * (labels - x).square() for x in (found, mean))
+    expected = float(1 - wrong.sum() / spread.sum())
+    r_squared = module.compute()["mse-a|window_r_squared"].item()
+    assert r_squared == pytest.approx(expected, abs=0.01)
+
+
 @pytest.mark.parametrize("label", [0.0, 0.1, 0.7, 1.0, 2.3])
 def test_labels_that_are_all_equal_have_no_spread(label: float) -> None:
     module = build([RecMetricEnum.MSE], tasks=("a",), window=1000)

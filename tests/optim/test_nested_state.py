@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from recsys.optim.nested_state import check_state, copy_into, live_state, reset_steps
 
@@ -106,6 +109,7 @@ def test_missing_and_unexpected_leaves_are_named_by_their_paths(wrap: Any) -> No
         ValueError,
         roots=wrong,
     )
+    refused(r"missing: \['roots\.0', 'roots\.1'\], unexpected: \['roots\.\(empty\)'\]", roots=[])
     text = [torch.ones(2), "three"]
     refused(r"State 'roots\.1' of .* must be a tensor; received 'three'", TypeError, roots=text)
 
@@ -151,6 +155,28 @@ def test_a_checkpoint_without_a_nested_state(tmp_path: Path) -> None:
         CheckpointError, match=re.escape("optimizer.state.weight.blocks.block_1.left")
     ):
         load_checkpoint(tmp_path, other, target)
+
+
+def test_a_part_of_a_table_with_nested_state_is_refused(tmp_path: Path) -> None:
+    tables = [EmbeddingBagConfig(3, 2, "films", feature_names=["film"])]
+    model = DistributedModelParallel(
+        EmbeddingBagCollection(tables=tables), device=torch.device("cpu")
+    )
+    optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), Shampoo)
+    optimizer.init_state()
+    with pytest.raises(
+        CheckpointError, match=r"State 'blocks' of 'embedding_bags\.films\.weight', a part of a"
+    ):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert list(tmp_path.glob("step-*/.metadata")) == []
+
+
+def test_empty_containers_are_a_part_of_the_state() -> None:
+    own = {"left": torch.zeros(2), "blocks": {}, "roots": []}
+    check_state("w", own, {"left": torch.zeros(2), "blocks": {}, "roots": ()})
+    for wrong in ({}, {"blocks": torch.ones(1)}, {"blocks": {"a": 1}}):
+        with pytest.raises(KeyError, match=r"missing: \['blocks\.\(empty\)'"):
+            check_state("w", own, {"left": torch.zeros(2), "roots": [], **wrong})
 
 
 def test_named_tuples_and_empty_containers() -> None:

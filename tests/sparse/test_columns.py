@@ -222,6 +222,7 @@ CHUNKS = [pa.array(names).dictionary_encode() for names in (["b", "a"], ["c", "a
         (pa.array([["a", "b"], None, ["b"]], pa.list_(DICTIONARY)), [[0, 1], [], [1]]),
         # categories that are numbers are ids themselves
         (pd.Categorical([20, 10, None]), [[20], [10], []]),
+        (pd.Categorical(pd.Series([7, 5], dtype=object)), [[7], [5]]),
         (pa.array([20, 10, None]).dictionary_encode(), [[20], [10], []]),
     ],
 )

@@ -179,6 +179,23 @@ def test_errors_name_what_is_wrong(kind: str, message: str) -> None:
         _script(Wrong())(batch, kind)
 
 
+class Changed(nn.Module):
+    def forward(self, kjt: KeyedJaggedTensor, how: str) -> KeyedJaggedTensor:
+        if how == "to":
+            return kjt.to(torch.device("cpu"))
+        if how == "concat":
+            return KeyedJaggedTensor.concat([kjt])
+        return kjt.with_values(kjt.values() + 1)
+
+
+@pytest.mark.parametrize("how", ["to", "concat", "with_values"])
+def test_batch_sizes_of_features_are_not_lost(how: str) -> None:
+    ids, lengths = torch.arange(5), torch.tensor([1, 1, 3])
+    batch = KeyedJaggedTensor(["a", "b"], ids, lengths=lengths, stride_per_key_per_rank=[[2], [1]])
+    with pytest.raises(torch.jit.Error, match="takes batches with one batch size for all"):
+        _script(Changed())(batch, how)
+
+
 ALONE = """
 import sys, torch
 from recsys import KeyedJaggedTensor

@@ -31,7 +31,7 @@ from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagColl
 from recsys.modules.regroup import KTRegroupAsDict
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from recsys.sparse.script_modules import watch_script, with_forms
+from recsys.sparse.script_modules import watch_script, with_forms, without_torchscript_warnings
 
 KEYS = ["film", "user"]
 
@@ -356,3 +356,17 @@ def test_sharded_models_are_named() -> None:
     for module in (sharded, sharded.module):
         with pytest.raises(TypeError, match="ShardedEmbeddingBagCollection cannot be compiled by"):
             script(module)
+
+
+def test_only_the_warning_about_torchscript_is_ignored() -> None:
+    with without_torchscript_warnings():
+        warnings.warn(
+            "`torch.jit.script` is deprecated. Please switch", FutureWarning, stacklevel=1
+        )
+        warnings.warn(
+            "`torch.jit.load` is not supported in Python 3.14+", DeprecationWarning, stacklevel=1
+        )
+        with pytest.warns(FutureWarning, match="another"):
+            warnings.warn("another", FutureWarning, stacklevel=1)
+    with pytest.warns(UserWarning, match="jit"):
+        warnings.warn("`torch.jit.script` is", UserWarning, stacklevel=1)

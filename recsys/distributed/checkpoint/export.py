@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from recsys.checksums import new_file
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.read import SavedValues
@@ -41,7 +39,8 @@ def export_safetensors(path: str | Path, file: str | Path) -> None:
     """Write the weights of a checkpoint as one file, which the `safetensors` library reads.
 
     It needs neither that library, nor a model or a process group. Tables are copied by blocks of
-    rows of 64 MiB. The file is there once it is whole; one of that name is replaced.
+    rows of 64 MiB. The file is there once it is whole; one of that name is replaced. Its SHA-256 is
+    written beside it, to `film.safetensors.sha256`: see `recsys.inference.verify_checksum`.
 
     Args:
         path: as for `read_checkpoint`.
@@ -91,21 +90,13 @@ def write_safetensors(saved: SavedValues, file: Path) -> None:
         header[name] = {"dtype": _NAMES[dtype], "shape": [*size], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = file.with_name(f"{file.name}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as out:
+        with new_file(file) as temporary, temporary.open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             for name in [*header][1:]:
                 for rows in saved.stretches(name):
                     values = saved.read({name: rows})[name]
                     out.write(values.view(-1).view(torch.uint8).numpy())
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
         versions.sync_folder(file.parent)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be written: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -78,8 +78,8 @@ def save_checkpoint(
         progress: what each rank keeps for itself, by names of yours: objects with `state_dict` and
             `load_state_dict`, such as a data loader that knows its position, or `RandomState()`.
         consolidated: also write the weights as one file `path/step-N/model.safetensors`, by the
-            names of the unsharded model. Rank 0 copies it from the others' files, block by block,
-            while they wait.
+            names of the unsharded model, and its checksum as `model.safetensors.sha256`. Rank 0
+            copies it from the others' files, block by block, while they wait.
 
     Raises:
         CheckpointError: on every rank, naming path and cause, and the rank where it failed: if
@@ -233,7 +233,8 @@ def _collect(
             warnings.warn(
                 f"The checkpoint in {path} lacks the optimizer state of {len(tables)} tables, "
                 f"{tables[:3]}{'...' if tables[3:] else ''}: training that resumes from it starts "
-                "with fresh state. Pass an optimizer that contains model.fused_optimizer, such as "
+                "with fresh state. Pass an optimizer that contains the fused_optimizer of a "
+                "DistributedModelParallel, which needs no other process, such as "
                 "CombinedOptimizer([model.fused_optimizer, dense_optimizer]).",
                 UserWarning,
                 stacklevel=6,

@@ -19,6 +19,7 @@ from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.arguments import path_of, wrong_type
+from recsys.modules.embedding_tables import TableCollection
 from recsys.optim.keyed import KeyedOptimizer
 
 _BLOCK_BYTES = 64 << 20
@@ -77,7 +78,7 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
 
 
 def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[str]:
-    """Return the tables that have an optimizer with state which is not a part of `optimizer`."""
+    """Return the tables whose optimizer state `optimizer` does not contain."""
     known = set() if optimizer is None else set(map(id, optimizer.params.values()))
     found = []
     for path, module in get_unwrapped_module(model).named_modules():
@@ -86,6 +87,12 @@ def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[s
             state = own.state_dict()["state"]
             for name, parameter in own.params.items():
                 if state.get(name) and id(parameter) not in known:
+                    found.append(f"{path}.{name}" if path else name)
+        elif isinstance(module, TableCollection):
+            states = module.optimizer_states()
+            for name, parameter in module.named_parameters():
+                is_kept = id(parameter) in known
+                if not is_kept and any(states.get(table) for table in name.split(".")):
                     found.append(f"{path}.{name}" if path else name)
     return found
 

@@ -436,8 +436,10 @@ def check_fits(rating: Rating) -> None:
 
 
 def _describe(table: PlannedTable) -> str:
-    state = "its gradient" if table.has_gradient else "optimizer state"
+    state = " with its gradient" if table.has_gradient else ""
+    if table.optimizer is not None:
+        state = " with optimizer state"
     return (
         f"Table {table.name!r} of module {table.path!r} ({table.rows} x {table.dim}, "
-        f"{mib(sum(table.whole))} with {state})"
+        f"{mib(sum(table.whole))}{state})"
     )

@@ -161,6 +161,11 @@ class _ModuleReader:
         for name, weight in self.weights.items():
             constraints, of_table = self.constraints[name], traffic[name]
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
+            if constraints.stochastic_rounding and not weight.requires_grad:
+                raise _refusal(
+                    f"Table {name!r} is not trained, so that nothing is rounded; constraints ask "
+                    "for stochastic_rounding=True. Leave it out."
+                )
             rounds = optimizer is not None and optimizer.spec.stochastic_rounding
             if constraints.stochastic_rounding not in (None, rounds):
                 raise _refusal(

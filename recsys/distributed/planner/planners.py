@@ -355,7 +355,9 @@ class EmbeddingShardingPlanner:
         """Return the memory of each rank that is free for tables."""
         batch = self._lister.storage.of_batch(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
-        dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
+        dense_bytes = own - sum(
+            t.rows * t.dim * t.element_bytes for t in tables if not t.is_quantized
+        )
         return [
             Bytes(
                 self._reservation.usable(rank.memory_cap, dense_bytes) - batch,
@@ -408,11 +410,13 @@ class EmbeddingShardingPlanner:
                 f"every table; received none of table {table.name!r}."
             )
         asked, types = table.constraints, [kind.value for kind in ShardingType]
+        kernels = asked.compute_kernels or (["fused"] if table.trains else [])
+        which = f" with compute kernel {', '.join(kernels)}" if kernels else ""
+        optimizer = "its optimizer and " if table.optimizer else ""
         return (
-            f"Table {table.name!r} may only be sharded {', '.join(asked.sharding_types or types)} "
-            f"with compute kernel {', '.join(asked.compute_kernels or ['fused'])}, which is not "
-            f"supported on {self._topology.compute_device} with its optimizer and {table.rows} x "
-            f"{table.dim} values; sharding types are {', '.join(types)}."
+            f"Table {table.name!r} may only be sharded {', '.join(asked.sharding_types or types)}"
+            f"{which}, which is not supported on {self._topology.compute_device} with {optimizer}"
+            f"{table.rows} x {table.dim} values; sharding types are {', '.join(types)}."
         )
 
 

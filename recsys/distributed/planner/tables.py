@@ -158,6 +158,11 @@ class PlannedTable:
         """Whether backward leaves a gradient of the table's size."""
         return self.trains and self.optimizer is None
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its rows are quantized: a buffer of its module, and no parameter."""
+        return any(EmbeddingComputeKernel.QUANT in kernels for kernels in self.kernels.values())
+
     def load(self, samples: int) -> tuple[float, float]:
         """Return the ids and bags of so many samples."""
         bags = self.num_features if self.bags_per_sample is None else self.bags_per_sample

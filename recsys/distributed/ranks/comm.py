@@ -24,7 +24,7 @@ from recsys.contact import LostContactError, raise_explained
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import WireFormat
-from recsys.kernels.checked import checked
+from recsys.kernels.arguments import wrong_type
 
 T = TypeVar("T")
 
@@ -379,8 +379,9 @@ class LazyAwaitable(Awaitable[T]):
     """A result that is under way, and arrives by `wait` or by being used.
 
     Attributes, indexing, iteration, arithmetic and torch functions all wait first, so that code
-    written for the result itself works unchanged. A class of your own may define `_wait_impl` in
-    place of passing `finish`.
+    written for the result itself works unchanged; so do `copy`, `deepcopy` and `pickle`, whose
+    copies hold the result. A pytree takes it as one leaf: call `wait` to map the result's tensors.
+    A class of your own may define `_wait_impl` in place of passing `finish`.
 
     Args:
         finish: computes the result; called once, at the first use.
@@ -394,8 +395,9 @@ class LazyAwaitable(Awaitable[T]):
     _finish: Callable[[], T] | None = None
     _result: T = _UNSET
 
-    @checked
     def __init__(self, finish: Callable[[], T] | None = None) -> None:
+        if finish is not None and not callable(finish):
+            wrong_type(f"{type(self).__name__}.finish", "a function, or None", finish)
         if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
             raise TypeError(
                 f"{type(self).__name__} needs a way to its result: pass a function, or define "
@@ -415,6 +417,10 @@ class LazyAwaitable(Awaitable[T]):
                 result = callback(result)
             self._result, self._finish = result, None
         return self._result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Wait: only the result can be copied or pickled, not the exchange."""
+        return LazyNoWait, (self.wait(),)
 
     def __repr__(self) -> str:
         state = "under way" if self._result is _UNSET else repr(self._result)
@@ -464,37 +470,11 @@ def _forward_operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "matmul",
-    "rmatmul",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "pow",
-    "rpow",
-    "neg",
-    "abs",
-    "and",
-    "or",
-    "xor",
-    "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "setitem",
-    "contains",
-]:
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul floordiv rfloordiv mod pow rpow "
+    "neg abs and or xor invert eq ne lt le gt ge setitem contains"
+)
+for _name in _OPERATORS.split():
     setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
 LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,6 +26,16 @@ from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import ShardMetadata
 from recsys.distributed.placement.strategies import placement
 from recsys.distributed.ranks.comm import gather_objects
+from recsys.distributed.state.table_operations import (
+    Part,
+    is_by_element,
+    is_reduction,
+    like_of,
+    reduce_parts,
+    written_argument,
+)
+
+_aten = torch.ops.aten
 
 
 @final
@@ -93,12 +104,34 @@ class ShardedTensorMetadata:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """The ranks of a table, which its copies share."""
+
+    group: torch.distributed.ProcessGroup | None
+    rects: Sequence[Rect]
+    node_size: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
+        return self
+
+
+@final
 class ShardedTable(Tensor):
     """A table (or a state of its optimizer) of which this rank holds parts.
 
     It has the shape and dtype of the whole but no storage of its own; `local_shards` are
-    live views of what this rank trains. Operations on the whole are not defined: gather it by
-    `full_tensor`, or into a tensor by `tensor.copy_(table)`; every rank must do so.
+    live views of what this rank trains. Three kinds of operations are defined:
+
+    - By element, each rank on its parts, without communication: `clone`, `half`, `to`, `isfinite`,
+      `zeros_like`, `mul_`, `table == other`, ... The other tensors have the same parts, or are
+      plain tensors of the whole table. The result is a ShardedTable.
+    - Reductions to one value: `norm`, `sum`, `mean`, `max`, `min`, `all`, `any`, `torch.equal`,
+      `torch.allclose`. The ranks exchange partial results, so every rank must call them; the
+      result is the same on every rank.
+    - The whole: `full_tensor()`, or `tensor.copy_(table)`. Every rank must call them.
+
+    All others, such as views and products of matrices, raise NotImplementedError.
 
     Args:
         size: shape of the whole, `[rows, columns]` or, for row-wise states, `[rows]`.
@@ -110,19 +143,25 @@ class ShardedTable(Tensor):
         group: the ranks that hold the other parts, None for one rank.
         rects: the parts of all ranks, if they are known.
         node_size: ranks per node; with `rects`.
+
+    Example:
+        >>> parts = [((0, 0), torch.ones(1, 2)), ((1, 0), torch.zeros(2, 2))]
+        >>> table = ShardedTable((3, 2), parts, dtype=torch.float32, device=torch.device("cpu"))
+        >>> table.half()
+        ShardedTable((3, 2), torch.float16, this rank holds (1, 2) at (0, 0), (2, 2) at (1, 0))
+        >>> (table * 3).sum()
+        tensor(6.)
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _shards: list[tuple[tuple[int, ...], Tensor]]
-    _group: torch.distributed.ProcessGroup | None
-    _rects: Sequence[Rect]
-    _node_size: int
+    _shards: list[Part]
+    _home: _Home
 
     @staticmethod
     def __new__(  # noqa: D102
         cls,
         size: Sequence[int],
-        shards: Iterable[Shard | tuple[tuple[int, ...], Tensor]],
+        shards: Iterable[Shard | Part],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -134,8 +173,7 @@ class ShardedTable(Tensor):
             cls, torch.Size(size), dtype=dtype, device=device
         )
         table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
-        table._group = group
-        table._rects, table._node_size = rects, node_size
+        table._home = _Home(group, rects, node_size)
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,11 +182,11 @@ class ShardedTable(Tensor):
     @property
     def group(self) -> torch.distributed.ProcessGroup | None:
         """The ranks that hold the other parts; None for one rank."""
-        return self._group
+        return self._home.group
 
     def local_shards(self) -> list[Shard]:
         """Return each part this rank holds, as live views; each unpacks to (offsets, tensor)."""
-        rank = 0 if self._group is None else self._group.rank()
+        rank = 0 if self.group is None else self.group.rank()
         return [
             Shard.from_tensor_and_offsets(tensor, list(offsets), rank)
             for offsets, tensor in self._shards
@@ -163,9 +201,9 @@ class ShardedTable(Tensor):
             ShardMetadata(
                 [rect.row_start, rect.col_start][: self.dim()],
                 [rect.num_rows, rect.num_cols][: self.dim()],
-                placement(self.device.type, rect.rank, self._node_size),
+                placement(self.device.type, rect.rank, self._home.node_size),
             )
-            for rect in self._rects
+            for rect in self._home.rects
         ]
         return ShardedTensorMetadata(
             parts or [shard.metadata for shard in self.local_shards()],
@@ -173,10 +211,13 @@ class ShardedTable(Tensor):
             TensorProperties(dtype=self.dtype),
         )
 
-    def _like(self, shards: Iterable[tuple[tuple[int, ...], Tensor]]) -> ShardedTable:
+    def _with(self, parts: Sequence[Tensor], like: Tensor) -> ShardedTable:
+        """Return a table with other values at the same places, of another's dtype and device."""
+        offsets = (offsets for offsets, _ in self._shards)
+        home = self._home
         return ShardedTable(
-            self.shape, shards, dtype=self.dtype, device=self.device,
-            group=self._group, rects=self._rects, node_size=self._node_size,
+            self.shape, zip(offsets, parts, strict=True), dtype=like.dtype, device=like.device,
+            group=home.group, rects=home.rects, node_size=home.node_size,
         )  # fmt: skip
 
     def full_tensor(self) -> Tensor:
@@ -189,9 +230,11 @@ class ShardedTable(Tensor):
             ValueError: if some part is held by none of the ranks.
         """
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.is_meta:
+            return whole
         filled = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
         mine = [(offsets, tensor.cpu()) for offsets, tensor in self._shards]
-        for shards in gather_objects(self._group, "gather a table", mine):
+        for shards in gather_objects(self.group, "gather a table", mine):
             for offsets, tensor in shards:
                 whole[_region(offsets, tensor)] = tensor.to(self.device)
                 filled[_region(offsets, tensor)] = True
@@ -215,7 +258,7 @@ class ShardedTable(Tensor):
             ValueError: if `out` is missing on `dst`, or some part is held by none of the ranks.
         """
         whole = self.full_tensor()
-        if self._group is None or self._group.rank() == dst:
+        if self.group is None or self.group.rank() == dst:
             if out is None:
                 raise ValueError(
                     f"ShardedTable.gather needs out, a tensor of shape {list(self.shape)}, on rank "
@@ -253,6 +296,12 @@ class ShardedTable(Tensor):
                 tensor.copy_(source[_region(offsets, tensor)], non_blocking=non_blocking)
         return self
 
+    def share_memory_(self) -> ShardedTable:
+        """Move this rank's parts to shared memory."""
+        for _, tensor in self._shards:
+            tensor.share_memory_()
+        return self
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         parts = ", ".join(f"{tuple(t.shape)} at {o}" for o, t in self._shards) or "nothing"
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
@@ -263,27 +312,100 @@ class ShardedTable(Tensor):
             self._shards,
             self.dtype,
             self.device,
-            self._rects,
-            self._node_size,
+            self._home.rects,
+            self._home.node_size,
         )
         return _rebuild, whole
 
+    def __copy__(self) -> ShardedTable:
+        return self._with([tensor for _, tensor in self._shards], self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
-        return self._like((offsets, tensor.clone()) for offsets, tensor in self._shards)
+        return self._with([tensor.clone() for _, tensor in self._shards], self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]._like(args[0]._shards)
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], ShardedTable):
-            args[0].copy_(args[1].full_tensor())
-            return args[0]
+        kwargs = kwargs or {}
+        table = next((v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTable)), None)
+        own, *rest = args or (None,)
+        if isinstance(table, ShardedTable) and isinstance(func, OpOverload):
+            if func is _aten.copy_.default and own is not table:
+                return own.copy_(table.full_tensor())
+            if func is _aten.equal.default:
+                return own.shape == rest[0].shape and bool((own == rest[0]).all())
+            if func is _aten.allclose.default:
+                return bool(torch.isclose(*args, **kwargs).all())
+            if func is _aten.is_pinned.default:
+                return all(tensor.is_pinned() for _, tensor in table._shards)
+            if own is table and is_reduction(func, args, kwargs):
+                return reduce_parts(func, table._shards, table, table.group, rest, kwargs)
+            like = like_of(func)
+            if like is not None and table.shape == torch.Size(rest[0]):
+                return table._by_element(like, (table, *rest[1:]), kwargs)
+            if like is not None:
+                return func(table._no_values(), *rest, **kwargs)
+            written = written_argument(func, args, kwargs)
+            if is_by_element(func) and (written is None or isinstance(written, ShardedTable)):
+                return table._by_element(func, args, kwargs)
         raise NotImplementedError(
             f"{func} is not defined on a ShardedTable, of which this rank holds only parts. "
             "Use full_tensor() or tensor.copy_(table) to gather the whole, or local_shards()."
         )
+
+    def _no_values(self) -> Tensor:
+        return torch.empty((0,) * self.dim(), dtype=self.dtype, device=self.device)
+
+    def _check_fits(self, func: OpOverload, other: Tensor) -> None:
+        """Raise unless this rank has what an operation by element needs of another tensor."""
+        if not isinstance(other, ShardedTable):
+            try:
+                other.broadcast_to(self.shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"{func} takes {self} and tensors that broadcast to its shape; received one "
+                    f"of shape {tuple(other.shape)}."
+                ) from None
+            return
+        own, others = (
+            (table.shape, [(offsets, tensor.shape) for offsets, tensor in table._shards])
+            for table in (self, other)
+        )
+        if own != others:
+            raise ValueError(
+                f"{func} takes tables with the same parts on this rank; received {self} and "
+                f"{other}. Gather one of them with full_tensor() on every rank."
+            )
+
+    def _by_element(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Apply an operation to each part, and to what the other arguments have in its place."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._check_fits(func, value)
+        written = written_argument(func, args, kwargs)
+        results: list[Any] = []
+        done: set[tuple[tuple[int, ...], int]] = set()
+        parts = self._shards or [((0,) * self.dim(), self._no_values())]
+        for place, (offsets, tensor) in enumerate(parts):
+            if isinstance(written, ShardedTable) and written._shards:
+                storage = offsets, written._shards[place][1].data_ptr()
+                if storage in done:
+                    continue  # a part that is listed twice
+                done.add(storage)
+
+            def here(value: Any, place: int = place, part: Part = (offsets, tensor)) -> Any:
+                if isinstance(value, ShardedTable):
+                    return value._shards[place][1] if value._shards else value._no_values()
+                if isinstance(value, Tensor) and value.dim():
+                    return value.broadcast_to(self.shape)[_region(*part)]
+                return value
+
+            named = {name: here(value) for name, value in kwargs.items()}
+            results.append(func(*map(here, args), **named))
+        if written is not None:
+            return written if func._schema.returns else None
+        return self._with(results if self._shards else [], results[0])
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------
 
@@ -324,7 +446,7 @@ def _region(offsets: tuple[int, ...], tensor: Tensor) -> tuple[slice, ...]:
 
 def _rebuild(
     size: tuple[int, ...],
-    shards: list[tuple[tuple[int, ...], Tensor]],
+    shards: list[Part],
     dtype: torch.dtype,
     device: torch.device,
     rects: Sequence[Rect] = (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -132,6 +133,15 @@ class TableShards(nn.Module):
             for name, state in mine.states.items():
                 state.copy_(theirs.states[name])
 
+    _names = SimpleNamespace(weight=None)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return where names lead that exist on every rank, also on one that holds no part.
+
+        `torch.distributed.checkpoint.state_dict` looks them up.
+        """
+        return {"weight": "_names"}
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -148,8 +158,15 @@ class TableShards(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"
+        unexpected_keys += [
+            name
+            for name in (state_dict if strict else ())
+            if name.startswith(prefix)
+            and name.removeprefix(prefix) not in (*self._parameters, "weight")
+        ]
         if key not in state_dict:
-            missing_keys.append(key)
+            if self.shards:  # some rank has a part, and its error is raised on all
+                missing_keys.append(key)
             return
         try:
             with torch.no_grad():

@@ -9,7 +9,7 @@ sent ahead.
 
 What a module reads of the model's own making (features that the model permuted, weighted or split)
 is not among the inputs; such a module sends when it is called, as in the first pass, unless the
-user declares how its features are made. All ranks run the same model, so they observe the same.
+user declares how its features are made. All ranks must observe the same, and compare it once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.input_dist import FeaturesAbsentError, Trip, start_together
@@ -108,7 +110,8 @@ class InputsAhead:
             kwargs: the model's inputs by name.
 
         Raises:
-            ValueError: if a declared maker makes other features than the model.
+            ValueError: if a declared maker makes other features than the model; on every rank, if
+                modules read other inputs on some ranks.
         """
         calls: list[tuple[ShardedCollection, int]] = []
         names = {module: path for path, module in self.collections.items()}
@@ -119,20 +122,34 @@ class InputsAhead:
                 if module in self._made:
                     _check_made(names[module], self._made[module](*args, **kwargs), features)
 
-        paths = {id(features): path for path, features in _features_in((args, kwargs))}
+        given = {id(features): path for path, features in _features_in((args, kwargs))}
         with holding(started_ahead, note):
             yield
-        self._paths = {}
+        paths: dict[ShardedCollection, _Path] = {}
+        reasons = {}
         for module, path in names.items():
             read = [features for called, features in calls if called is module]
             if len(read) != 1:
-                self.reasons[path] = f"is called {len(read)} times" if read else "is not called"
-                self._made.pop(module, None)
+                reasons[path] = f"is called {len(read)} times" if read else "is not called"
             elif module not in self._made:
-                if read[0] in paths:
-                    self._paths[module] = paths[read[0]]
+                if read[0] in given:
+                    paths[module] = given[read[0]]
                 else:
-                    self.reasons[path] = "reads features that the model makes"
+                    reasons[path] = "reads features that the model makes"
+        self._agree(paths, reasons)
+        self._paths, self.reasons = paths, reasons
+        self._made = {m: make for m, make in self._made.items() if names[m] not in reasons}
+
+    def _agree(self, paths: Mapping[ShardedCollection, _Path], reasons: Mapping[str, str]) -> None:
+        """Raise, on every rank alike, if ranks observed different things: they would hang later."""
+        of_groups: dict[dist.ProcessGroup, dict[str, str]] = {}
+        for path, module in self.collections.items():
+            if module.env.process_group is not None:
+                found = f"reads {_name_of(paths[module])}" if module in paths else "is declared"
+                facts = of_groups.setdefault(module.env.process_group, {})
+                facts[f"module {path!r}"] = f"one that {reasons.get(path, found)}"
+        for group, facts in of_groups.items():
+            agree(group, "read the first batch", facts, None, _differs)
 
     def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Started:
         """Start the input stages of one batch: one header for all.
@@ -163,9 +180,7 @@ class InputsAhead:
         self, module: ShardedCollection, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FeaturesAbsentError:
         assert self._paths is not None
-        kind, first, *inner = self._paths[module]
-        name = f"argument {first}" if kind == 0 else f"argument {first!r}"
-        where = name + "".join(f"[{part!r}]" for part in inner)
+        where = _name_of(self._paths[module])
         path = next(path for path, one in self.collections.items() if one is module)
         given = [*map(_structure_of, args), *(f"{k}={_structure_of(v)}" for k, v in kwargs.items())]
         return FeaturesAbsentError(
@@ -340,6 +355,16 @@ def _check_made(path: str, made: KeyedJaggedTensor, read: KeyedJaggedTensor) -> 
             f"with; received {made.keys()} with {made.values().numel()} ids for {read.keys()} with "
             f"{read.values().numel()}. Let both be made by one function."
         )
+
+
+def _name_of(path: _Path) -> str:
+    kind, first, *inner = path
+    name = f"argument {first}" if kind == 0 else f"argument {first!r}"
+    return name + "".join(f"[{part!r}]" for part in inner)
+
+
+def _differs(text: str) -> ValueError:
+    return ValueError(f"Batches must have the same structure on all ranks. {text}")
 
 
 def _structure_of(given: object, depth: int = 2) -> str:

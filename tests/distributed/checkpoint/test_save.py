@@ -31,7 +31,10 @@ from recsys.distributed.checkpoint import (
     save_checkpoint_async,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.optim import RowWiseAdagrad
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from tests.distributed.cases import EachType, shard
 from tests.ranks import RankPool
@@ -242,6 +245,27 @@ def test_optimizer_states_of_tables_are_not_left_out_silently(
         assert "lacks the optimizer state of 4 tables, ['ebc." in message
     assert first[2:] == ["", ""]
     assert second == [""] * 4  # rank 0 warns for all
+
+
+def test_states_of_unsharded_tables_are_not_left_out_silently(tmp_path: Path) -> None:
+    def tables() -> list[EmbeddingBagConfig]:
+        return [EmbeddingBagConfig(9, 4, "films", feature_names=["film"])]
+
+    owner = FusedEmbeddingBagCollection(tables(), torch.optim.Adam, {"lr": 0.1})
+    given = EmbeddingBagCollection(tables=tables())
+    apply_optimizer_in_backward(torch.optim.Adam, given.parameters(), {"lr": 0.1})
+    for module in (owner, given):
+        with pytest.warns(
+            UserWarning, match=r"lacks .* 1 tables, \['0.embedding_bags.films.weight'"
+        ):
+            save_checkpoint(tmp_path, nn.Sequential(module))
+    stateless = EmbeddingBagCollection(tables=tables())
+    apply_optimizer_in_backward(torch.optim.SGD, stateless.parameters(), {"lr": 0.1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path, owner, owner.fused_optimizer())
+        save_checkpoint(tmp_path, stateless)
+        save_checkpoint(tmp_path, EmbeddingBagCollection(tables=tables()))
 
 
 def test_versions_are_numbered_and_kept(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.train_pipeline.pipelines import (
     EvalPipelineSparseDist,
@@ -21,6 +22,9 @@ from recsys.distributed.train_pipeline.pipelines import (
     TrainPipelineSparseDist,
 )
 from recsys.distributed.train_pipeline.staged import SparseDataDistUtil, StagedTrainPipeline
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU
 from tests.distributed.train_pipeline.test_pipelines import (
     Samples,
@@ -67,6 +71,54 @@ def _one_odd_batch(make: Any, structure: str) -> tuple[list[int], str, bool]:
             failed.append(step)
             message = str(error)
     return failed, message, all(map(torch.equal, outputs, expected))
+
+
+class Lenient(nn.Module):
+    """Reads features, or makes them of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(50, 4, name, feature_names=["f"]) for name in "ab"]
+        self.first, self.second = (EmbeddingBagCollection(tables=[table]) for table in tables)
+
+    def forward(self, ids: Tensor | KeyedJaggedTensor) -> tuple[Tensor, None]:
+        features = ids if isinstance(ids, KeyedJaggedTensor) else _features(ids)
+        return self.first(features).values().mean() + self.second(features).values().mean(), None
+
+
+def _features(ids: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], ids, lengths=torch.ones_like(ids))
+
+
+def _odd_first_batch(make: Any) -> tuple[list[int], str]:
+    """Steps that raised, and the last message, where one rank's first batch is odd."""
+    model = DistributedModelParallel(Lenient(), device=CPU)
+    pipeline: Any = make(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), CPU)
+    batches: list[Any] = [_features(torch.tensor([step, step + 1])) for step in range(STEPS)]
+    if dist.get_rank() == 1:
+        batches[0] = batches[0].values()
+    source, failed, message = iter(batches), [], ""
+    for step in range(STEPS):
+        try:
+            pipeline.progress(source)
+        except ValueError as error:
+            failed.append(step)
+            message = str(error)
+    return failed, message
+
+
+@pytest.mark.parametrize("make", TRAINING)
+def test_a_first_batch_of_another_structure_is_named_on_every_rank(
+    ranks: RankPool, make: Any
+) -> None:
+    for failed, message in ranks(2, _odd_first_batch, make, timeout=30.0):
+        assert failed == [0]
+        assert message == (
+            "Batches must have the same structure on all ranks. All ranks must read the first "
+            "batch from the same arguments; module 'first' differs: rank 0 has one that reads "
+            "argument 0, rank 1 has one that reads features that the model makes. Pass the same on "
+            "every rank."
+        )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

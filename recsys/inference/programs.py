@@ -1,0 +1,216 @@
+"""Loads exported programs: verifies the checksum of a file, and the inputs of a compiled program.
+
+A program of TorchScript validates its inputs itself, wherever it runs. A program of AOTInductor is
+machine code for one layout in memory: it reads whatever bytes it is given as that layout. So
+`AOTIProgram` validates tensors before the compiled code reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from recsys.checksums import verify_if_present
+from recsys.sparse.script_modules import without_torchscript_warnings
+
+if TYPE_CHECKING:
+    from torch.export.pt2_archive._package import AOTICompiledModel
+
+__all__ = ["AOTIProgram", "load_aoti", "load_torchscript"]
+
+
+class Input(NamedTuple):
+    """A tensor that a compiled program takes."""
+
+    name: str
+    dtype: str
+    """Such as "int64"."""
+    shape: tuple[str, ...]
+    """Per dim its size, or a name: dims of one name have the same size."""
+
+    def validated(self, tensor: Tensor, device: torch.device, sizes: dict[str, int]) -> Tensor:
+        """Return a tensor as the compiled code reads it: contiguous.
+
+        Args:
+            tensor: The argument.
+            device: Of the program.
+            sizes: Of the names that were read before; those of this tensor are added.
+
+        Raises:
+            TypeError: It is not a dense tensor of the dtype.
+            ValueError: It is on another device, or has another shape.
+        """
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{self.name} must be a dense tensor; received {kind}.")
+        if str(tensor.dtype) != f"torch.{self.dtype}":
+            raise TypeError(
+                f"{self.name} must be torch.{self.dtype}, which the program is compiled for; "
+                f"received {tensor.dtype}. Convert it with .to(torch.{self.dtype})."
+            )
+        if tensor.device != device:
+            raise ValueError(
+                f"{self.name} must be on {device}, as the program is; received a tensor on "
+                f"{tensor.device}. Move it with .to({str(device)!r})."
+            )
+        if len(tensor.shape) != len(self.shape):
+            self._refuse_shape(tensor, sizes)
+        for size, wanted in zip(tensor.shape, self.shape, strict=True):
+            if size != (int(wanted) if wanted.isdecimal() else sizes.setdefault(wanted, size)):
+                self._refuse_shape(tensor, sizes)
+        return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+    def _refuse_shape(self, tensor: Tensor, sizes: Mapping[str, int]) -> NoReturn:
+        known = [f"{name} = {sizes[name]}" for name in self.shape if name in sizes]
+        where = f", where {' and '.join(known)}" if known else ""
+        raise ValueError(
+            f"{self.name} must have the shape [{', '.join(self.shape)}]{where}; received "
+            f"{list(tensor.shape)}."
+        )
+
+
+@final
+class AOTIProgram:
+    """A compiled program of `export_aoti`, which validates its inputs.
+
+    Call it with the tensors that `inputs` names, on its device. Strided tensors are copied. Dtypes
+    are not converted: int32 ids are an error where the program was compiled for int64. Ids outside
+    their table, and lengths that do not add up to the number of ids, are errors of the program.
+
+    Args:
+        compiled: The package, loaded by torch.
+        path: Its file, for messages.
+
+    Attributes:
+        compiled: The program without validation, of `torch._inductor.aoti_load_package`.
+        inputs: Its inputs, in order: `name`, `dtype` and `shape` of each.
+        outputs: The names of the outputs.
+        device: That its inputs must be on.
+
+    Raises:
+        ValueError: The package was not written by this version's `export_aoti`.
+    """
+
+    def __init__(self, compiled: AOTICompiledModel, path: str | Path) -> None:
+        self.compiled = compiled
+        metadata = compiled.get_metadata()
+        try:
+            parts = [json.loads(metadata[key]) for key in ("inputs", "dtypes", "shapes")]
+            self.outputs: list[str] = json.loads(metadata["outputs"])
+        except KeyError as error:
+            raise ValueError(
+                f"{path} must be a package of export_aoti that describes its inputs; received one "
+                f"without {error} in its metadata. Export the model again by this version."
+            ) from None
+        self.inputs = tuple(
+            Input(name, dtype, tuple(shape.split()))
+            for name, dtype, shape in zip(*parts, strict=True)
+        )
+        kind = metadata["AOTI_DEVICE_KEY"]
+        self.device = torch.device(kind)
+        if kind == "cuda":
+            self.device = torch.device(kind, torch.cuda.current_device())
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the program.
+
+        Args:
+            tensors: One for each of `inputs`.
+
+        Returns:
+            A tensor, or a dict of tensors by name: what `export_aoti` says.
+
+        Raises:
+            TypeError: The number of tensors differs, or one is not a tensor of the dtype.
+            ValueError: A tensor has another shape, or is on another device.
+            RuntimeError: What the program itself refuses, such as an id outside its table.
+        """
+        if len(tensors) != len(self.inputs):
+            names = ", ".join(found.name for found in self.inputs)
+            raise TypeError(
+                f"The program takes {len(self.inputs)} tensors ({names}); received {len(tensors)}."
+            )
+        sizes: dict[str, int] = {}
+        ready = [
+            found.validated(tensor, self.device, sizes)
+            for found, tensor in zip(self.inputs, tensors, strict=True)
+        ]
+        return self.compiled(*ready)
+
+    def __repr__(self) -> str:
+        inputs = (f"{i.name}: {i.dtype}[{', '.join(i.shape)}]" for i in self.inputs)
+        return f"AOTIProgram({', '.join(inputs)}, device={str(self.device)!r})"
+
+
+def describe(names: Sequence[str], tensors: Sequence[Tensor]) -> Mapping[str, list[str]]:
+    """Return the metadata of a package about its inputs.
+
+    Args:
+        names: Of the inputs.
+        tensors: The inputs as they were traced: sizes are numbers or symbols.
+    """
+    symbols: dict[str, str] = {}
+    for size in (size for tensor in tensors for size in tensor.shape if not isinstance(size, int)):
+        symbols.setdefault(str(size), f"n{len(symbols)}")
+    return {
+        "inputs": list(names),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+        "shapes": [
+            " ".join(symbols.get(str(size), str(size)) for size in tensor.shape)
+            for tensor in tensors
+        ],
+    }
+
+
+def load_aoti(path: str | Path) -> AOTIProgram:
+    """Load a package of `export_aoti`, on the current device if it is one for GPUs.
+
+    The file is a program: load it only from where you would run code from. Its checksum is verified
+    first. A file without checksum is loaded with a warning.
+
+    Args:
+        path: The file that `export_aoti` wrote.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, or is not of this version's `export_aoti`.
+
+    Example:
+        >>> program = load_aoti("model.pt2")  # doctest: +SKIP
+        >>> program(torch.tensor([3, 4]), torch.tensor([0, 1, 1]))["film"].shape  # doctest: +SKIP
+        torch.Size([3, 4])
+    """
+    verify_if_present(path)
+    return AOTIProgram(torch._inductor.aoti_load_package(str(path)), path)
+
+
+def load_torchscript(
+    path: str | Path, device: torch.device | str | None = None
+) -> torch.jit.ScriptModule:
+    """Load a program of `export_torchscript`, as `torch.jit.load` does.
+
+    The file is a program: load it only from where you would run code from. Its checksum is verified
+    first. A file without checksum is loaded with a warning.
+
+    Args:
+        path: The file that `export_torchscript` wrote.
+        device: Where its tables go; None: where they were.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged.
+
+    Example:
+        >>> program = load_torchscript("model.pt")  # doctest: +SKIP
+        >>> program(torch.tensor([3, 4]), torch.tensor([0, 1, 1]))["film"].shape  # doctest: +SKIP
+        torch.Size([3, 4])
+    """
+    verify_if_present(path)
+    with without_torchscript_warnings():
+        program: torch.jit.ScriptModule = torch.jit.load(str(path), map_location=device)
+    return program
