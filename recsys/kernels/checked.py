@@ -66,8 +66,9 @@ def checked(function: _Function) -> _Function:
 def checked_late(function: _Function) -> _Function:
     """Check the types of a function's arguments, by its annotations, only when it has failed.
 
-    For functions that run with every batch. An error of Python or torch that wrong arguments
-    caused is replaced by the one that `checked` raises. Any other error stays.
+    For functions that run with every batch. An error that wrong arguments caused is replaced by
+    the one that `checked` raises. Any other error stays, and so does a TypeError in this library's
+    own words, which say what was received.
 
     Args:
         function: What to call.
@@ -89,7 +90,7 @@ def checked_late(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if "received" not in str(error):  # as this library's own errors say
+            if not (isinstance(error, TypeError) and "received" in str(error)):
                 _check_call(function, args, kwargs)
             raise
 
@@ -348,7 +349,8 @@ def _check_each(one: _Rule | None, subject: str, values: Any, words: str) -> lis
 
 def _plural(words: str) -> str:
     known = {"text": "text", "a whole number": "whole numbers", "a number": "numbers"}
-    return known.get(words, words.removeprefix("a ").removeprefix("an "))
+    one = words.removeprefix("a ").removeprefix("an ")
+    return known.get(words, one if " " in one else f"{one}s")
 
 
 def _rule_of_mapping(key: _Rule | None, one: _Rule | None) -> _Rule:

@@ -4,11 +4,13 @@ Legend: `M` bags (lists), `N` values of all bags together.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import number, whole
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import Bags, empty_parts
@@ -285,7 +287,7 @@ class JaggedTensor(Bags):
         weights = self.weights_or_none()
         return None if weights is None else self._split(weights)
 
-    @checked
+    @checked_late
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
@@ -306,7 +308,7 @@ class JaggedTensor(Bags):
         """
         return self._pad(self.values(), desired_length, padding_value)
 
-    @checked
+    @checked_late
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
@@ -396,6 +398,12 @@ class JaggedTensor(Bags):
         return list(tensor.split_with_sizes(lengths))
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+        if desired_length is not None and not isinstance(
+            cast(object, desired_length), torch.SymInt
+        ):
+            desired_length = whole("desired_length", desired_length, least=0)
+        if type(padding_value) is not float:
+            number("padding_value", padding_value)
         lengths = self.lengths()  # checks offsets that were given
         if validate.is_meta(tensor):
             if desired_length is None:

@@ -101,7 +101,6 @@ class KeyedJaggedTensor(Bags):
 
     __slots__ = ("_keys", *_SAMPLES, *_PER_KEY)
 
-    @checked_late
     def __init__(
         self,
         keys: list[str],
@@ -122,8 +121,8 @@ class KeyedJaggedTensor(Bags):
         is_proxy = validate.is_proxy(values)
         if not is_proxy:
             lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
-        if isinstance(cast(object, keys), str):
-            wrong_type("KeyedJaggedTensor.keys", "a list of names", keys)
+        if not isinstance(cast(object, keys), list):
+            per_key_checks.check_is_list("keys", keys, "a list of names")
         keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)
         if not is_proxy and lengths is not None and lengths.dim() != 1:
@@ -135,6 +134,8 @@ class KeyedJaggedTensor(Bags):
         self._stride, self._stride_per_key_per_rank = per_key_checks.check_strides(
             keys, num_bags, stride, stride_per_key, stride_per_key_per_rank, num_samples
         )
+        if offset_per_key is not None:
+            per_key_checks.check_is_list("offset_per_key", offset_per_key)
         if length_per_key is not None:
             per_key_checks.check_one_per_key("length_per_key", keys, length_per_key)
         if index_per_key is not None:
@@ -156,6 +157,7 @@ class KeyedJaggedTensor(Bags):
         self._offset_per_key = None if offset_per_key is None else list(offset_per_key)
         self._index_per_key = index_per_key
         if lengths_offset_per_key is not None:
+            per_key_checks.check_is_list("lengths_offset_per_key", lengths_offset_per_key)
             bounds = self.lengths_offset_per_key()
             per_key_checks.check_derived(
                 "KeyedJaggedTensor",

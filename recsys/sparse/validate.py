@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
@@ -261,10 +261,13 @@ def check_unique(owner: str, keys: list[str]) -> None:
     """Check that no key occurs twice.
 
     Raises:
+        TypeError: if the first is no text, nor any other key.
         ValueError: naming the repeated keys.
     """
     if not keys:
         return
+    if not isinstance(keys[0], Hashable):
+        wrong_type(f"{owner}.keys[0]", "text", keys[0])
     # Batches have the keys of the batch before: comparing a thousand takes 1 us, hashing them 13.
     # A compiled caller does not look: it would be compiled anew whenever other keys came by.
     known = {} if torch.compiler.is_compiling() else _unique_lists
@@ -304,6 +307,10 @@ def check_inverse_indices(
     Raises:
         ValueError: if they do not fit.
     """
+    given = cast(object, inverse_indices)
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not is_pair or not isinstance(inverse_indices[1], Tensor | fx.Proxy):
+        wrong_type("KeyedJaggedTensor.inverse_indices", "a tuple of keys and a tensor", given)
     inverse_keys, rows = inverse_indices
     if rows.dim() != 2 or rows.shape[0] != len(inverse_keys) or rows.is_floating_point():
         raise ValueError(
