@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from recsys.datasets.utils import Batch, check_rank, of_worker, rank_slice
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 INT_FEATURE_COUNT = 13
@@ -223,6 +224,7 @@ class CriteoDataset(IterableDataset[Batch]):
         ['cat_0', 'cat_1']
     """
 
+    @checked
     def __init__(
         self,
         paths: Sequence[str | Path],

@@ -34,6 +34,7 @@ from recsys.distributed.sharding_plan import (
     construct_module_sharding_plan,
 )
 from recsys.kernels.arguments import shown, wrong_type
+from recsys.kernels.checked import checked
 
 Placements = (
     Mapping[str, ParameterSharding]
@@ -43,6 +44,7 @@ Placements = (
 """By table name where it goes, or what places it; or what places all."""
 
 
+@checked
 def shard(
     module: nn.Module,
     plan: Placements,
@@ -118,6 +120,7 @@ def _placements(
     return EmbeddingModuleShardingPlan(placed)
 
 
+@checked
 def shard_modules(
     module: nn.Module,
     env: ShardingEnv | None = None,
@@ -392,6 +395,7 @@ def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+@checked
 def exclude_sharded_from_ddp(module: nn.Module, params_to_ignore: Sequence[str] = ()) -> None:
     """Exclude what is sharded in a model from the DistributedDataParallel that will wrap it.
 

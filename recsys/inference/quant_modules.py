@@ -26,6 +26,7 @@ from recsys.inference.served import (
     ServedRows,
     position_processor,
 )
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -97,6 +98,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -133,6 +135,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         self._bag_features = tuple(f for c in tables for f in c.feature_names)
 
     @classmethod
+    @checked
     def from_float(
         cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingBagCollection:
@@ -242,6 +245,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
     """
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -279,6 +283,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         self.feature_processor = feature_processor
 
     @classmethod
+    @checked
     def from_float(  # type: ignore[override]
         cls,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -362,6 +367,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
     _lookups = QuantizedRows
     _tables_name = "embeddings"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingConfig],
@@ -401,6 +407,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         ]
 
     @classmethod
+    @checked
     def from_float(
         cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingCollection:

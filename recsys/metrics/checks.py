@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from recsys.kernels.arguments import finite, shown, whole, wrong_type
@@ -27,9 +28,9 @@ def flag(subject: str, value: object) -> bool:
         >>> flag("grouped_auc", True)
         True
     """
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         wrong_type(subject, "True or False", value)
-    return value
+    return bool(value)
 
 
 def text(subject: str, value: object) -> str:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (
     FeatureProcessor,
@@ -47,6 +48,7 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
         ['clicks.position_weight']
     """
 
+    @checked
     def __init__(self, feature_processors: Mapping[str, FeatureProcessor] | nn.ModuleDict) -> None:
         super().__init__()
         for name, processor in feature_processors.items():
@@ -166,6 +168,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         torch.Size([1, 4])
     """
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection,

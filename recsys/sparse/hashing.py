@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
+@checked
 def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> KeyedJaggedTensor:
     """Replace ids of any size by rows of their tables.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key
 from recsys.sparse.text import format_keyed, show_keyed
@@ -48,6 +49,7 @@ class KeyedTensor:
         "_values",
     )
 
+    @checked_late
     def __init__(
         self,
         keys: list[str],
@@ -70,6 +72,8 @@ class KeyedTensor:
             )
         keys = list(keys)
         validate.check_unique("KeyedTensor", keys)
+        if isinstance(key_dim, bool):
+            wrong_type("KeyedTensor.key_dim", "a whole number", key_dim)
         if not is_proxy and not -values.dim() <= key_dim < values.dim():
             raise ValueError(
                 f"KeyedTensor.key_dim must be a dimension of values; received {key_dim} for values "
@@ -124,6 +128,7 @@ class KeyedTensor:
         return kt
 
     @staticmethod
+    @checked
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
@@ -172,6 +177,7 @@ class KeyedTensor:
             self._offset_per_key = [0, *itertools.accumulate(self._length_per_key)]
         return self._offset_per_key
 
+    @checked_late
     def __getitem__(self, key: str) -> Tensor:
         """Return the columns of one key, a view."""
         if self._index_per_key is None:
@@ -196,6 +202,7 @@ class KeyedTensor:
         return dict(zip(self._keys, columns, strict=True))
 
     @staticmethod
+    @checked_late
     def regroup(keyed_tensors: "list[KeyedTensor]", groups: list[list[str]]) -> list[Tensor]:
         """Gather keys of several keyed tensors into new tensors, one per group.
 
@@ -256,6 +263,7 @@ class KeyedTensor:
         ]
 
     @staticmethod
+    @checked_late
     def regroup_as_dict(
         keyed_tensors: "list[KeyedTensor]", groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
@@ -289,6 +297,7 @@ class KeyedTensor:
         """Return where the tensors are."""
         return self._values.device
 
+    @checked_late
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":
         """Copy to a device.
 

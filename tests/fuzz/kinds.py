@@ -21,6 +21,7 @@ FINDS: dict[str, list[int]] = {
     "quantized": [0],
     "ranks": [23, 24, 28, 37, 41, 45, 49, 53, 61],
     "scripts": [0, 3, 86],
+    "wrong_types": [],
 }
 
 

@@ -38,10 +38,12 @@ from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer
 
 
 @where.long_section("save_checkpoint")
+@checked
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -114,6 +116,7 @@ def save_checkpoint(
 
 
 @where.long_section("save_checkpoint_async")
+@checked
 def save_checkpoint_async(
     path: str | Path,
     model: nn.Module,

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels.checked import check_fields, checked
+
 _MIN_BLOCK = 32  # values that share a scale; fewer would spend too much on scales
 _SCALE_BYTES = 4
 
@@ -247,6 +249,7 @@ class QCommsConfig:
     fp8_bwd_uses_143: bool | None = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         names = [kind.name for kind in CommType]
         for name in ("forward_precision", "backward_precision"):
             value = getattr(self, name)
@@ -271,6 +274,7 @@ class QCommsConfig:
                 raise TypeError(f"QCommsConfig.{name} must be an int; received {value!r}.")
 
 
+@checked
 def get_qcomm_codecs_registry(
     qcomms_config: QCommsConfig,
     comm_ops: Sequence[CommOp] | None = None,
