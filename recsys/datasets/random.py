@@ -79,7 +79,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         min_ids_per_features: list[int] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(keys, str) or not keys:  # type: ignore[unreachable]
+        if not keys:
             raise ValueError(f"keys must be a list of feature names; received {keys!r}.")
         if batch_size < 0 or num_dense < 0 or (num_batches is not None and num_batches < 0):
             raise ValueError(

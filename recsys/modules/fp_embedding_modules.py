@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (
@@ -48,9 +49,11 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
         ['clicks.position_weight']
     """
 
-    @checked
     def __init__(self, feature_processors: Mapping[str, FeatureProcessor] | nn.ModuleDict) -> None:
         super().__init__()
+        if not isinstance(cast(object, feature_processors), Mapping | nn.ModuleDict):
+            name = type(self).__name__
+            wrong_type(f"{name}.feature_processors", "a dict", feature_processors)
         for name, processor in feature_processors.items():
             if not isinstance(processor, FeatureProcessor):
                 raise TypeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +47,6 @@ class KTRegroupAsDict(nn.Module):
         emb_dtype: DataType | None = None,
     ) -> None:
         super().__init__()
-        for group in groups:
-            if isinstance(cast(object, group), str):
-                wrong_type("KTRegroupAsDict: each of groups", "a list of keys", group)
         if len(groups) != len(keys) or len(set(keys)) != len(keys):
             raise ValueError(
                 f"KTRegroupAsDict.keys must name each group, each once; received the keys {keys} "

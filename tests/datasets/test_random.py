@@ -83,7 +83,6 @@ def test_bad_arguments(arguments, message):
     ("keys", "arguments", "message"),
     [
         ([], {}, r"list of feature names; received \[\]"),
-        ("ab", {}, r"list of feature names; received 'ab'"),
         (["a"], dict(batch_size=-1), r"must not be negative; received -1, 50 and None"),
         (["a"], dict(num_dense=-1), r"must not be negative; received 4, -1 and None"),
         (["a"], dict(num_batches=-1), r"must not be negative; received 4, 50 and -1"),

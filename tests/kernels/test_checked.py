@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import pathlib
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.kernels.checked import check_fields, checked
+from recsys.kernels.checked import check_fields, checked, checked_late
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # type: ignore[import-not-found]
@@ -63,9 +65,9 @@ RIGHT: list[tuple[str, Any]] = [
     ("name", "a"),
     ("path", "a"),
     ("path", None),
-    ("sizes", (1, 2)),
-    ("sizes", np.array([1, 2])),
-    ("sizes", range(3)),
+    ("sizes", [1, np.int64(2)]),
+    ("ranks", (1, 2)),
+    ("ranks", range(3)),
     ("ranks", [np.int32(1)]),
     ("lists", [("a",), ["b"]]),
     ("batches", iter([1])),
@@ -93,6 +95,9 @@ def test_right_values_pass_as_they_are(name: str, value: Any) -> None:
         ("flag", np.bool_(True), True),
         ("flag", 0, False),
         ("device", "meta", torch.device("meta")),
+        ("sizes", (1, 2), [1, 2]),
+        ("sizes", np.array([1, 2]), [1, 2]),
+        ("sizes", range(3), [0, 1, 2]),
         ("kind", "ONE", Kind.ONE),
         ("kind", "one", Kind.ONE),
     ],
@@ -184,3 +189,47 @@ def test_fields_of_a_dataclass() -> None:
         Config("a", [])
     with pytest.raises(TypeError, match=r"Config.names must be a list of text; received 'ab'"):
         Config(1, "ab")
+
+
+@checked_late
+def divide(parts: list[int], by: int = 1, message: str = "") -> int:
+    if message:
+        raise TypeError(message)
+    return parts[0] // by
+
+
+def test_late_checks_say_why_a_call_failed() -> None:
+    assert divide((7,), 2) == 3
+    with pytest.raises(
+        TypeError, match=r"divide.parts must be a list of whole numbers; received 3"
+    ):
+        divide(3)
+    with pytest.raises(TypeError, match=r"divide.by must be a whole number; received '2'"):
+        divide([1], by="2")
+
+
+def test_late_checks_keep_other_errors() -> None:
+    with pytest.raises(ZeroDivisionError):
+        divide([1], by=0)
+    with pytest.raises(TypeError, match="^parts must be one; received two"):
+        divide(3, message="parts must be one; received two")
+
+
+def test_a_tuple_has_its_length_and_types() -> None:
+    @checked
+    def blend(betas: tuple[float, float]) -> object:
+        return betas
+
+    assert blend((0.9, 1)) == (0.9, 1)
+    with pytest.raises(TypeError, match=r"betas must be a tuple of 2; received \(1,\)"):
+        blend((1,))
+    with pytest.raises(TypeError, match=r"betas\[1\] must be a number; received 'a'"):
+        blend((1, "a"))
+
+
+def test_a_checked_function_looks_as_before() -> None:
+    assert (
+        str(inspect.signature(divide))
+        == "(parts: 'list[int]', by: 'int' = 1, message: 'str' = '') -> 'int'"
+    )
+    assert pickle.loads(pickle.dumps(divide)) is divide
