@@ -200,9 +200,7 @@ def divide(parts: list[int], by: int = 1, message: str = "") -> int:
 
 def test_late_checks_say_why_a_call_failed() -> None:
     assert divide((7,), 2) == 3
-    with pytest.raises(
-        TypeError, match=r"divide.parts must be a list of whole numbers; received 3"
-    ):
+    with pytest.raises(TypeError, match=r"divide.parts must be a list of .*; received 3"):
         divide(3)
     with pytest.raises(TypeError, match=r"divide.by must be a whole number; received '2'"):
         divide([1], by="2")
@@ -211,7 +209,7 @@ def test_late_checks_say_why_a_call_failed() -> None:
 def test_late_checks_keep_other_errors() -> None:
     with pytest.raises(ZeroDivisionError):
         divide([1], by=0)
-    with pytest.raises(TypeError, match="^parts must be one; received two"):
+    with pytest.raises(TypeError, match=r"^parts must be one; received two"):
         divide(3, message="parts must be one; received two")
 
 
