@@ -58,7 +58,8 @@ class Batch:
     label_name: str = ""
 
     def __post_init__(self) -> None:
-        instance("Batch.dense_features", self.dense_features, torch.Tensor, "a tensor")
+        if self.dense_features is not None:  # models say in their own words what they lack
+            instance("Batch.dense_features", self.dense_features, torch.Tensor, "a tensor")
         instance("Batch.sparse_features", self.sparse_features, KeyedJaggedTensor)
         instance("Batch.labels", self.labels, torch.Tensor, "a tensor")
         instance("Batch.label_name", self.label_name, str, "text")

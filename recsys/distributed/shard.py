@@ -37,9 +37,7 @@ from recsys.kernels.arguments import shown, wrong_type
 from recsys.kernels.checked import checked
 
 Placements = (
-    Mapping[str, ParameterSharding]
-    | Mapping[str, ParameterShardingGenerator]
-    | ParameterShardingGenerator
+    Mapping[str, ParameterSharding | ParameterShardingGenerator] | ParameterShardingGenerator
 )
 """By table name where it goes, or what places it; or what places all."""
 

@@ -247,7 +247,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         return weights
 
     def _check(self, module: object) -> None:
-        if not callable(getattr(module, "table_weights", None)):
+        if not isinstance(module, self.replaces):
             name = type(self).__name__
             wrong_type(f"{name}: module", f"a {self.replaces.__name__}", module)
 

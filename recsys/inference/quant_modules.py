@@ -26,7 +26,8 @@ from recsys.inference.served import (
     ServedRows,
     position_processor,
 )
-from recsys.kernels.checked import checked
+from recsys.kernels.arguments import instance
+from recsys.kernels.checked import checked, checked_but
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -135,7 +136,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         self._bag_features = tuple(f for c in tables for f in c.feature_names)
 
     @classmethod
-    @checked
+    @checked_but("module")
     def from_float(
         cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingBagCollection:
@@ -283,7 +284,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         self.feature_processor = feature_processor
 
     @classmethod
-    @checked
+    @checked_but("module")
     def from_float(  # type: ignore[override]
         cls,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -293,6 +294,8 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
 
         Arguments and errors as `from_float`.
         """
+        kind = FeatureProcessedEmbeddingBagCollection
+        instance(f"{cls.__name__}.from_float: module", module, kind)
         return cls.like(module).quantize(module.split()[1]).eval()
 
     @classmethod
@@ -407,7 +410,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         ]
 
     @classmethod
-    @checked
+    @checked_but("module")
     def from_float(
         cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingCollection:

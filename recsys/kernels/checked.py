@@ -55,12 +55,32 @@ def checked(function: _Function) -> _Function:
         Traceback (most recent call last):
         TypeError: repeat.times must be a whole number; received 'b'.
     """
+    return checked_but()(function)
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*_check_call(function, args, kwargs), **kwargs)
 
-    return cast(_Function, call)
+def checked_but(*names: str) -> Callable[[_Function], _Function]:
+    """As `checked`, for a function that checks some of its arguments itself.
+
+    Args:
+        names: Of these arguments.
+
+    Example:
+        >>> @checked_but("path")
+        ... def read(path: str, lines: int = 1) -> None:
+        ...     raise ValueError(f"There is no file {path}.")
+        >>> read(3)
+        Traceback (most recent call last):
+        ValueError: There is no file 3.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*_check_call(function, args, kwargs, names), **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
 
 
 def checked_late(function: _Function) -> _Function:
@@ -98,7 +118,10 @@ def checked_late(function: _Function) -> _Function:
 
 
 def _check_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    unchecked: tuple[str, ...] = (),
 ) -> tuple[Any, ...]:
     """Return the positional arguments to use; puts the others to use in their place."""
     rules, code = _rules_of(function), function.__code__
@@ -106,10 +129,10 @@ def _check_call(
     subject = type(args[0]).__name__ if args and owner.endswith(".__init__") else owner
     given = list(args)
     for place, name in enumerate(code.co_varnames[: min(code.co_argcount, len(args))]):
-        if name in rules:
+        if name in rules and name not in unchecked:
             given[place] = _keep(rules[name], f"{subject}.{name}", args[place])
     for name, value in kwargs.items():
-        if name in rules:
+        if name in rules and name not in unchecked:
             kwargs[name] = _keep(rules[name], f"{subject}.{name}", value)
     return tuple(given)
 

@@ -36,7 +36,7 @@ _SECTIONS = ("model", "optimizer", "extra", "progress")
 @checked
 def read_checkpoint(
     path: str | Path,
-    tables: Iterable[str] | Mapping[str, slice] | None = None,
+    tables: str | Iterable[str] | Mapping[str, slice] | None = None,
     *,
     optimizer: bool = False,
 ) -> dict[str, Any]:

@@ -38,12 +38,12 @@ from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
 
 
 @where.long_section("save_checkpoint")
-@checked
+@checked_but("path", "model", "optimizer", "extra", "progress")
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -116,7 +116,7 @@ def save_checkpoint(
 
 
 @where.long_section("save_checkpoint_async")
-@checked
+@checked_but("path", "model", "optimizer", "extra", "progress")
 def save_checkpoint_async(
     path: str | Path,
     model: nn.Module,

@@ -289,7 +289,6 @@ class ParameterSharding:
     key_value_params: object | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         where = type(self).__name__
         kind = choice(f"{where}.sharding_type", self.sharding_type, ShardingType)
         kernel = choice(f"{where}.compute_kernel", self.compute_kernel, EmbeddingComputeKernel)
@@ -300,6 +299,7 @@ class ParameterSharding:
         # FBGEMM's SparseType has the same names
         if isinstance(given, Enum) and given.name in DataType.__members__:
             self.output_dtype = data_type_to_dtype(DataType[given.name])
+        check_fields(self)
         if self.enforce_hbm:
             warn_once(f"{where}.enforce_hbm", True, "States are where the compute kernel says.")
         if self.key_value_params is not None:

@@ -61,7 +61,7 @@ from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.construction import no_collection
 from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_but
 
 _INSTEAD = {
     "proposer": "All options of all tables are weighed together, so that nothing has to be "
@@ -117,7 +117,18 @@ class EmbeddingShardingPlanner:
         'table_wise'
     """
 
-    @checked
+    @checked_but(
+        "topology",
+        "enumerator",
+        "storage_reservation",
+        "proposer",
+        "partitioner",
+        "performance_model",
+        "stats",
+        "constraints",
+        "pooling_stats",
+        "timeout_seconds",
+    )
     def __init__(
         self,
         topology: Topology | None = None,
@@ -268,7 +279,7 @@ class EmbeddingShardingPlanner:
             of_module[table.name] = table.constraints.apply_to(entry)
         return plan
 
-    @checked
+    @checked_but("plan")
     def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
         """Return a plan with what it costs on this planner's machine.
 

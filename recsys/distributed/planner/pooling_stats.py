@@ -25,7 +25,7 @@ from typing import TypeAlias, final
 import numpy as np
 import torch
 
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked_but
 from recsys.sparse import KeyedJaggedTensor
 
 _Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -98,7 +98,7 @@ class PoolingStats:
     features: Mapping[str, FeatureStats]
 
     @classmethod
-    @checked
+    @checked_but("batches")
     def from_batches(cls, batches: Iterable[object]) -> PoolingStats:
         """Count the ids of some batches of one rank.
 

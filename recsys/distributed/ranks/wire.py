@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels.arguments import number
 from recsys.kernels.checked import check_fields, checked
 
 _MIN_BLOCK = 32  # values that share a scale; fewer would spend too much on scales
@@ -249,7 +250,6 @@ class QCommsConfig:
     fp8_bwd_uses_143: bool | None = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
         names = [kind.name for kind in CommType]
         for name in ("forward_precision", "backward_precision"):
             value = getattr(self, name)
@@ -265,13 +265,14 @@ class QCommsConfig:
             "fp8_quantize_dim_bwd",
         ):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not 0 < number(f"QCommsConfig.{name}", value) < float("inf"):
                 raise ValueError(
                     f"QCommsConfig.{name} must be positive and finite; received {value}. "
                     "Leave it None for the default."
                 )
             if name.startswith("fp8") and not isinstance(value, int | None):
                 raise TypeError(f"QCommsConfig.{name} must be an int; received {value!r}.")
+        check_fields(self)
 
 
 @checked

@@ -35,7 +35,7 @@ from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
 from recsys.kernels.arguments import shown, whole, wrong_type
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_but
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -158,7 +158,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     execute_all_batches = True
     _needs_optimizer = True
 
-    @checked
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -307,7 +307,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         3
     """
 
-    @checked
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -410,7 +410,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
-    @checked
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -455,7 +455,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
-    @checked
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -504,7 +504,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
-    @checked
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -558,7 +558,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     _needs_optimizer = False
 
-    @checked
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
