@@ -57,7 +57,7 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
         for name, processor in feature_processors.items():
             if not isinstance(processor, FeatureProcessor):
                 raise TypeError(
-                    f"The processor of feature {name!r} must be a FeatureProcessor; received "
+                    f"feature_processors[{name!r}] must be a FeatureProcessor; received "
                     f"{type(processor).__name__}. Derive it from FeatureProcessor."
                 )
             self.add_module(name, processor)

@@ -231,7 +231,7 @@ class KeyedTensor:
             key_dims = {kt._key_dim for kt in keyed_tensors}
         except (AttributeError, TypeError):
             wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
-        if cast(object, groups) is None or any(
+        if isinstance(cast(object, groups), str | None) or any(
             isinstance(cast(object, group), str | None) for group in groups
         ):
             wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)

@@ -12,6 +12,7 @@ import torch
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.plain import check_plain
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 
 
@@ -79,6 +80,16 @@ class RandomState:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def check_progress(parts: object) -> None:
+    """Refuse what is neither a dict nor None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if parts is not None and not isinstance(parts, Mapping):
+        wrong_type("progress", "a dict of objects with state_dict and load_state_dict", parts)
 
 
 def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -169,7 +169,8 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         name = type(self).__name__
         if not isinstance(model, nn.Module):
             wrong_type(f"{name}.model", "an nn.Module", model)
-        if self._needs_optimizer and not callable(getattr(optimizer, "step", None)):
+        is_class = isinstance(cast(object, optimizer), type)
+        if self._needs_optimizer and (is_class or not callable(getattr(optimizer, "step", None))):
             wrong_type(f"{name}.optimizer", "an optimizer with step() and zero_grad()", optimizer)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward = custom_model_fwd

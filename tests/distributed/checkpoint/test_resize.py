@@ -111,7 +111,7 @@ def test_unsharded_tables_of_torch_optimizers(tmp_path: Path, rows: int) -> None
     save_checkpoint(tmp_path, model, optimizer)
     other, fresh = _unsharded(rows)
     before = other["t"].weight.detach().clone()
-    load_checkpoint(tmp_path, other, fresh, resize=["t"])
+    load_checkpoint(tmp_path, other, fresh, resize="t")
     both = min(6, rows)
     assert torch.equal(other["t"].weight[:both], model["t"].weight[:both])
     assert torch.equal(other["t"].weight[both:], before[both:])

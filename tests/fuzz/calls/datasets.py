@@ -57,7 +57,7 @@ COUNTS = maybe(Kind(lambda: None, wholes([1, 1]).is_legal))
 
 CALLS = [
     Call("Batch", Batch, {
-        "dense_features": tensor(lambda: torch.ones(2, 1)), "sparse_features": KJT,
+        "dense_features": maybe(tensor(lambda: torch.ones(2, 1))), "sparse_features": KJT,
         "labels": tensor(lambda: torch.ones(2)), "dense_names": texts(["x"]),
         "label_name": text("y"),
     }),
@@ -71,7 +71,7 @@ CALLS = [
         "device": DEVICE, "non_blocking": Kind(lambda: False, flag(False).is_legal),
     }),
     Call("RandomRecDataset", lambda **given: next(iter(RandomRecDataset(**given))), {
-        "keys": texts(["a", "b"], 1), "batch_size": whole(3), "hash_size": maybe(whole(5)),
+        "keys": texts(["a", "b"], 1), "batch_size": whole(3, 0), "hash_size": maybe(whole(5)),
         "ids_per_feature": COUNT, "num_dense": whole(2, 0), "manual_seed": maybe(whole(3, None)),
         "num_batches": maybe(whole(2)), "num_generated_batches": whole(2, None),
         "min_ids_per_feature": COUNT, "hash_sizes": COUNTS, "ids_per_features": COUNTS,

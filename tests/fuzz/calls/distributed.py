@@ -113,7 +113,7 @@ PATH = path(lambda: "saved")
 PLANNER = maybe(made(lambda: EmbeddingShardingPlanner(Topology(1, "cpu"))))
 SAVE = {
     "path": PATH, "model": MODEL, "optimizer": OPTIMIZER,
-    "extra": maybe(mapping(lambda: {"epoch": 1})), "step": maybe(whole(3, 0)),
+    "extra": maybe(made(lambda: {"epoch": 1})), "step": maybe(whole(3, 0)),
     "keep": maybe(whole(2)),
     "progress": maybe(mapping(lambda: {"random": RandomState()}, STATEFUL)),
     "consolidated": flag(False),

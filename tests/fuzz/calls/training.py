@@ -120,6 +120,7 @@ CALLS = [
     }),
     Call("EvalPipelineSparseDist", EvalPipelineSparseDist, {
         **BASE, **FEATURES, "apply_jit": flag(False), "pipeline_postproc": flag(False),
+        "optimizer": anything(lambda: None),
     }),
     *(
         Call(f"{kind.__name__}.progress", method(lambda kind=kind: _pipeline(kind), "progress"),
