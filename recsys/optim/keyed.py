@@ -89,10 +89,9 @@ class KeyedOptimizer(Optimizer):
                     f"{len(group['params'])} in param_groups[{index}] are not in `params`."
                 )
 
-    @checked
     def save_param_groups(self, save: bool) -> None:
         """Set whether `state_dict()` holds the parameter groups (learning rates, ...) too."""
-        self._saves_param_groups = save
+        self._saves_param_groups = flag("save_param_groups: save", save)
 
     @checked
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
@@ -320,7 +319,6 @@ class CombinedOptimizer(KeyedOptimizer):
         super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
 
     @staticmethod
-    @checked
     def prepend_opt_key(name: str, opt_key: str) -> str:
         """Return `opt_key.name`, or `name` if the key is empty."""
         return f"{opt_key}.{name}" if opt_key else name
@@ -337,7 +335,6 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all."""
-        flag(f"{type(self).__name__}.zero_grad: set_to_none", set_to_none)
         for _, optim in self._optims:
             optim.zero_grad(set_to_none=set_to_none)
 
@@ -487,12 +484,10 @@ class OptimizerWrapper(CombinedOptimizer):
         optimizer: the optimizer to wrap; its parameters, state and groups show through.
     """
 
-    @checked
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
         super().__init__([optimizer])
 
-    @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
         return self._optimizer.step(closure)

@@ -13,7 +13,7 @@ from recsys.kernels import ops
 from recsys.kernels.arguments import number, whole
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
-from recsys.sparse.bags import Bags, empty_parts
+from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.text import format_jagged, show_jagged
 
@@ -332,7 +332,7 @@ class JaggedTensor(Bags):
             >>> JaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
-        validate.check_can_move("JaggedTensor", self.values(), device)
+        check_can_move("JaggedTensor", self.values(), device)
         return self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
 
     @checked_late

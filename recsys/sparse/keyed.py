@@ -15,6 +15,7 @@ from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
+from recsys.sparse.bags import check_can_move
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key
 from recsys.sparse.text import format_keyed, show_keyed
 
@@ -313,7 +314,7 @@ class KeyedTensor:
             >>> KeyedTensor(["a"], [2], torch.ones(1, 2)).to("cpu").device()
             device(type='cpu')
         """
-        validate.check_can_move("KeyedTensor", self._values, device)
+        check_can_move("KeyedTensor", self._values, device)
         values = ops.copy_to(self._values, device, non_blocking)
         return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
 

@@ -19,7 +19,7 @@ from recsys.kernels import ops
 from recsys.kernels.arguments import instance, wrong_type
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
-from recsys.sparse.bags import Bags, empty_parts
+from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 from recsys.sparse.value_checks import check_id_weights
@@ -679,7 +679,7 @@ class KeyedJaggedTensor(Bags):
             >>> KeyedJaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
-        validate.check_can_move("KeyedJaggedTensor", self._values, device)
+        check_can_move("KeyedJaggedTensor", self._values, device)
         if dtype is not None:
             instance("KeyedJaggedTensor.to: dtype", dtype, torch.dtype, "a torch.dtype")
         moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))

@@ -128,20 +128,6 @@ def refuse_meta(subject: str, hint: str) -> NoReturn:
     )
 
 
-def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> None:
-    """Check that there is something to copy to another device.
-
-    Raises:
-        TypeError: if the device is none.
-        ValueError: if the values are on the meta device and the other device is a real one.
-    """
-    given = cast(object, device)
-    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
-        wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
-    if is_meta(values) and torch.device(device).type != "meta":
-        refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")
-
-
 def check_parts(
     owner: str,
     values: Tensor,
