@@ -32,7 +32,7 @@ from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 
 from recsys.checksums import new_file
-from recsys.inference.programs import AOTIProgram, describe, load_aoti
+from recsys.inference.programs import AOTIProgram, describe
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
@@ -167,8 +167,9 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
             torch._inductor.aoti_compile_and_package(
                 exported, package_path=str(temporary), inductor_configs=config
             )
-        plain.check(AOTIProgram(torch._inductor.aoti_load_package(str(temporary)), path))
-    return load_aoti(path)
+        program = AOTIProgram(torch._inductor.aoti_load_package(str(temporary)), path)
+        plain.check(program)
+    return program
 
 
 class PlainModel(nn.Module):

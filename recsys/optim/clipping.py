@@ -118,6 +118,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         loss = closure() if closure is not None else None
         if self._is_global and not self._has_agreed:
             self._agree()
+            self._has_agreed = True
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._tracks_norm:
@@ -133,7 +134,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
     def _agree(self) -> None:
         """Raise ValueError, on every rank alike, if ranks clip in different ways."""
         if not (dist.is_available() and dist.is_initialized()):
-            self._has_agreed = True
             return
         group = self._group_of_tables()
         own = {
@@ -153,7 +153,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
                         f"{name} differs: rank 0 has {seen[0][name]!r}, rank {rank} has {value!r}. "
                         "Pass the same on every rank."
                     )
-        self._has_agreed = True
 
     def _group_of_tables(self) -> dist.ProcessGroup | None:
         groups = (tables.process_group for tables in self.table_gradients())

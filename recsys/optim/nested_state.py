@@ -48,7 +48,8 @@ def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]
         KeyError: if names are missing or unexpected.
     """
     missing, unexpected = (
-        sorted(map(_shown, names)) for names in (own.keys() - loaded.keys(), loaded.keys() - own)
+        sorted(map(_shown, names))
+        for names in (own.keys() - loaded.keys(), loaded.keys() - own.keys())
     )
     if missing or unexpected:
         raise KeyError(
@@ -58,12 +59,12 @@ def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]
 
 
 def check_state(name: str, own: object, loaded: object) -> None:
-    """Check that the loaded state of a parameter has the leaves and the shapes of its own.
+    """Check that a loaded state has the same leaves, of the same shapes, as the optimizer's.
 
     Args:
         name: of the parameter.
-        own: the optimizer's state of it.
-        loaded: what shall be copied into that.
+        own: the optimizer's state of the parameter.
+        loaded: the state to copy into it.
 
     Raises:
         KeyError: if leaves are missing or unexpected, with their paths.

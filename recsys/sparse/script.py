@@ -362,8 +362,7 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     keys = annotate(list[str], [])
     weights = annotate(list[Tensor], [])
     for kjt in kjt_list:
-        if kjt.variable_stride_per_key():
-            raise ValueError("A scripted model takes batches with one batch size for all features.")
+        kjt.check_one_batch_size()  # type: ignore[attr-defined]
         for key in kjt.keys():  # noqa: SIM118
             if key in keys:
                 raise ValueError(

@@ -109,7 +109,7 @@ def _is_of_one_class(kind: type) -> bool:
 
 @contextlib.contextmanager
 def without_torchscript_warnings() -> Iterator[None]:
-    """Ignore torch's warning that TorchScript is deprecated, for a caller who asks for it."""
+    """Ignore torch's warnings that TorchScript is deprecated: the caller has chosen it."""
     with warnings.catch_warnings():
         # a FutureWarning from torch 2.14 on, before a DeprecationWarning
         warnings.filterwarnings("ignore", r"`torch\.jit\.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from recsys.distributed.train_pipeline.batches import to_device
 from recsys.sparse import finish_value_checks
 from recsys.sparse.value_checks import check_dense_values, check_labels
 from tests.pretended_cuda import CUDA, PretendedCuda
+from tests.saved import through_torch_save
 
 TABLE: dict[str, Any] = {
     "age": [31, 44, 5],
@@ -105,14 +105,6 @@ def test_bad_weights_are_named_by_their_column(kind: Any, bad: float) -> None:
         Batch.from_columns(table, sparse=["user"], weights={"films": "seconds"})
 
 
-def _saved(batch: Batch) -> Batch:
-    file = io.BytesIO()
-    torch.save(batch, file)
-    file.seek(0)
-    loaded: Batch = torch.load(file, weights_only=False)
-    return loaded
-
-
 @pytest.mark.parametrize(
     "travel",
     [
@@ -120,7 +112,7 @@ def _saved(batch: Batch) -> Batch:
         copy.copy,
         copy.deepcopy,
         lambda batch: pickle.loads(pickle.dumps(batch)),
-        _saved,
+        through_torch_save,
         lambda batch: torch.utils._pytree.tree_map(lambda leaf: leaf, batch),
         lambda batch: dataclasses.replace(batch, labels=batch.labels + 0),
         lambda batch: to_device(batch, torch.device("cpu")),

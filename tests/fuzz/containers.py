@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 import traceback
@@ -24,6 +23,7 @@ from recsys.sparse.kjt_list import KJTList
 from tests.fuzz import sharded_tables
 from tests.fuzz.container_model import INTS, Model, built, caches, model_of, running
 from tests.ranks import RankPool
+from tests.saved import through_torch_save
 
 # -- comparison --------------------------------------------------------------------------------
 
@@ -152,12 +152,6 @@ def _step(function: Step) -> Step:
 def _through(rng: random.Random, given: Any) -> Any:
     """A copy that keeps all: of a batch, or of what holds one."""
 
-    def saved(value: Any) -> Any:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
-
     def from_spec(value: Any) -> Any:
         leaves, spec = pytree.tree_flatten(value)
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
@@ -180,7 +174,7 @@ def _through(rng: random.Random, given: Any) -> Any:
         copy.copy,
         copy.deepcopy,
         lambda value: pickle.loads(pickle.dumps(value)),
-        saved,
+        through_torch_save,
         lambda value: value.to(torch.device("cpu")),
         pinned,
         recorded,

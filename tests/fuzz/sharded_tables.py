@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 import traceback
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.state.sharded_table import ShardedTable
+from tests.saved import through_torch_save
 
 Part = tuple[tuple[int, ...], Tensor]
 
@@ -41,13 +41,6 @@ def _parts(rng: random.Random, whole: Tensor) -> list[Part]:
         offsets, part = rng.choice(parts)
         parts.append((offsets, part if rng.random() < 0.5 else part.clone()))
     return parts
-
-
-def _saved(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def _pinned(value: Any) -> Any:
@@ -75,7 +68,7 @@ KEPT: list[Callable[[Any], Any]] = [
     lambda table: pickle.loads(pickle.dumps(table)),
     lambda table: copy.deepcopy(LazyAwaitable(lambda: [table])).wait()[0],
     lambda table: pickle.loads(pickle.dumps(LazyAwaitable(lambda: [table])))[0],
-    _saved,
+    through_torch_save,
     _staged,
     _offloaded,
     _pinned,

@@ -34,6 +34,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCo
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.saved import through_torch_save
 
 BITS = {
     torch.int8: 8,
@@ -387,13 +388,6 @@ def test_memory_is_held_once(make: Callable[[], Any]) -> None:
         assert wanted <= sum(flat.numel() for flat in flats) < wanted + 128 * len(rows)
 
 
-def _saved_and_loaded(module: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def _by_state_dict(module: Any, assign: bool = False) -> Any:
     other = copy.deepcopy(module)
     for value in other.state_dict().values():
@@ -449,7 +443,7 @@ def _replaced(module: Any) -> Any:
         copy.deepcopy,
         lambda module: copy.deepcopy(copy.deepcopy(module)),
         lambda module: pickle.loads(pickle.dumps(module)),
-        _saved_and_loaded,
+        through_torch_save,
         _by_state_dict,
         lambda module: _by_state_dict(module, assign=True),
         _through_meta,

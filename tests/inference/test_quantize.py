@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from recsys.modules.embedding_modules import (
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+from tests.saved import through_torch_save
 
 KINDS: Any = {
     EmbeddingBagCollection: QuantEmbeddingBagCollection,
@@ -234,14 +234,6 @@ def test_quantize_dynamic_refuses_other_qconfigs_by_name(dtype: torch.dtype) -> 
         _by_torch({EmbeddingBagCollection: _qconfig(dtype)})
 
 
-def _saved_and_loaded(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
 def _by_state_dict(module: nn.Module) -> nn.Module:
     other = copy.deepcopy(module)
     for value in other.state_dict().values():
@@ -262,7 +254,7 @@ def _through_meta(module: nn.Module) -> nn.Module:
     [
         copy.deepcopy,
         lambda module: pickle.loads(pickle.dumps(module)),
-        _saved_and_loaded,
+        through_torch_save,
         _by_state_dict,
         _through_meta,
         lambda module: copy.deepcopy(module).half().double(),

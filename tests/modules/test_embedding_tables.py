@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.allocations import Allocations
+from tests.saved import through_torch_save
 
 TABLES = [
     EmbeddingBagConfig(20, 4, "a", feature_names=["f"]),
@@ -58,13 +58,6 @@ def via_pickle(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
     return pickle.loads(pickle.dumps(ebc))
 
 
-def via_torch_save(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
-    buffer = io.BytesIO()
-    torch.save(ebc, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def via_assign(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
     ebc.load_state_dict({k: v.clone() for k, v in ebc.state_dict().items()}, assign=True)
     return ebc
@@ -92,7 +85,7 @@ def via_meta_and_back(ebc: EmbeddingBagCollection) -> EmbeddingBagCollection:
 CHANGES: list[Callable[[EmbeddingBagCollection], EmbeddingBagCollection]] = [
     copy.deepcopy,
     via_pickle,
-    via_torch_save,
+    through_torch_save,
     via_assign,
     via_data,
     via_new_parameter,

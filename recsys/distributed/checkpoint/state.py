@@ -89,10 +89,10 @@ def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[s
                 if state.get(name) and id(parameter) not in known:
                     found.append(f"{path}.{name}" if path else name)
         elif isinstance(module, TableCollection):
+            tables = {id(weight): name for name, weight in module.table_weights().items()}
             states = module.optimizer_states()
             for name, parameter in module.named_parameters():
-                is_kept = id(parameter) in known
-                if not is_kept and any(states.get(table) for table in name.split(".")):
+                if states.get(tables.get(id(parameter), "")) and id(parameter) not in known:
                     found.append(f"{path}.{name}" if path else name)
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 import random
@@ -26,6 +25,7 @@ from recsys.distributed.state.table_operations import (
     written_argument,
 )
 from tests.ranks import RankPool
+from tests.saved import through_torch_save
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -131,10 +131,7 @@ def test_storage() -> None:
         assert [part.tensor.data_ptr() for part in same.local_shards()] == pointers
     for other in (table.clone(), copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
         assert not {part.tensor.data_ptr() for part in other.local_shards()} & set(pointers)
-    buffer = io.BytesIO()
-    torch.save(table, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=False).full_tensor(), WHOLE)
+    assert torch.equal(through_torch_save(table).full_tensor(), WHOLE)
     assert table.share_memory_() is table
     assert all(part.tensor.is_shared() for part in table.local_shards())
     assert not table.is_pinned()
