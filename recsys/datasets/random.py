@@ -107,8 +107,8 @@ class RandomRecDataset(IterableDataset[Batch]):
         ):
             if rows < 1 or not 0 <= least <= most:
                 raise ValueError(
-                    f"feature {key!r} must have a hash size of at least 1 and 0 <= min ids <= "
-                    f"ids; received hash size {rows}, min ids {least}, ids {most}."
+                    f"feature {key!r} must have hash_size >= 1 and 0 <= min_ids_per_feature <= "
+                    f"ids_per_feature; received {rows}, {least} and {most}."
                 )
         self._manual_seed = manual_seed
         self._worker_seed: int | None = None

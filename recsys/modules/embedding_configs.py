@@ -223,15 +223,13 @@ class BaseEmbeddingConfig:
         for size, least in _OPTIONAL_SIZES.items():
             if getattr(self, size) is not None:
                 setattr(self, size, whole(f"{where}.{size}", getattr(self, size), least))
-        for option in (
-            "use_virtual_table",
-            "virtual_table_eviction_policy",
-            "enable_embedding_update",
-            "stash_weights",
-        ):
-            given = getattr(self, option)
-            is_none = given is None and option == "virtual_table_eviction_policy"
-            if not is_none and flag(f"{where}.{option}", given):
+        is_asked = {
+            option: flag(f"{where}.{option}", getattr(self, option))
+            for option in ("use_virtual_table", "enable_embedding_update", "stash_weights")
+        }
+        is_asked["virtual_table_eviction_policy"] = self.virtual_table_eviction_policy is not None
+        for option, wanted in is_asked.items():
+            if wanted:
                 raise ValueError(
                     f"{where}.{option} is not supported; received {getattr(self, option)!r}. Leave "
                     "it out."

@@ -266,15 +266,13 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         ValueError: if it is negative, infinite or NaN.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         >>> set_learning_rate(optimizer, 0.5)
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
-    rate = finite("lr", lr, least=0)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = finite("lr", lr, least=0)
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -319,6 +317,7 @@ class CombinedOptimizer(KeyedOptimizer):
         super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
 
     @staticmethod
+    @checked
     def prepend_opt_key(name: str, opt_key: str) -> str:
         """Return `opt_key.name`, or `name` if the key is empty."""
         return f"{opt_key}.{name}" if opt_key else name
@@ -484,6 +483,7 @@ class OptimizerWrapper(CombinedOptimizer):
         optimizer: the optimizer to wrap; its parameters, state and groups show through.
     """
 
+    @checked
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
         super().__init__([optimizer])
