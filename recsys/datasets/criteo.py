@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from recsys.datasets.utils import Batch, check_rank, of_worker, rank_slice
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 INT_FEATURE_COUNT = 13
@@ -223,6 +224,7 @@ class CriteoDataset(IterableDataset[Batch]):
         ['cat_0', 'cat_1']
     """
 
+    @checked
     def __init__(
         self,
         paths: Sequence[str | Path],
@@ -234,11 +236,6 @@ class CriteoDataset(IterableDataset[Batch]):
         super().__init__()
         check_rank(rank, world_size, batch_size)
         rows = num_embeddings_per_feature
-        if isinstance(rows, float) or isinstance(paths, str | Path):
-            raise TypeError(
-                "CriteoDataset needs a list of paths and whole numbers of rows; received paths "
-                f"{paths!r} and num_embeddings_per_feature {rows!r}."
-            )
         rows = [int(rows)] * CAT_FEATURE_COUNT if isinstance(rows, int | np.integer) else list(rows)
         if len(rows) != CAT_FEATURE_COUNT or min(rows) < 2:
             raise ValueError(

@@ -27,6 +27,7 @@ from recsys.datasets.utils import (
     check_rank,
     of_worker,
 )
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 _STAGES = ("train", "val", "test")
@@ -84,6 +85,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         [2, 2, 1]
     """
 
+    @checked
     def __init__(
         self,
         stage: str,

@@ -26,6 +26,7 @@ from recsys.datasets.criteo import (
     parse_criteo,
 )
 from recsys.datasets.utils import PATH_MANAGER_KEY, check_path_manager_key
+from recsys.kernels.checked import checked
 
 FREQUENCY_THRESHOLD = 3
 """How often a category must occur to get an id of its own."""
@@ -38,6 +39,7 @@ class BinaryCriteoUtils:
     """Steps from Criteo's text files to what `InMemoryBinaryCriteoIterDataPipe` reads."""
 
     @staticmethod
+    @checked
     def tsv_to_npys(
         in_file: str,
         out_dense_file: str,
@@ -91,6 +93,7 @@ class BinaryCriteoUtils:
             array.flush()
 
     @staticmethod
+    @checked
     def get_shape_from_npy(path: str, path_manager_key: str = PATH_MANAGER_KEY) -> tuple[int, ...]:
         """Tell the shape of an array without reading it.
 
@@ -102,6 +105,7 @@ class BinaryCriteoUtils:
         return tuple(np.load(path, mmap_mode="r").shape)
 
     @staticmethod
+    @checked
     def get_file_row_ranges_and_remainder(
         lengths: list[int],
         rank: int,
@@ -149,6 +153,7 @@ class BinaryCriteoUtils:
         return ranges, remainder
 
     @staticmethod
+    @checked
     def load_npy_range(
         fname: str,
         start_row: int,
@@ -182,6 +187,7 @@ class BinaryCriteoUtils:
         return rows if mmap_mode else np.array(rows)
 
     @staticmethod
+    @checked
     def sparse_to_contiguous(
         in_files: list[str],
         output_dir: str,
@@ -232,6 +238,7 @@ class BinaryCriteoUtils:
             array.flush()
 
     @staticmethod
+    @checked
     def shuffle(
         input_dir_labels_and_dense: str,
         input_dir_sparse: str,

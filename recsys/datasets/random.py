@@ -8,6 +8,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.datasets.utils import Batch, of_worker
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -60,6 +62,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         [[4, 13], [4, 13]]
     """
 
+    @checked
     def __init__(
         self,
         keys: list[str],
@@ -76,7 +79,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         min_ids_per_features: list[int] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(keys, str) or not keys:  # type: ignore[unreachable]
+        if not keys:
             raise ValueError(f"keys must be a list of feature names; received {keys!r}.")
         if batch_size < 0 or num_dense < 0 or (num_batches is not None and num_batches < 0):
             raise ValueError(
@@ -95,6 +98,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         if min_ids_per_feature is None and min_ids_per_features is None:
             exact = ids_per_feature is not None
             min_ids_per_features = self.ids_per_features if exact else [0] * len(keys)
+        whole("RandomRecDataset.batch_size", batch_size, least=0)
         self.min_ids_per_features = _per_feature(
             "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
         )
@@ -103,8 +107,8 @@ class RandomRecDataset(IterableDataset[Batch]):
         ):
             if rows < 1 or not 0 <= least <= most:
                 raise ValueError(
-                    f"feature {key!r} must have a hash size of at least 1 and 0 <= min ids <= "
-                    f"ids; received hash size {rows}, min ids {least}, ids {most}."
+                    f"feature {key!r} must have hash_size >= 1 and 0 <= min_ids_per_feature <= "
+                    f"ids_per_feature; received {rows}, {least} and {most}."
                 )
         self._manual_seed = manual_seed
         self._worker_seed: int | None = None

@@ -10,7 +10,7 @@ import csv
 import gzip
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +23,8 @@ from recsys.datasets.criteo import (
     DEFAULT_LABEL_NAME,
 )
 from recsys.datasets.utils import check_rank, of_worker
+from recsys.kernels.arguments import path_of
+from recsys.kernels.checked import checked
 
 RowMapper = Callable[[list[str]], Any]
 """From the fields of a line to what is given out for it."""
@@ -138,7 +140,7 @@ def _lines(path: str | Path, delimiter: str, open_kw: Any) -> Iterator[tuple[str
 
 
 def _read_criteo(
-    paths: list[str], is_checked: bool, open_kw: Any
+    paths: Sequence[str | Path], is_checked: bool, open_kw: Any
 ) -> Iterator[tuple[str, list[str]]]:
     for path in paths:
         num_fields = None
@@ -154,8 +156,9 @@ def _read_criteo(
             yield where, fields
 
 
+@checked
 def criteo_terabyte(
-    paths: Iterable[str],
+    paths: Iterable[str | Path],
     *,
     row_mapper: RowMapper | None = _criteo_row,
     rank: int = 0,
@@ -191,12 +194,14 @@ def criteo_terabyte(
         (1, 7, '0a')
     """
     is_checked = row_mapper is _criteo_row
-    read = partial(_read_criteo, list(paths), is_checked, open_kw)
+    given = [path_of(f"criteo_terabyte.paths[{place}]", path) for place, path in enumerate(paths)]
+    read = partial(_read_criteo, given, is_checked, open_kw)
     return _Rows(read, row_mapper, rank, world_size)
 
 
+@checked
 def criteo_kaggle(
-    path: str,
+    path: str | Path,
     *,
     row_mapper: RowMapper | None = _criteo_row,
     rank: int = 0,
@@ -226,7 +231,7 @@ def criteo_kaggle(
 
 
 def _read_movielens(
-    root: str, include_movies_data: bool, open_kw: Any
+    root: str | Path, include_movies_data: bool, open_kw: Any
 ) -> Iterator[tuple[str, list[str]]]:
     movies: dict[str, list[str]] = {}
     if include_movies_data:
@@ -249,7 +254,7 @@ def _is_header(fields: list[str]) -> bool:
 
 
 def _movielens(
-    root: str,
+    root: str | Path,
     include_movies_data: bool,
     row_mapper: RowMapper | None,
     rank: int,
@@ -261,8 +266,9 @@ def _movielens(
     return _Rows(read, row_mapper, rank, world_size)
 
 
+@checked
 def movielens_20m(
-    root: str,
+    root: str | Path,
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,
@@ -301,8 +307,9 @@ def movielens_20m(
     return _movielens(root, include_movies_data, row_mapper, rank, world_size, open_kw)
 
 
+@checked
 def movielens_25m(
-    root: str,
+    root: str | Path,
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,

@@ -9,9 +9,11 @@ import torch
 from torch.utils.data import get_worker_info
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import instance, names
+from recsys.kernels.checked import checked_late
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
-from recsys.sparse.columns import jagged_of
+from recsys.sparse.columns import check_table, jagged_of
 from recsys.sparse.tree import register
 from recsys.sparse.value_checks import name_columns
 from recsys.streamable import Pipelineable
@@ -56,15 +58,24 @@ class Batch:
     label_name: str = ""
 
     def __post_init__(self) -> None:
-        self.dense_names = tuple(self.dense_names)
+        if self.dense_features is not None:  # models say in their own words what they lack
+            instance("Batch.dense_features", self.dense_features, torch.Tensor, "a tensor")
+        instance("Batch.sparse_features", self.sparse_features, KeyedJaggedTensor)
+        instance("Batch.labels", self.labels, torch.Tensor, "a tensor")
+        instance("Batch.label_name", self.label_name, str, "text")
+        self.dense_names = tuple(names("Batch.dense_names", self.dense_names))
+        self._name_columns()
+
+    def _name_columns(self) -> None:
         name_columns(self.dense_features, self.dense_names)
         name_columns(self.labels, (self.label_name,) if self.label_name else ())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__post_init__()
+        self._name_columns()
 
     @staticmethod
+    @checked_late
     def from_columns(
         columns: Any,
         *,
@@ -101,7 +112,11 @@ class Batch:
             >>> batch.dense_features.tolist(), batch.labels.tolist()
             ([[31.0], [44.0]], [1.0, 0.0])
         """
-        named = {f: (f"Column {name!r}", columns[name]) for f, name in (weights or {}).items()}
+        check_table("Batch.from_columns: columns", columns)
+        if isinstance(dense, str):
+            names("Batch.from_columns: dense", dense)
+        weights = {} if weights is None else weights
+        named = {f: (f"Column {name!r}", columns[name]) for f, name in weights.items()}
         unknown = sorted(named.keys() - set(sparse))
         if unknown:
             raise KeyError(
@@ -121,6 +136,7 @@ class Batch:
         features = torch.stack(numbers, 1) if numbers else torch.zeros(ids.stride(), 0)
         return Batch(features, ids, labels, tuple(dense), label or "")
 
+    @checked_late
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Copy to a device.
 
@@ -170,7 +186,19 @@ def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
 
 
 def _batch_of(members: Iterable[Any], rest: Any) -> Batch:
-    return Batch(*members, *rest)
+    batch = Batch.__new__(Batch)  # a tree_map may have put something else than tensors here
+    dense, sparse, labels = members
+    names, label = rest
+    batch.__setstate__(
+        {
+            "dense_features": dense,
+            "sparse_features": sparse,
+            "labels": labels,
+            "dense_names": tuple(names),
+            "label_name": label,
+        }
+    )
+    return batch
 
 
 register(Batch, _members_of, _batch_of)

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import exclude_sharded_from_ddp, names_excluded_from_ddp
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import check_fields
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 if TYPE_CHECKING:
@@ -62,6 +64,10 @@ class DefaultDataParallelWrapper:
     find_unused_parameters: bool = False
     params_to_ignore: Sequence[str] | None = field(default=None, kw_only=True)
     broadcast_buffers: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        whole("DefaultDataParallelWrapper.bucket_cap_mb", self.bucket_cap_mb)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap the inner module in place, if there are several ranks and dense parameters."""

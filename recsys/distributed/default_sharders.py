@@ -15,16 +15,23 @@ from recsys.distributed.fused_embedding import (
     FusedEmbeddingCollectionSharder,
 )
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.arguments import instance
+from recsys.kernels.checked import checked
 
 _of_others: list[Callable[[], ModuleSharder[Any]]] = []
 
 
+@checked
 def add_default_sharder(make: Callable[[], ModuleSharder[Any]]) -> None:
     """Let modules of a package above this one have a default sharder.
 
     Args:
         make: returns the sharder.
+
+    Raises:
+        TypeError: what it returns is none.
     """
+    instance("add_default_sharder: what make returns", make(), ModuleSharder)  # type: ignore[type-abstract]
     _of_others.append(make)
 
 
@@ -49,6 +56,7 @@ def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[Any]
     return {sharder.module_type: sharder for sharder in get_default_sharders()}
 
 
+@checked
 def sharder_of(module: nn.Module) -> ModuleSharder[Any]:
     """Return the default sharder for a module.
 

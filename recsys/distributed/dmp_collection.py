@@ -31,6 +31,7 @@ from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import ModuleSharder
 from recsys.distributed.state.replica_average import average_over_ranks
 from recsys.kernels.arguments import setting, wrong_type
+from recsys.kernels.checked import checked
 
 __all__ = ["DMPCollection", "DMPCollectionConfig"]
 
@@ -113,6 +114,7 @@ class DMPCollection(DistributedModelParallel):
         ...     )
     """
 
+    @checked
     def __init__(
         self,
         module: nn.Module,

@@ -15,6 +15,7 @@ from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.sequence_dist import SequenceDist
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.sparse import JaggedTensor
@@ -113,6 +114,7 @@ class EmbeddingCollectionSharder(
     replaces: ClassVar[type[Any]] = EmbeddingCollection
     makes = ShardedEmbeddingCollection
 
+    @checked
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,

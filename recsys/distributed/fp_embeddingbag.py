@@ -22,6 +22,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ModuleSharder
 from recsys.distributed.stages.input_dist import Trip
+from recsys.kernels.checked import checked
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
@@ -135,6 +136,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         'FeatureProcessedEmbeddingBagCollection'
     """
 
+    @checked
     def __init__(
         self,
         ebc_sharder: EmbeddingBagCollectionSharder | None = None,
@@ -156,6 +158,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         """The module type this sharder replaces."""
         return FeatureProcessedEmbeddingBagCollection
 
+    @checked
     def shard(
         self,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -169,6 +172,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         sharded = self._ebc_sharder.shard(tables, params, env, device, module_fqn)
         return ShardedFeatureProcessedEmbeddingBagCollection(processors, sharded)
 
+    @checked
     def shardable_parameters(
         self, module: FeatureProcessedEmbeddingBagCollection
     ) -> dict[str, nn.Parameter]:

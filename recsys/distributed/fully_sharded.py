@@ -25,6 +25,7 @@ from recsys.distributed.module_tree import outermost
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import sharded_modules, sharded_names
+from recsys.kernels.checked import check_fields
 
 __all__ = ["FullyShardWrapper"]
 
@@ -63,6 +64,9 @@ class FullyShardWrapper:
     modules: Sequence[str] | None = None
     mesh: DeviceMesh | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Shard the dense modules, in place, and replicate what is left over."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.kernels.arguments import finite, whole, writable_folder
+from recsys.kernels.checked import checked, checked_late
 
 __all__ = ["BadLossError", "LossGuard"]
 
@@ -68,6 +69,7 @@ class LossGuard:
         >>> folder.cleanup()
     """
 
+    @checked
     def __init__(
         self,
         folder: str | Path,
@@ -86,6 +88,7 @@ class LossGuard:
         self._unread: deque[tuple[int, Tensor, Any, Any]] = deque()
         self._step = self._skipped = self._saved = 0
 
+    @checked_late
     def check(self, loss: Tensor, batch: Any, step: int | None = None) -> bool:
         """Look at a loss before `backward`; on a GPU at one of a step before.
 
@@ -102,7 +105,7 @@ class LossGuard:
             BadLossError: on the rank of a bad loss, naming step, rank, loss and the file of the
                 batch; with `skip`, on all ranks, if too many steps were skipped in a row.
         """
-        self._step = self._step + 1 if step is None else step
+        self._step = self._step + 1 if step is None else whole("LossGuard.check: step", step, 0)
         value = loss.detach().sum()
         if self._skip:
             return self._agree(value, batch)
@@ -126,6 +129,7 @@ class LossGuard:
         while self._unread:
             self._read_one()
 
+    @checked
     def around(self, model: nn.Module) -> Callable[[Any], tuple[Tensor, Any]]:
         """Return a function that calls the model and checks its loss while it trains.
 

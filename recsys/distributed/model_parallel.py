@@ -39,7 +39,8 @@ from recsys.distributed.sharder import (
     refuse_to_pickle,
 )
 from recsys.distributed.train_pipeline.ahead import InputsAhead
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import flag, wrong_type
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 
+@checked
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
     """Return the module inside any wrappers of this file and of DistributedDataParallel."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
@@ -114,6 +116,7 @@ class DistributedModelParallel(nn.Module):
         ['embedding_bags.t.weight']
     """
 
+    @checked
     def __init__(
         self,
         module: nn.Module,
@@ -279,6 +282,7 @@ class DistributedModelParallel(nn.Module):
         """The optimizer of all tables that update themselves, names as in `state_dict`."""
         return self._optimizer
 
+    @checked
     def copy(self, device: torch.device) -> Self:
         """Return a copy on another device: same plan, weight and optimizer state.
 
@@ -378,7 +382,8 @@ class DistributedModelParallel(nn.Module):
         return comm.together(self.env, "load a state dict", load)
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        if assign:
+        flag("DistributedModelParallel.load_state_dict: strict", strict)
+        if flag("DistributedModelParallel.load_state_dict: assign", assign):
             raise ValueError(
                 "DistributedModelParallel.load_state_dict copies into the tables' storage; "
                 "received assign=True. Leave it False."

@@ -17,6 +17,7 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.state.table_shards import TableShards
+from recsys.kernels.checked import checked
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -224,6 +225,7 @@ class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag, ShardedEmbeddingBag
     replaces = nn.EmbeddingBag
     makes = ShardedEmbeddingBag
 
+    @checked
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,

@@ -34,15 +34,15 @@ from recsys.distributed.sharding_plan import (
     construct_module_sharding_plan,
 )
 from recsys.kernels.arguments import shown, wrong_type
+from recsys.kernels.checked import checked
 
 Placements = (
-    Mapping[str, ParameterSharding]
-    | Mapping[str, ParameterShardingGenerator]
-    | ParameterShardingGenerator
+    Mapping[str, ParameterSharding | ParameterShardingGenerator] | ParameterShardingGenerator
 )
 """By table name where it goes, or what places it; or what places all."""
 
 
+@checked
 def shard(
     module: nn.Module,
     plan: Placements,
@@ -118,6 +118,7 @@ def _placements(
     return EmbeddingModuleShardingPlan(placed)
 
 
+@checked
 def shard_modules(
     module: nn.Module,
     env: ShardingEnv | None = None,
@@ -392,6 +393,7 @@ def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+@checked
 def exclude_sharded_from_ddp(module: nn.Module, params_to_ignore: Sequence[str] = ()) -> None:
     """Exclude what is sharded in a model from the DistributedDataParallel that will wrap it.
 

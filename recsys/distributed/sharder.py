@@ -20,6 +20,8 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked
 
 T = TypeVar("T")
 S = TypeVar("S", bound=nn.Module)
@@ -94,6 +96,7 @@ def copy_around_sharded(
     return copied
 
 
+@checked
 def copy_to_device(module: M, current_device: torch.device, to_device: torch.device) -> M:
     """Return a deep copy whose tensors on one device are on another; others stay where they are.
 
@@ -172,10 +175,12 @@ class ModuleSharder(abc.ABC, Generic[T]):
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
         """Return table name to weight, for every table of the module."""
 
+    @checked
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types this sharder can execute on that kind of device."""
         return [kind.value for kind in ShardingType]
 
+    @checked
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the compute kernels for that sharding type on that kind of device."""
         kernels = [EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE]
@@ -198,6 +203,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
     makes: ClassVar[type[Any]]
     """The sharded collection's type."""
 
+    @checked
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,
@@ -211,6 +217,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         """The module type this sharder replaces."""
         return self.replaces
 
+    @checked
     def shard(
         self,
         module: Any,
@@ -220,6 +227,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         module_fqn: str | None = None,
     ) -> S:
         """Return the sharded collection with the given module's weights."""
+        self._check(module)
         made: S = self.makes(
             self._collection_of(module),
             params,
@@ -234,8 +242,14 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
         """Return table name to weight."""
+        self._check(module)
         weights: dict[str, nn.Parameter] = module.table_weights()
         return weights
+
+    def _check(self, module: object) -> None:
+        if not isinstance(module, self.replaces):
+            name = type(self).__name__
+            wrong_type(f"{name}: module", f"a {self.replaces.__name__}", module)
 
     def _collection_of(self, module: Any) -> Any:
         """Return what the sharded collection is made of: the module, itself a collection."""

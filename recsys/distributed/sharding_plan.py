@@ -36,7 +36,8 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.sharder import ModuleSharder
-from recsys.kernels.arguments import choice
+from recsys.kernels.arguments import choice, whole, whole_list, wrong_type
+from recsys.kernels.checked import checked
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 __all__ = [
@@ -62,6 +63,7 @@ ParameterShardingGenerator = Callable[
 """Places one table: `(weight, ranks per node, ranks, device type, sharder)` to its placement."""
 
 
+@checked
 def table_wise(
     rank: int, device: str | None = None, compute_kernel: str | None = None
 ) -> ParameterShardingGenerator:
@@ -80,9 +82,11 @@ def table_wise(
     Example:
         >>> plan = {"countries": table_wise(rank=0), "cities": table_wise(rank=1)}
     """
+    whole("table_wise: rank", rank, least=0)
     return _on_ranks(ShardingType.TABLE_WISE, lambda *_: [rank], device, compute_kernel)
 
 
+@checked
 def row_wise(
     sizes_placement: tuple[list[int], str | list[str]] | None = None,
     compute_kernel: str | None = None,
@@ -109,6 +113,8 @@ def row_wise(
         return _on_ranks(
             ShardingType.ROW_WISE, lambda _, world: range(world), compute_kernel=compute_kernel
         )
+    if num_buckets is not None:
+        whole("row_wise: num_buckets", num_buckets)
     sizes, devices = sizes_placement or (None, None)
     if sizes is not None and num_buckets is not None:
         raise ValueError(
@@ -124,6 +130,7 @@ def row_wise(
     return _generator(ShardingType.ROW_WISE, split, devices, compute_kernel)
 
 
+@checked
 def column_wise(
     ranks: list[int] | None = None,
     size_per_rank: list[int] | None = None,
@@ -168,6 +175,7 @@ def column_wise(
     return _generator(ShardingType.COLUMN_WISE, split, device_types, compute_kernel)
 
 
+@checked
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     """Divide the rows among the ranks of one node, which adds its parts up before it sends them.
 
@@ -180,9 +188,11 @@ def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     Example:
         >>> plan = {"users": table_row_wise(host_index=1)}
     """
+    whole("table_row_wise: host_index", host_index, least=0)
     return _on_ranks(ShardingType.TABLE_ROW_WISE, lambda local, _: _node(host_index, local))
 
 
+@checked
 def table_column_wise(host_index: int) -> ParameterShardingGenerator:
     """Divide the columns among the ranks of one node.
 
@@ -195,9 +205,11 @@ def table_column_wise(host_index: int) -> ParameterShardingGenerator:
     Example:
         >>> plan = {"users": table_column_wise(host_index=1)}
     """
+    whole("table_column_wise: host_index", host_index, least=0)
     return _on_ranks(ShardingType.TABLE_COLUMN_WISE, lambda local, _: _node(host_index, local))
 
 
+@checked
 def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
     """Divide the columns among nodes, and the rows of each part among the ranks of its node.
 
@@ -213,6 +225,7 @@ def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
     Example:
         >>> plan = {"users": grid_shard(host_indexes=[0, 1])}
     """
+    whole_list("grid_shard: host_indexes", host_indexes)
     if not host_indexes:
         raise ValueError(
             "grid_shard.host_indexes must name one node or more; received none. Write "
@@ -236,6 +249,7 @@ def data_parallel() -> ParameterShardingGenerator:
     return _on_ranks(ShardingType.DATA_PARALLEL, lambda _, world: range(world))
 
 
+@checked
 def apply_to_all(
     module: nn.Module,
     parameter_sharding_generator: ParameterShardingGenerator,
@@ -267,6 +281,7 @@ def apply_to_all(
     return dict.fromkeys(sharder.shardable_parameters(module), parameter_sharding_generator)
 
 
+@checked
 def construct_module_sharding_plan(
     module: nn.Module,
     per_param_sharding: Mapping[str, ParameterShardingGenerator],
@@ -308,6 +323,9 @@ def construct_module_sharding_plan(
         >>> [shard.shard_sizes for shard in plan["large"].sharding_spec.shards]
         [[5, 4], [5, 4]]
     """
+    for name, size in (("world_size", world_size), ("local_size", local_size)):
+        if size is not None:
+            whole(f"construct_module_sharding_plan: {name}", size)
     sharder = sharder or sharder_of(module)
     tables = sharder.shardable_parameters(module)
     if tables.keys() != per_param_sharding.keys():
@@ -342,6 +360,7 @@ def construct_module_sharding_plan(
     return plan
 
 
+@checked
 def get_sharding_constructor_from_type(
     sharding_type: ShardingType,
 ) -> Callable[..., ParameterShardingGenerator]:
@@ -371,6 +390,7 @@ _HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
 }
 
 
+@checked
 def calculate_shard_sizes_and_offsets(
     tensor: Tensor,
     world_size: int,
@@ -407,6 +427,14 @@ def calculate_shard_sizes_and_offsets(
         ([[5, 4], [5, 4]], [[0, 0], [5, 0]])
     """
     kind = choice("sharding_type", sharding_type, ShardingType)
+    if tensor.dim() != 2:
+        wrong_type("tensor", "a table, [rows, columns]", tensor)
+    whole("world_size", world_size)
+    whole("local_world_size", local_world_size)
+    if col_wise_shard_dim is not None:
+        whole("col_wise_shard_dim", col_wise_shard_dim)
+    if num_buckets is not None:
+        whole("num_buckets", num_buckets)
     num_rows, dim = tensor.shape
     rows, columns = [(0, num_rows)], [(0, dim)]
     if kind is ShardingType.ROW_WISE and num_buckets is not None:
@@ -476,7 +504,9 @@ def _generator(
         ]
         updates_itself = attached_optimizer(weight) is not None or sharder.fused_params
         default = EmbeddingComputeKernel.FUSED if updates_itself else EmbeddingComputeKernel.DENSE
-        kernel = EmbeddingComputeKernel(compute_kernel) if compute_kernel else default
+        kernel = default
+        if compute_kernel is not None:
+            kernel = choice("compute_kernel", compute_kernel, EmbeddingComputeKernel)
         return sharding_of_rects(kind, rects, placements, kernel)
 
     return generate

@@ -33,7 +33,8 @@ from recsys.distributed.ranks import comm
 from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.output_dist import Exchange
 from recsys.distributed.state.row_updates import BackwardFinisher
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.checked import checked
 from recsys.kernels.tbe import TableBatchedEmbedding
 
 B = TypeVar("B")
@@ -78,6 +79,7 @@ class StepReport:
         (3, 12, True)
     """
 
+    @checked
     def __init__(
         self,
         writer: ScalarWriter | None = None,
@@ -113,6 +115,8 @@ class StepReport:
 
     def data(self, batches: Iterable[B]) -> Iterator[B]:
         """Yield batches, and count the time until they come."""
+        if isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
+            wrong_type("StepReport.data: batches", "an iterable of batches", batches)
         source = iter(batches)
         while True:
             with self._stage("data"):
@@ -128,6 +132,7 @@ class StepReport:
         Args:
             samples: of this rank's batch.
         """
+        whole("StepReport.step: samples", samples, least=0)
         self._count()
         self._stages.clear()  # of a step that raised
         self.steps += 1

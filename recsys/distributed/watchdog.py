@@ -41,6 +41,7 @@ from recsys.distributed.ranks.heartbeats import (
     in_words,
     late_ranks,
 )
+from recsys.kernels.checked import checked
 
 __all__ = ["Watchdog", "end_with_launcher"]
 
@@ -111,6 +112,7 @@ class Watchdog:
         ...         pass
     """
 
+    @checked
     def __init__(self, *, warn_after: float = 30.0, abort_after: float | None = None) -> None:
         for name, seconds in [("warn_after", warn_after), ("abort_after", abort_after)]:
             if seconds is not None and not seconds > 0:
@@ -169,6 +171,7 @@ class Watchdog:
         contact.ask_watchdog = None
         _open = self._beats = None
 
+    @checked
     def pause(self, name: str) -> AbstractContextManager[None]:
         """Declare that what the block does may take long: nobody warns or aborts meanwhile.
 

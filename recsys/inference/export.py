@@ -36,6 +36,7 @@ from recsys.inference.programs import AOTIProgram, describe
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.tracer import Tracer
+from recsys.kernels.checked import checked
 from recsys.kernels.ops import HAS_FBGEMM
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -45,6 +46,7 @@ from recsys.sparse.script_modules import without_torchscript_warnings
 __all__ = ["export_aoti", "export_torchscript"]
 
 
+@checked
 def export_torchscript(
     model: nn.Module, path: str | Path, inputs: Sequence[object]
 ) -> torch.jit.ScriptModule:
@@ -101,6 +103,7 @@ def export_torchscript(
     return program
 
 
+@checked
 def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) -> AOTIProgram:
     """Compile a quantized model by AOTInductor and write it to a package.
 

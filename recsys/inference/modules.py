@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
+from recsys.kernels.arguments import device_of
+from recsys.kernels.checked import check_fields, checked
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -54,10 +56,11 @@ class PredictModule(nn.Module, abc.ABC):
         (False, ['weight', 'bias'])
     """
 
+    @checked
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         super().__init__()
         self._module = module
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else device_of("PredictModule.device", device)
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             _add_module_to_names
         )
@@ -125,6 +128,9 @@ class BatchingMetadata:
     device: str
     pinned: list[str]
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @final
 @dataclass
@@ -136,6 +142,9 @@ class QualNameMetadata:
     """
 
     need_preproc: bool
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class PredictFactory(abc.ABC):
@@ -216,6 +225,7 @@ class PredictFactory(abc.ABC):
 P = TypeVar("P", bound=PredictModule)
 
 
+@checked
 def quantize_dense(
     predict_module: P,
     dtype: torch.dtype,
@@ -283,6 +293,7 @@ def _dense_parts(module: nn.Module, others: Sequence[type[nn.Module]] = ()) -> I
         yield from _dense_parts(child, others)
 
 
+@checked
 def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Return the rows of a quantized model's tables.
 
@@ -309,6 +320,7 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
     return found
 
 
+@checked
 def assign_weights_to_tbe(model: nn.Module, table_to_weight: Weights) -> None:
     """Write the rows of a quantized model's tables, in place.
 
@@ -335,6 +347,7 @@ def _collections(model: nn.Module) -> list[QuantizedCollection]:
     return [module for module in model.modules() if isinstance(module, QuantizedCollection)]
 
 
+@checked
 def trim_torch_package_prefix_from_typename(typename: str) -> str:
     """Return the name of a type without what `torch.package` puts before it.
 

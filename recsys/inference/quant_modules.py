@@ -26,6 +26,8 @@ from recsys.inference.served import (
     ServedRows,
     position_processor,
 )
+from recsys.kernels.arguments import instance
+from recsys.kernels.checked import checked, checked_but
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -97,6 +99,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -133,6 +136,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         self._bag_features = tuple(f for c in tables for f in c.feature_names)
 
     @classmethod
+    @checked_but("module")
     def from_float(
         cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingBagCollection:
@@ -242,6 +246,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
     """
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -279,6 +284,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         self.feature_processor = feature_processor
 
     @classmethod
+    @checked_but("module")
     def from_float(  # type: ignore[override]
         cls,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -288,6 +294,8 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
 
         Arguments and errors as `from_float`.
         """
+        kind = FeatureProcessedEmbeddingBagCollection
+        instance(f"{cls.__name__}.from_float: module", module, kind)
         return cls.like(module).quantize(module.split()[1]).eval()
 
     @classmethod
@@ -362,6 +370,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
     _lookups = QuantizedRows
     _tables_name = "embeddings"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingConfig],
@@ -401,6 +410,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         ]
 
     @classmethod
+    @checked_but("module")
     def from_float(
         cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
     ) -> QuantEmbeddingCollection:

@@ -12,6 +12,7 @@ from torch import nn
 
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 
 __all__ = [
@@ -29,6 +30,7 @@ PREPARED, PRUNED = QUANTIZATION_NOTES
 by table name."""
 
 
+@checked
 def quant_prep_customize_row_alignment(
     module: nn.Module, module_types: Sequence[type[nn.Module]], row_alignment: int
 ) -> None:
@@ -51,9 +53,11 @@ def quant_prep_customize_row_alignment(
         >>> quantize_embeddings(model)[0].embedding_bags["t"].weight.shape
         torch.Size([10, 68])
     """
+    whole("quant_prep_customize_row_alignment: row_alignment", row_alignment)
     _prepare_types(module, module_types, "row_alignment", row_alignment)
 
 
+@checked
 def quant_prep_enable_cache_features_order(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
@@ -66,6 +70,7 @@ def quant_prep_enable_cache_features_order(
     _prepare_types(module, module_types, "cache_features_order", True)
 
 
+@checked
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
     """Say that the quantized collection's scales and biases will be buffers of their own.
 
@@ -84,6 +89,7 @@ def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> No
     _prepare(module, "quant_state_dict_split_scale_bias", True)
 
 
+@checked
 def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
@@ -96,6 +102,7 @@ def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
     _prepare_types(module, module_types, "quant_state_dict_split_scale_bias", True)
 
 
+@checked
 def set_pruning_data(
     model: nn.Module,
     tables_to_rows_post_pruning: Mapping[str, int],

@@ -31,6 +31,7 @@ from recsys.inference.quant_modules import (
 )
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_tables import rows_left
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 
@@ -61,6 +62,7 @@ class QuantizedSharder(ModuleSharder[QuantizedCollection]):
     replaces: type[QuantizedCollection]
     """The module type."""
 
+    @checked
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,

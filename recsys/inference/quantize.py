@@ -32,6 +32,7 @@ from recsys.inference.quantized_collection import (
     to_data_type,
 )
 from recsys.inference.quantized_shards import rows_of_table
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -69,6 +70,7 @@ _INFERENCE: _Mapping = {
 }
 
 
+@checked
 def quantize_embeddings(
     module: nn.Module,
     dtype: torch.dtype = torch.int8,
@@ -131,6 +133,7 @@ def quantize_embeddings(
     return _replace(module, mapping, dict.fromkeys(mapping, qconfig), inplace, dst)
 
 
+@checked
 def quantize_inference_model(
     model: nn.Module,
     quantization_mapping: Mapping[str, type[nn.Module]] | None = None,
@@ -185,6 +188,7 @@ def quantize_inference_model(
     return _replace(model, mapping, qconfigs, True, dst)
 
 
+@checked
 def quantize_state_dict(
     module: nn.Module,
     table_name_to_quantized_weights: dict[str, tuple[Tensor, Tensor | None]],

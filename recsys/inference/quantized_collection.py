@@ -453,10 +453,13 @@ def quantized_configs(
         The rows are among these if the collection is quantized already.
 
     Raises:
+        TypeError: The module is no collection.
         ValueError: A table cannot be quantized to its dtype.
     """
     if isinstance(module, QuantizedCollection):  # torch's convert begins with the innermost module
         return module.configs(), module.options()
+    if not isinstance(cast(object, module), TableCollection | ShardedCollection):
+        wrong_type("module", "a collection of tables, sharded or not", module)
     qconfig = getattr(configured, "qconfig", None)
     dtype, output_dtype = torch.int8, torch.float32
     per_table: Mapping[str, torch.dtype] = {}

@@ -26,11 +26,13 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharder import ModuleSharder
 from recsys.inference.quant_sharders import QuantizedSharder, devices_of
 from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.kernels.checked import checked_but
 
 _Found = Mapping[str, tuple[nn.Module, ModuleSharder[Any]]]
 """By path the modules that are to be sharded, each with its sharder."""
 
 
+@checked_but("compute_device", "sharding_device")
 def shard_quant_model(
     model: nn.Module,
     world_size: int = 1,

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.kernels.checked import checked
 
 
+@checked
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
     """Copy a sharded model's state into that of an unsharded one, on every rank.
 
@@ -67,6 +69,7 @@ def state_dict_all_gather_keys(
     return sorted({name for of_rank in names for name in of_rank})
 
 
+@checked
 def state_dict_to_device(
     state_dict: Mapping[str, Tensor],
     pg: torch.distributed.ProcessGroup | None,

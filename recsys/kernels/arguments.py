@@ -9,18 +9,21 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import fx
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
-def whole(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
+def whole(subject: str, value: object, least: int | None = 1, most: int | None = None) -> int:
     """Return a whole number, given as an int or one of NumPy's integers.
 
     Args:
         subject: How errors call the value.
         value: What should be one.
-        least: The smallest allowed.
+        least: The smallest allowed; None: any.
         most: The largest allowed; None: any.
 
     Raises:
@@ -37,7 +40,7 @@ def whole(subject: str, value: object, least: int = 1, most: int | None = None) 
         number = index(value)  # type: ignore[arg-type]  # raises for what is none
     except TypeError:
         wrong_type(subject, "a whole number", value)
-    if number < least:
+    if least is not None and number < least:
         rule = {0: "not be negative", 1: "be positive"}.get(least, f"be at least {least}")
         raise ValueError(f"{subject} must {rule}; received {shown(number)}.")
     if most is not None and number > most:
@@ -64,19 +67,131 @@ def finite(
         >>> finite("rate", 1)
         1.0
     """
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        wrong_type(subject, "a number", value)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):  # such as a tensor of several values
-        wrong_type(subject, "a number", value)
+    number(subject, value)
+    given = float(value)  # type: ignore[arg-type]
     rules = ["finite"]
     rules += [] if least is None else [f">= {least:g}"]
     rules += [] if below is None else [f"< {below:g}"]
-    low, high = least is not None and number < least, below is not None and number >= below
-    if low or high or not math.isfinite(number):
+    low, high = least is not None and given < least, below is not None and given >= below
+    if low or high or not math.isfinite(given):
         raise ValueError(f"{subject} must be {' and '.join(rules)}; received {value}.")
-    return number
+    return given
+
+
+_Number = TypeVar("_Number")
+
+
+def number(subject: str, value: _Number) -> _Number:
+    """Return a number as it is: a float, an int or a tensor of one value, infinite or not.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+
+    Raises:
+        TypeError: It is no number; True and "0.1" are none.
+
+    Example:
+        >>> number("rate", 1)
+        1
+    """
+    is_flag = isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's too
+    if is_flag or isinstance(value, str) or not hasattr(value, "__float__"):
+        wrong_type(subject, "a number", value)
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):  # such as a tensor of several values
+        wrong_type(subject, "a number", value)
+    return value
+
+
+def flag(subject: str, value: object) -> bool:
+    """Return a bool, given as one, as NumPy's, or as 0 or 1.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+
+    Raises:
+        TypeError: It is another value; "no" and None are.
+
+    Example:
+        >>> flag("is_weighted", True)
+        True
+    """
+    is_number = isinstance(value, int) and value in (0, 1)
+    if not is_number and type(value).__name__ not in ("bool_", "bool"):  # NumPy's
+        wrong_type(subject, "True or False", value)
+    return bool(value)
+
+
+_Kind = TypeVar("_Kind")
+
+
+def instance(subject: str, value: object, kind: type[_Kind], rule: str = "") -> _Kind:
+    """Return an object of a class.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+        kind: The class.
+        rule: How errors call such an object.
+
+    Raises:
+        TypeError: It is an object of another class.
+
+    Example:
+        >>> instance("name", "user", str)
+        'user'
+    """
+    if not isinstance(value, kind):
+        wrong_type(subject, rule or f"a {kind.__name__}", value)
+    return value
+
+
+def check_input(subject: str, value: object, kind: type) -> None:
+    """Check what a module's forward is given; proxies of a trace pass.
+
+    Args:
+        subject: How errors call the value.
+        value: What should be one.
+        kind: The class.
+
+    Raises:
+        TypeError: It is an object of another class.
+
+    Example:
+        >>> check_input("MLP.input", torch.ones(2), torch.Tensor)
+    """
+    if not isinstance(value, kind | fx.Proxy):
+        wrong_type(subject, f"a {'tensor' if kind is torch.Tensor else kind.__name__}", value)
+
+
+def device_of(subject: str, value: object) -> torch.device:
+    """Return a device, given as one or by its name.
+
+    Args:
+        subject: How errors call the value.
+        value: Such as `torch.device("cpu")` or `"cuda:1"`.
+
+    Raises:
+        TypeError: It is neither a device nor text.
+        ValueError: There is no such device.
+
+    Example:
+        >>> device_of("device", "cpu")
+        device(type='cpu')
+    """
+    if isinstance(value, torch.device):
+        return value
+    if not isinstance(value, str):
+        wrong_type(subject, 'a torch.device, such as torch.device("cpu")', value)
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError(
+            f"{subject} must name a device, such as 'cpu' or 'cuda:0'; received {value!r}."
+        ) from None
 
 
 def choice(subject: str, value: object, choices: Iterable[_Choice]) -> _Choice:
@@ -126,7 +241,7 @@ def names(subject: str, value: object) -> list[str]:
     """
     if isinstance(value, str):
         raise TypeError(f"{subject} must be a list of text; received {value!r}. Write [{value!r}].")
-    listed = list(value) if isinstance(value, Iterable) else None
+    listed = _listed(value)
     if listed is None or not all(isinstance(name, str) for name in listed):
         wrong_type(subject, "a list of text", value if listed is None else listed)
     return listed
@@ -148,12 +263,21 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
         >>> whole_list("ranks", range(3))
         [0, 1, 2]
     """
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    listed = _listed(value)
+    if listed is None:
         wrong_type(subject, "a list of whole numbers", value)
-    numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(value)]
+    numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(listed)]
     if length is not None and len(numbers) != length:
         raise ValueError(f"{subject} must have {length} numbers; received {shown(numbers)}.")
     return numbers
+
+
+def _listed(value: object) -> list[Any] | None:
+    """Return the elements of an iterable; None for text, and for what has no elements."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    if not is_list or (isinstance(value, torch.Tensor) and not value.dim()):
+        return None
+    return list(value)  # type: ignore[call-overload, no-any-return]
 
 
 def path_of(subject: str, value: object) -> Path:

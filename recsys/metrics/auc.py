@@ -9,6 +9,7 @@ import torch
 
 from recsys.contact import explained
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.metrics.checks import check_group, check_predictions, instance
 from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
 from recsys.metrics.sums import Sums
@@ -181,6 +182,7 @@ class BinnedAUC(Sums):
         1.0
     """
 
+    @checked
     def __init__(self, num_bins: int = 10_000, device: torch.device | None = None) -> None:
         super().__init__(2, whole("num_bins", num_bins, least=2), device=device)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from recsys.kernels.arguments import finite, shown, whole, wrong_type
@@ -27,9 +28,9 @@ def flag(subject: str, value: object) -> bool:
         >>> flag("grouped_auc", True)
         True
     """
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         wrong_type(subject, "True or False", value)
-    return value
+    return bool(value)
 
 
 def text(subject: str, value: object) -> str:
@@ -95,7 +96,7 @@ def instances(subject: str, value: Iterable[_Value], kind: type[object]) -> list
         >>> instances("names", ("a", "b"), str)
         ['a', 'b']
     """
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         wrong_type(subject, f"a list of {kind.__name__}", value)
     return [instance(f"{subject}[{place}]", item, kind) for place, item in enumerate(value)]
 

@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 
+from recsys.kernels.checked import checked
 from recsys.metrics.checks import check_predictions, check_tensor
 from recsys.metrics.sums import Sums
 
@@ -82,6 +83,7 @@ class NormalizedEntropy(Sums):
         (1.0, 0.5)
     """
 
+    @checked
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(3, device=device)
 

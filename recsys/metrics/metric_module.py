@@ -25,6 +25,7 @@ from recsys.metrics.metrics_config import (
     RecMetricEnumBase,
     RecTaskInfo,
     StateMetricEnum,
+    validate_batch_size_stages,
 )
 from recsys.metrics.metrics_namespace import (
     MetricNamespace,
@@ -367,6 +368,7 @@ def generate_metric_module(
     instance("metrics_config", metrics_config, MetricsConfig)
     check_ranks(world_size, my_rank, batch_size)
     check_group("process_group", process_group)
+    validate_batch_size_stages(batch_size_stages)
     mapping("state_metrics_mapping", state_metrics_mapping)
     module_kwargs = mapping("module_kwargs", {} if module_kwargs is None else module_kwargs)
     try:

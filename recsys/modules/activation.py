@@ -3,6 +3,9 @@
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+
 
 class SwishLayerNorm(nn.Module):
     """Gate the input by the sigmoid of its own layer norm: `x * sigmoid(layer_norm(x))`.
@@ -16,10 +19,13 @@ class SwishLayerNorm(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(
         self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None
     ) -> None:
         super().__init__()
+        for size in [input_dims] if isinstance(input_dims, int) else input_dims:
+            whole("SwishLayerNorm.input_dims", size)
         self.norm = nn.Sequential(nn.LayerNorm(input_dims, device=device), nn.Sigmoid())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

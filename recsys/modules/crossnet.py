@@ -12,6 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
+from recsys.kernels.checked import checked
+
 
 def _check_sizes(
     in_features: int, num_layers: int, low_rank: int = 1, num_experts: int = 1
@@ -48,6 +51,7 @@ class CrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
         _check_sizes(in_features, num_layers)
@@ -65,6 +69,8 @@ class CrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
             output_BN = input * (output_BN @ kernel.T + bias.T) + output_BN
@@ -87,6 +93,7 @@ class LowRankCrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, num_layers: int, low_rank: int = 1) -> None:
         super().__init__()
         _check_sizes(in_features, num_layers, low_rank)
@@ -105,6 +112,8 @@ class LowRankCrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for wide, narrow, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
             output_BN = input * (output_BN @ narrow.T @ wide.T + bias) + output_BN
@@ -126,6 +135,7 @@ class VectorCrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
         _check_sizes(in_features, num_layers)
@@ -142,6 +152,8 @@ class VectorCrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
             output_BN = input * (output_BN @ kernel) + bias.T + output_BN
@@ -170,6 +182,7 @@ class LowRankMixtureCrossNet(nn.Module):
         torch.Size([3, 4])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -201,6 +214,8 @@ class LowRankMixtureCrossNet(nn.Module):
         Returns:
             `[B, N]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.input", input, torch.Tensor)
         output_BN = input
         for wide, core, narrow, bias in zip(
             self.U_kernels, self.C_kernels, self.V_kernels, self.bias, strict=True

@@ -6,12 +6,24 @@ embeddings, from Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247).
 Shapes: `B` samples, `N` columns of all embeddings of a sample together.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import nn
+
+from recsys.kernels.arguments import check_input, wrong_type
+from recsys.kernels.checked import checked
 
 
 def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
     """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if isinstance(cast(object, embeddings), str | bytes):
+            wrong_type("embeddings", "a list of tensors", embeddings)
+        check_input("embeddings", embeddings, Sequence)
+        for place, embedding in enumerate(embeddings):
+            check_input(f"embeddings[{place}]", embedding, torch.Tensor)
     if len(embeddings) == 0 or min([embedding.dim() for embedding in embeddings]) < 2:
         raise ValueError(
             "embeddings must be a list of at least one tensor [B, ...]; received shapes "
@@ -32,6 +44,7 @@ class DeepFM(nn.Module):
         torch.Size([3, 2])
     """
 
+    @checked
     def __init__(self, dense_module: nn.Module) -> None:
         super().__init__()
         self.dense_module = dense_module

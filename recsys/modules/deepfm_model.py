@@ -9,9 +9,12 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.modules.deepfm import DeepFM, FactorizationMachine
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.mlp import check_sizes
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 
@@ -32,6 +35,7 @@ class SparseArch(nn.Module):
         ['film']
     """
 
+    @checked
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
@@ -62,8 +66,12 @@ class DenseArch(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
         super().__init__()
+        check_sizes("DenseArch", in_features, [])
+        whole("DenseArch.hidden_layer_size", hidden_layer_size)
+        whole("DenseArch.embedding_dim", embedding_dim)
         self.in_features = in_features
         self.model = nn.Sequential(
             nn.Linear(in_features, hidden_layer_size),
@@ -99,10 +107,13 @@ class FMInteractionArch(nn.Module):
         torch.Size([2, 8])
     """
 
+    @checked
     def __init__(
         self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int
     ) -> None:
         super().__init__()
+        whole("FMInteractionArch.fm_in_features", fm_in_features)
+        whole("FMInteractionArch.deep_fm_dimension", deep_fm_dimension)
         self.sparse_feature_names = sparse_feature_names
         self.deep_fm = DeepFM(
             nn.Sequential(nn.Linear(fm_in_features, deep_fm_dimension), nn.ReLU())
@@ -139,8 +150,10 @@ class OverArch(nn.Module):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(self, in_features: int) -> None:
         super().__init__()
+        whole("OverArch.in_features", in_features)
         self.model = nn.Sequential(nn.Linear(in_features, 1), nn.Sigmoid())
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -180,6 +193,7 @@ class SimpleDeepFMNN(nn.Module):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(
         self,
         num_dense_features: int,
@@ -188,6 +202,9 @@ class SimpleDeepFMNN(nn.Module):
         deep_fm_dimension: int,
     ) -> None:
         super().__init__()
+        check_sizes("SimpleDeepFMNN", num_dense_features, [], "num_dense_features")
+        whole("SimpleDeepFMNN.hidden_layer_size", hidden_layer_size)
+        whole("SimpleDeepFMNN.deep_fm_dimension", deep_fm_dimension)
         dims = {
             config.name: config.embedding_dim
             for config in embedding_bag_collection.embedding_bag_configs()

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
+from recsys.kernels.checked import checked
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.mlp import MLP
+from recsys.modules.mlp import MLP, check_sizes
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.value_checks import check_labels
 
@@ -43,6 +45,7 @@ class SparseArch(nn.Module):
         torch.Size([2, 1, 4])
     """
 
+    @checked
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         dims = {
@@ -108,6 +111,7 @@ class DenseArch(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -154,6 +158,7 @@ class InteractionArch(nn.Module):
     positions_P: torch.Tensor
     pair_of_VV: torch.Tensor
 
+    @checked
     def __init__(self, num_sparse_features: int, device: torch.device | None = None) -> None:
         super().__init__()
         check_num_sparse(num_sparse_features)
@@ -183,6 +188,9 @@ class InteractionArch(nn.Module):
         Returns:
             `[B, D + P]`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
         if self.F == 0:
             return dense_features
         vectors_BVD = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
@@ -223,6 +231,7 @@ class OverArch(nn.Module):
         torch.Size([5, 1])
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -233,6 +242,7 @@ class OverArch(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_sizes("OverArch", in_features, layer_sizes)
         if not layer_sizes:
             raise ValueError(
                 "over_arch_layer_sizes must have at least one layer; received []. "
@@ -290,6 +300,7 @@ class DLRM(nn.Module):
         sparse_arch: SparseArch | None
         inter_arch: nn.Module
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection | None,
@@ -333,6 +344,7 @@ class DLRM(nn.Module):
                 the number of its columns.
             options: of the MLPs.
         """
+        check_sizes(type(self).__name__, dense_in_features, [], "dense_in_features")
         self.sparse_arch = None
         self._dim, self._num_sparse = [dense_in_features, *dense_arch_layer_sizes][-1], 0
         if embedding_bag_collection is not None:
@@ -348,6 +360,7 @@ class DLRM(nn.Module):
         self.inter_arch, in_features = interaction(self._num_sparse, self._dim)
         self.over_arch = OverArch(in_features, over_arch_layer_sizes, **options)
 
+    @checked
     def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
         """Compile all but the lookup, in place; names in the state dict stay.
 
@@ -355,7 +368,13 @@ class DLRM(nn.Module):
             compile_mode: of `torch.compile`.
         """
         for arch in (self.dense_arch, self.inter_arch, self.over_arch):
-            arch.compile(mode=compile_mode)
+            try:
+                arch.compile(mode=compile_mode)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"compile_mode must be a mode of torch.compile; received {compile_mode!r}: "
+                    f"{error}"
+                ) from error
 
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor | None
@@ -414,6 +433,7 @@ class DLRMTrain(nn.Module):
         >>> loss.backward()
     """
 
+    @checked
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
         self.model = dlrm_module
@@ -455,6 +475,9 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         ValueError: they differ in shape, or a label is NaN or not in [0, 1]; on CUDA, this is
             raised with a later batch: see `recsys.sparse.finish_value_checks`.
     """
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_input("mean_loss: logits", logits, torch.Tensor)
+        check_input("mean_loss: labels", labels, torch.Tensor)
     if logits.shape != labels.shape:
         raise ValueError(
             "labels must be one per sample, as the logits; received labels "

@@ -6,6 +6,8 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
+from recsys.kernels.checked import checked
 from recsys.modules.crossnet import LowRankCrossNet
 from recsys.modules.dlrm import DLRM, DenseArch, check_num_sparse
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -34,6 +36,7 @@ class InteractionDCNArch(nn.Module):
         torch.Size([5, 12])
     """
 
+    @checked
     def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
         super().__init__()
         check_num_sparse(num_sparse_features)
@@ -50,6 +53,9 @@ class InteractionDCNArch(nn.Module):
         Returns:
             What the cross network gives, `[B, (F + 1) * D]` for those of this package.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
         if self.F == 0:
             return dense_features
         crossed: torch.Tensor = self.crossnet(_flatten(dense_features, sparse_features))
@@ -77,6 +83,7 @@ class InteractionProjectionArch(nn.Module):
         torch.Size([5, 6])
     """
 
+    @checked
     def __init__(
         self,
         num_sparse_features: int,
@@ -99,6 +106,9 @@ class InteractionProjectionArch(nn.Module):
         Returns:
             `[B, D + F_1 * F_2]`, the dense feature first.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
         if self.F == 0:
             return dense_features
         size, dim = dense_features.size(0), dense_features.size(1)
@@ -141,6 +151,7 @@ class DLRM_DCN(DLRM):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection | None,
@@ -199,6 +210,7 @@ class DLRM_Projection(DLRM):
         torch.Size([2, 1])
     """
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection | None,

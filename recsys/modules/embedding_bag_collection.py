@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
@@ -66,6 +67,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         (['user', 'liked', 'shown'], torch.Size([2, 20]))
     """
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],

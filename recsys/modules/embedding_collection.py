@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import is_on_meta
@@ -56,6 +57,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         (torch.Size([3, 8]), tensor([2, 0, 1]))
     """
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingConfig],

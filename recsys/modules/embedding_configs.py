@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import choice, finite, names, repeated, whole, wrong_type
+from recsys.kernels.arguments import choice, finite, flag, names, repeated, whole, wrong_type
+from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
 __all__ = [
@@ -82,6 +83,7 @@ _DTYPES: Mapping[DataType, torch.dtype] = {
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 
+@checked
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
     """Return the torch dtype of a DataType.
 
@@ -92,6 +94,7 @@ def data_type_to_dtype(data_type: DataType) -> torch.dtype:
     return _DTYPES[data_type]
 
 
+@checked
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """Return the DataType of a torch dtype.
 
@@ -104,12 +107,13 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """
     if dtype not in _DATA_TYPES:
         raise ValueError(
-            f"No DataType has elements of {dtype}. Choose one of "
+            f"dtype: No DataType has elements of {dtype}. Choose one of "
             f"{[str(known) for known in _DATA_TYPES]}."
         )
     return _DATA_TYPES[dtype]
 
 
+@checked
 def pooling_type_to_pooling_mode(
     pooling_type: PoolingType, sharding_type: object = None
 ) -> PoolingType:
@@ -122,6 +126,7 @@ def pooling_type_to_pooling_mode(
     return pooling_type
 
 
+@checked
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
 
@@ -137,6 +142,10 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
             f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
         )
     return "sum" if pooling_type is PoolingType.SUM else "mean"
+
+
+_OPTIONAL_SIZES = {"num_embeddings_post_pruning": 0, "input_dim": 1, "total_num_buckets": 1}
+"""And the least that each may be."""
 
 
 @dataclass
@@ -210,13 +219,17 @@ class BaseEmbeddingConfig:
             )
         if self.init_fn is not None and not callable(self.init_fn):
             wrong_type(f"{where}.init_fn", "a function of a tensor, or None", self.init_fn)
-        for option in (
-            "use_virtual_table",
-            "virtual_table_eviction_policy",
-            "enable_embedding_update",
-            "stash_weights",
-        ):
-            if getattr(self, option):
+        self.need_pos = flag(f"{where}.need_pos", self.need_pos)
+        for size, least in _OPTIONAL_SIZES.items():
+            if getattr(self, size) is not None:
+                setattr(self, size, whole(f"{where}.{size}", getattr(self, size), least))
+        is_asked = {
+            option: flag(f"{where}.{option}", getattr(self, option))
+            for option in ("use_virtual_table", "enable_embedding_update", "stash_weights")
+        }
+        is_asked["virtual_table_eviction_policy"] = self.virtual_table_eviction_policy is not None
+        for option, wanted in is_asked.items():
+            if wanted:
                 raise ValueError(
                     f"{where}.{option} is not supported; received {getattr(self, option)!r}. Leave "
                     "it out."
@@ -281,9 +294,25 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     """Names of the outputs, one per feature."""
 
 
+class _QuantConfig(NamedTuple):
+    activation: Callable[[], Any]
+    weight: Callable[[], Any]
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None
+
+
 @final
-class QuantConfig(NamedTuple):
+class QuantConfig(_QuantConfig):
     """How a collection is quantized, for `torch.quantization.quantize_dynamic`.
+
+    Args:
+        activation: Makes an observer whose `dtype` is that of the looked up embeddings: float32,
+            float16 or bfloat16.
+        weight: Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
+            float32.
+        per_table_weight_dtype: Other dtypes by table name.
+
+    Raises:
+        TypeError: An argument has another type.
 
     Example:
         >>> from torch.ao.quantization import PlaceholderObserver
@@ -295,14 +324,17 @@ class QuantConfig(NamedTuple):
         torch.int8
     """
 
-    activation: Callable[[], Any]
-    """Makes an observer whose `dtype` is that of the looked up embeddings: float32, float16 or
-    bfloat16."""
-    weight: Callable[[], Any]
-    """Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
-    float32."""
-    per_table_weight_dtype: dict[str, torch.dtype] | None = None
-    """Other dtypes by table name."""
+    __slots__ = ()
+
+    @checked
+    def __new__(
+        cls,
+        activation: Callable[[], Any],
+        weight: Callable[[], Any],
+        per_table_weight_dtype: dict[str, torch.dtype] | None = None,
+    ) -> QuantConfig:
+        """Check the arguments, which a NamedTuple cannot do by itself."""
+        return super().__new__(cls, activation, weight, per_table_weight_dtype)
 
 
 _TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
@@ -61,6 +62,7 @@ class EmbeddingCollectionInterface(abc.ABC, nn.Module):
         """Per table the names of its outputs."""
 
 
+@checked
 def get_embedding_names_by_table(tables: Sequence[BaseEmbeddingConfig]) -> list[list[str]]:
     """Per table the names of its outputs: feature, or "feature@table" if several tables read it.
 

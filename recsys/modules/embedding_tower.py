@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.scripted_towers import ScriptedTowers, scripted_tower
 from recsys.sparse import KeyedJaggedTensor
 
 
+@checked
 def tower_input_params(module: nn.Module) -> tuple[bool, bool]:
     """Tell which of a model's two kinds of features an embedding module reads.
 
@@ -57,6 +59,7 @@ class EmbeddingTower(nn.Module):
         torch.Size([2, 4])
     """
 
+    @checked
     def __init__(
         self,
         embedding_module: nn.Module,
@@ -114,6 +117,7 @@ class EmbeddingTowerCollection(nn.Module):
         torch.Size([2, 8])
     """
 
+    @checked
     def __init__(self, towers: list[EmbeddingTower], device: torch.device | None = None) -> None:
         super().__init__()
         if not towers:

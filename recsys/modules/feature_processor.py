@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import check_input
+from recsys.kernels.checked import checked, checked_late
 from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
@@ -87,6 +89,7 @@ class PositionWeightedModule(FeatureProcessor):
         [True, True, True]
     """
 
+    @checked
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
         super().__init__()
         if max_feature_length < 1:
@@ -105,6 +108,7 @@ class PositionWeightedModule(FeatureProcessor):
         """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
         self._gather.check()
 
+    @checked_late
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Weigh a batch.
 
@@ -118,6 +122,7 @@ class PositionWeightedModule(FeatureProcessor):
             ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
                 or the bags are on another device than the weights.
         """
+        check_input(f"{type(self).__name__}: features", features, JaggedTensor)
         values, lengths, offsets = features.values(), features.lengths(), features.offsets()
         keyed = KeyedJaggedTensor.from_parts(
             [""], values, None, lengths, offsets, stride=lengths.numel()
@@ -170,6 +175,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         [1.0, 1.0, 1.0]
     """
 
+    @checked
     def __init__(
         self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None
     ) -> None:
@@ -192,6 +198,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         """Wait for the device and raise ValueError if a bag of an earlier batch was too long."""
         self._gather.check()
 
+    @checked_late
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Weigh a batch.
 
@@ -227,6 +234,7 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFea
         ['b']
     """
 
+    @checked_late
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Weigh a batch, and leave out its other features; arguments and errors as in the base."""
         keys = features.keys()

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (
     FeatureProcessor,
@@ -49,10 +51,13 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
 
     def __init__(self, feature_processors: Mapping[str, FeatureProcessor] | nn.ModuleDict) -> None:
         super().__init__()
+        if not isinstance(cast(object, feature_processors), Mapping | nn.ModuleDict):
+            name = type(self).__name__
+            wrong_type(f"{name}.feature_processors", "a dict", feature_processors)
         for name, processor in feature_processors.items():
             if not isinstance(processor, FeatureProcessor):
                 raise TypeError(
-                    f"The processor of feature {name!r} must be a FeatureProcessor; received "
+                    f"feature_processors[{name!r}] must be a FeatureProcessor; received "
                     f"{type(processor).__name__}. Derive it from FeatureProcessor."
                 )
             self.add_module(name, processor)
@@ -166,6 +171,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         torch.Size([1, 4])
     """
 
+    @checked
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection,

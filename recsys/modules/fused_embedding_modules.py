@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_bag_collection import EmbeddingBagCollection
 from recsys.modules.embedding_collection import EmbeddingCollection
@@ -126,6 +127,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _OwnsOptimizer):
 
     _tables_name = "embedding_bags"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingBagConfig],
@@ -166,6 +168,7 @@ class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
 
     _tables_name = "embeddings"
 
+    @checked
     def __init__(
         self,
         tables: Iterable[EmbeddingConfig],
@@ -181,6 +184,7 @@ class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
         self._attach(optimizer_type, optimizer_kwargs, location)
 
 
+@checked
 def fuse_embedding_optimizer(
     model: nn.Module,
     optimizer_type: type[Optimizer],

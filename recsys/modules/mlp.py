@@ -2,16 +2,37 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.modules.activation import SwishLayerNorm
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """A function, or a module."""
+
+
+def check_sizes(
+    owner: str, in_size: int, layer_sizes: Sequence[int], name: str = "in_features"
+) -> None:
+    """Check the sizes of layers.
+
+    Args:
+        owner: The module's class, for messages.
+        in_size: Columns of the input; 0 for none.
+        layer_sizes: Columns of each layer's output.
+        name: The argument of `in_size`.
+
+    Raises:
+        ValueError: A size is too small.
+    """
+    whole(f"{owner}.{name}", in_size, least=0)
+    for place, size in enumerate(layer_sizes):
+        whole(f"{owner}.layer_sizes[{place}]", size)
 
 
 class Perceptron(nn.Module):
@@ -35,6 +56,7 @@ class Perceptron(nn.Module):
         torch.Size([5, 2])
     """
 
+    @checked
     def __init__(
         self,
         in_size: int,
@@ -48,6 +70,8 @@ class Perceptron(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        whole("Perceptron.in_size", in_size, least=0)
+        whole("Perceptron.out_size", out_size)
         if not 0 <= dropout < 1:
             raise ValueError(
                 f"dropout must be in [0, 1); received {dropout}. It is the share of outputs that "
@@ -110,6 +134,7 @@ class MLP(nn.Module):
         torch.Size([5, 2])
     """
 
+    @checked
     def __init__(
         self,
         in_size: int,
@@ -124,11 +149,7 @@ class MLP(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if in_size < 0 or min(layer_sizes, default=1) < 1:
-            raise ValueError(
-                f"MLP sizes must be at least 1, 0 for no input; received in_size {in_size} and "
-                f"layer_sizes {layer_sizes}."
-            )
+        check_sizes("MLP", in_size, layer_sizes, "in_size")
         layers = []
         for place, (size_in, size_out) in enumerate(
             zip([in_size, *layer_sizes], layer_sizes, strict=False)

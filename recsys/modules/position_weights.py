@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.kernels.bounds import NO_LIMIT, LateChecks
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["PositionGather", "PositionWeights", "ScriptedPositions", "with_weights"]
@@ -38,6 +39,7 @@ class PositionWeights(nn.ParameterDict):
         [1.0, 1.0, 1.0]
     """
 
+    @checked
     def __init__(
         self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None
     ) -> None:
@@ -100,6 +102,7 @@ class PositionGather:
         tensor([0.5000, 0.5000, 0.1000])
     """
 
+    @checked
     def __init__(self, max_feature_lengths: Mapping[str, int], owner: str) -> None:
         self._lengths = dict(max_feature_lengths)
         self._owner = owner
@@ -299,6 +302,7 @@ class ScriptedPositions(nn.Module):
         keeps_others: Whether features without weights stay in the batch.
     """
 
+    @checked
     def __init__(
         self, weights: Mapping[str, nn.Parameter], owner: str, *, keeps_others: bool = True
     ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 from recsys.sparse import KeyedTensor
 
@@ -37,6 +39,7 @@ class KTRegroupAsDict(nn.Module):
         {'user': tensor([[2., 3., 1.]]), 'item': tensor([[4.]])}
     """
 
+    @checked
     def __init__(
         self,
         groups: list[list[str]],
@@ -44,9 +47,6 @@ class KTRegroupAsDict(nn.Module):
         emb_dtype: DataType | None = None,
     ) -> None:
         super().__init__()
-        for group in groups:
-            if isinstance(cast(object, group), str):
-                wrong_type("KTRegroupAsDict: each of groups", "a list of keys", group)
         if len(groups) != len(keys) or len(set(keys)) != len(keys):
             raise ValueError(
                 f"KTRegroupAsDict.keys must name each group, each once; received the keys {keys} "
@@ -74,6 +74,8 @@ class KTRegroupAsDict(nn.Module):
             KeyError: No source has a key.
             ValueError: There is no source, two sources have a key, or sources differ in `key_dim`.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            _check_sources(keyed_tensors)
         grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
         if self._dtype is None:
             return grouped
@@ -85,3 +87,8 @@ class KTRegroupAsDict(nn.Module):
     def extra_repr(self) -> str:
         """Show the groups."""
         return ", ".join(f"{k}={g}" for k, g in zip(self._keys, self._groups, strict=True))
+
+
+def _check_sources(keyed_tensors: object) -> None:
+    if isinstance(keyed_tensors, Tensor | str) or not isinstance(keyed_tensors, Iterable):
+        wrong_type("KTRegroupAsDict: keyed_tensors", "a list of KeyedTensors", keyed_tensors)

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from recsys.kernels.arguments import instance, wrong_type
+from recsys.kernels.checked import checked
 from recsys.kernels.scaled_loss import watch_grad_scaler
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
 from recsys.optim.optimizers import warn_of_decay
@@ -91,6 +93,7 @@ class AttachedOptimizer:
         )
 
 
+@checked
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[nn.Parameter],
@@ -123,7 +126,9 @@ def apply_optimizer_in_backward(
         stochastic_rounding: Of fp16 and bf16 tables: see `OptimizerSpec`.
 
     Raises:
-        ValueError: A parameter already has an optimizer, or a mode that does not exist.
+        TypeError: An argument has a wrong type, such as parameters that are none.
+        ValueError: A parameter already has an optimizer or requires no gradient, or a mode does not
+            exist.
 
     Example:
         >>> import torch
@@ -143,8 +148,18 @@ def apply_optimizer_in_backward(
         stochastic_rounding,
     )
     warn_of_decay(optimizer_class, optimizer_kwargs.get("weight_decay"))
+    if isinstance(params, Tensor | Mapping):
+        wrong_type("apply_optimizer_in_backward.params", "an iterable of nn.Parameter", params)
     params = list(params)
-    for parameter in params:
+    for place, parameter in enumerate(params):
+        subject = f"apply_optimizer_in_backward.params[{place}]"
+        instance(subject, parameter, Tensor, "an nn.Parameter")
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"{subject} must require a gradient: backward updates it with that. Received a "
+                f"parameter of shape {list(parameter.shape)} with requires_grad=False. Leave it "
+                "out, or call its requires_grad_() first."
+            )
         if hasattr(parameter, _ATTRIBUTE):
             raise ValueError(
                 f"A parameter of shape {list(parameter.shape)} is already updated in backward by "

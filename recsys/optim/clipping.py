@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recsys.contact import explained
 from recsys.kernels.arguments import choice, wrong_type
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 
 _PART = "_is_part_of_table"
@@ -74,6 +75,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         tensor([-0.6000, -0.8000])
     """
 
+    @checked
     def __init__(
         self,
         optimizer: KeyedOptimizer,

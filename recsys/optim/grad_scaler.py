@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recsys.kernels.arguments import finite, whole
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, TableGradients
 
 
@@ -51,6 +53,7 @@ class GradScaler(torch.amp.GradScaler):
     handles_tables = True
     """Says so to `scaled_loss`."""
 
+    @checked
     def __init__(
         self,
         device: str = "cuda",
@@ -62,6 +65,11 @@ class GradScaler(torch.amp.GradScaler):
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        finite("GradScaler.init_scale", init_scale, least=0)
+        if finite("GradScaler.growth_factor", growth_factor) <= 1:
+            raise ValueError(f"GradScaler.growth_factor must be > 1; received {growth_factor}.")
+        finite("GradScaler.backoff_factor", backoff_factor, least=0, below=1)
+        whole("GradScaler.growth_interval", growth_interval)
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

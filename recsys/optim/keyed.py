@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite
+from recsys.kernels.arguments import finite, flag
+from recsys.kernels.checked import checked, checked_late
 from recsys.optim.nested_state import (
     check_same_keys,
     check_state,
@@ -66,6 +67,7 @@ class KeyedOptimizer(Optimizer):
         {}
     """
 
+    @checked
     def __init__(
         self,
         params: Mapping[str, Tensor],
@@ -89,8 +91,9 @@ class KeyedOptimizer(Optimizer):
 
     def save_param_groups(self, save: bool) -> None:
         """Set whether `state_dict()` holds the parameter groups (learning rates, ...) too."""
-        self._saves_param_groups = save
+        self._saves_param_groups = flag("save_param_groups: save", save)
 
+    @checked
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Create the state that the first step would create, without changing a parameter.
 
@@ -246,6 +249,7 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
     return state
 
 
+@checked
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of everything that an optimizer updates.
 
@@ -262,15 +266,13 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         ValueError: if it is negative, infinite or NaN.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         >>> set_learning_rate(optimizer, 0.5)
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
-    rate = finite("lr", lr, least=0)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = finite("lr", lr, least=0)
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -296,6 +298,7 @@ class CombinedOptimizer(KeyedOptimizer):
         ['a', 'b.w']
     """
 
+    @checked
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
         self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
         taken: set[str] = set()
@@ -314,6 +317,7 @@ class CombinedOptimizer(KeyedOptimizer):
         super().__init__(params, _ChainedState([optim for _, optim in self._optims]), groups)
 
     @staticmethod
+    @checked
     def prepend_opt_key(name: str, opt_key: str) -> str:
         """Return `opt_key.name`, or `name` if the key is empty."""
         return f"{opt_key}.{name}" if opt_key else name
@@ -333,6 +337,7 @@ class CombinedOptimizer(KeyedOptimizer):
         for _, optim in self._optims:
             optim.zero_grad(set_to_none=set_to_none)
 
+    @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all."""
         loss = closure() if closure is not None else None
@@ -449,6 +454,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         ['bias', 'weight']
     """
 
+    @checked
     def __init__(
         self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
     ) -> None:
@@ -457,8 +463,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
+        flag(f"{type(self).__name__}.zero_grad: set_to_none", set_to_none)
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
+    @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
         return self._optimizer.step(closure)
@@ -475,6 +483,7 @@ class OptimizerWrapper(CombinedOptimizer):
         optimizer: the optimizer to wrap; its parameters, state and groups show through.
     """
 
+    @checked
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
         super().__init__([optimizer])

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite
+from recsys.kernels.arguments import finite, wrong_type
+from recsys.kernels.checked import checked
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 
@@ -32,6 +33,8 @@ class _RowOptimizer(Optimizer):
     """None: the algorithm's own."""
 
     def __init__(self, params: Parameters, **settings: Any) -> None:
+        if isinstance(params, Tensor):
+            wrong_type(f"{type(self).__name__}.params", "a list of tensors or of groups", params)
         super().__init__(params, settings)
 
     def _spec(self, group: dict[str, Any]) -> OptimizerSpec:
@@ -40,7 +43,7 @@ class _RowOptimizer(Optimizer):
             fields["beta1"], fields["beta2"] = group["betas"]
         return OptimizerSpec(
             algorithm=self.algorithm,
-            learning_rate=float(group["lr"]),
+            learning_rate=finite(f"{type(self).__name__}.lr", group["lr"], least=0),
             weight_decay_mode=self.weight_decay_mode,
             **fields,
         )
@@ -114,6 +117,7 @@ class SGD(_RowOptimizer):
 
     algorithm = EmbOptimType.SGD
 
+    @checked
     def __init__(self, params: Parameters, lr: float = 0.01, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
 
@@ -130,6 +134,7 @@ class Adagrad(_RowOptimizer):
 
     algorithm = EmbOptimType.EXACT_ADAGRAD
 
+    @checked
     def __init__(
         self, params: Parameters, lr: float = 0.01, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
@@ -159,6 +164,7 @@ class RowWiseAdagrad(_RowOptimizer):
 
     algorithm = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 
+    @checked
     def __init__(
         self,
         params: Parameters,
@@ -188,6 +194,7 @@ class RowWiseAdagrad(_RowOptimizer):
 
 
 class _AdamLike(_RowOptimizer):
+    @checked
     def __init__(
         self,
         params: Parameters,
@@ -332,6 +339,7 @@ class LarsSGD(_RowOptimizer):
 
     algorithm = EmbOptimType.LARS_SGD
 
+    @checked
     def __init__(
         self,
         params: Parameters,
@@ -380,6 +388,7 @@ def _warn_of_decoupled_decay() -> None:
     )
 
 
+@checked
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 from torch.optim import Optimizer
 
 from recsys.kernels.arguments import choice
+from recsys.kernels.checked import checked
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,
@@ -117,6 +118,7 @@ def supported_optimizer_classes() -> tuple[type[Optimizer], ...]:
     return tuple(_CLASSES)
 
 
+@checked
 def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
     """Return what the state of an optimizer is called in a checkpoint.
 
@@ -132,6 +134,7 @@ def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
     return optimizer_class.__qualname__ if meaning is None else meaning[0].value
 
 
+@checked
 def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptimType:
     """Return what kernels call an optimizer class.
 
@@ -160,6 +163,7 @@ def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
     return meaning
 
 
+@checked
 def optimizer_spec(
     optimizer_class: type[Optimizer], optimizer_kwargs: Mapping[str, Any]
 ) -> OptimizerSpec:
@@ -188,7 +192,7 @@ def optimizer_spec(
     unknown = sorted(set(optimizer_kwargs) - set(parameters))
     if unknown:
         raise ValueError(
-            f"{optimizer_class.__name__} has no arguments {unknown}; it knows "
+            f"optimizer_kwargs: {optimizer_class.__name__} has no arguments {unknown}; it knows "
             f"{[name for name in parameters if name not in ('self', 'params')]}."
         )
     values = {name: p.default for name, p in parameters.items() if name != "self"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, whole
+from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 
@@ -111,7 +112,7 @@ class WarmupStage:
         Args:
             step: how many steps were made before.
         """
-        return self.lr_scale * self._factor(step)
+        return self.lr_scale * self._factor(whole("WarmupStage.factor: step", step, least=0))
 
     def _factor(self, step: int) -> float:
         value = self.value
@@ -171,6 +172,7 @@ class WarmupOptimizer(OptimizerWrapper):
         [0.0, 0.2, 0.4, 0.4]
     """
 
+    @checked
     def __init__(
         self,
         optimizer: KeyedOptimizer,

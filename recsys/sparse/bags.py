@@ -5,12 +5,13 @@ Legend: `M` bags (lists), `N` values of all bags together.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import wrong_type
 from recsys.sparse import validate
 
 
@@ -138,3 +139,17 @@ def empty_parts(
         None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
         bags.lengths().new_empty(0, device=device),
     )
+
+
+def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> None:
+    """Check that there is something to copy to another device.
+
+    Raises:
+        TypeError: if the device is none.
+        ValueError: if the values are on the meta device and the other device is a real one.
+    """
+    given = cast(object, device)
+    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
+        wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
+    if validate.is_meta(values) and torch.device(device).type != "meta":
+        validate.refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.checked import checked_late
 from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 __all__ = ["from_columns", "jagged_of"]
 
 
+@checked_late
 def from_columns(
     columns: Any, weights: Mapping[str, Any] | None = None, *, padding: int | None = None
 ) -> KeyedJaggedTensor:
@@ -58,16 +61,32 @@ def from_columns(
         >>> from_columns({"films": padded}, padding=0).to_dict()["films"].to_dense()
         [tensor([5]), tensor([6, 4])]
     """
+    check_table("from_columns: columns", columns)
     if hasattr(columns, "get_columns"):  # polars
         names = list(columns.columns)
     else:
         names = list(getattr(columns, "column_names", None) or columns.keys())
-    weights = weights or {}
+    weights = {} if weights is None else weights
     unknown = sorted(weights.keys() - set(names))
     if unknown:
         raise KeyError(f"Weights are given for {unknown}, which are no columns of {names}.")
     named = {name: (f"Weights of {name!r}", column) for name, column in weights.items()}
     return jagged_of({name: columns[name] for name in names}, named, padding)
+
+
+def check_table(subject: str, columns: object) -> None:
+    """Refuse what is no table.
+
+    Args:
+        subject: how errors call it.
+        columns: what should be one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    is_table = any(hasattr(columns, name) for name in ("get_columns", "column_names", "keys"))
+    if not is_table or not hasattr(columns, "__getitem__") or isinstance(columns, type):
+        wrong_type(subject, "a dict of columns or a table of pandas, polars or Arrow", columns)
 
 
 def jagged_of(
@@ -87,6 +106,8 @@ def jagged_of(
         TypeError: as `from_columns`.
         ValueError: as `from_columns`.
     """
+    if padding is not None:
+        whole("from_columns: padding", padding, least=None)
     if not columns:
         raise ValueError("from_columns needs at least one column; received none.")
     ids: list[Tensor] = []

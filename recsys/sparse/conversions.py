@@ -5,9 +5,12 @@ Each is a method of the classes under another name.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from recsys.kernels.arguments import check_input
+from recsys.kernels.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -29,6 +32,10 @@ class ComputeKJTToJTDict(nn.Module):
         Args:
             keyed_jagged_tensor: the features.
         """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(
+                "ComputeKJTToJTDict.keyed_jagged_tensor", keyed_jagged_tensor, KeyedJaggedTensor
+            )
         return keyed_jagged_tensor.to_dict()
 
 
@@ -54,6 +61,7 @@ class ComputeJTDictToKJT(nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
+@checked_late
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
     """Gather keys of several keyed tensors into new tensors: `KeyedTensor.regroup`.
 
@@ -80,6 +88,7 @@ def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> li
 permute_multi_embedding = regroup_kts
 
 
+@checked_late
 def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Give all features the largest batch size, by empty bags behind their own.
 

@@ -2,12 +2,14 @@
 
 import torch
 
+from recsys.kernels.checked import checked
 from recsys.sparse import validate
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
 
 
+@checked
 def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
     """Tell whether two jagged tensors hold the same bags, values and weights.
 
@@ -27,6 +29,7 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
     return _have_equal_leaves(leaves_of_jagged(jt_1), leaves_of_jagged(jt_2))
 
 
+@checked
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
     """Tell whether two keyed jagged tensors hold the same features, bags, values and weights.
 

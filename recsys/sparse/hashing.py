@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked_late
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
+@checked_late
 def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> KeyedJaggedTensor:
     """Replace ids of any size by rows of their tables.
 
@@ -49,12 +52,7 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
     for key, rows in num_embeddings.items():
         if key not in keys:
             raise KeyError(f"num_embeddings must name features; received {key!r}, not in {keys}.")
-        if isinstance(rows, bool) or not isinstance(rows, int):
-            raise TypeError(
-                f"num_embeddings must be whole numbers; received {rows!r} for feature {key!r}."
-            )
-        if rows < 1:
-            raise ValueError(f"num_embeddings must be positive; received {rows} for {key!r}.")
+        whole(f"num_embeddings[{key!r}]", rows)
     ids = features.values()
     if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
         hint = " Keep all 64 bits with .view(torch.int64)." if ids.dtype is torch.uint64 else ""

@@ -4,13 +4,16 @@ Legend: `M` bags (lists), `N` values of all bags together.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import number, whole
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
-from recsys.sparse.bags import Bags, empty_parts
+from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.text import format_jagged, show_jagged
 
@@ -123,6 +126,7 @@ class JaggedTensor(Bags):
         return found
 
     @staticmethod
+    @checked
     def empty(
         is_weighted: bool = False,
         device: torch.device | None = None,
@@ -153,6 +157,7 @@ class JaggedTensor(Bags):
         )
 
     @staticmethod
+    @checked
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
         """Make a jagged tensor of no bags with the dtypes of another.
 
@@ -171,6 +176,7 @@ class JaggedTensor(Bags):
         return JaggedTensor(*empty_parts(jt, device))
 
     @staticmethod
+    @checked
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
         """Build from a list of tensors, one per bag.
 
@@ -206,6 +212,7 @@ class JaggedTensor(Bags):
         )
 
     @staticmethod
+    @checked
     def from_dense_lengths(
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
@@ -280,6 +287,7 @@ class JaggedTensor(Bags):
         weights = self.weights_or_none()
         return None if weights is None else self._split(weights)
 
+    @checked_late
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
@@ -300,6 +308,7 @@ class JaggedTensor(Bags):
         """
         return self._pad(self.values(), desired_length, padding_value)
 
+    @checked_late
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
@@ -307,6 +316,7 @@ class JaggedTensor(Bags):
         weights = self.weights_or_none()
         return None if weights is None else self._pad(weights, desired_length, padding_value)
 
+    @checked_late
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
         """Copy to a device.
 
@@ -322,9 +332,10 @@ class JaggedTensor(Bags):
             >>> JaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
-        validate.check_can_move("JaggedTensor", self.values(), device)
+        check_can_move("JaggedTensor", self.values(), device)
         return self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
 
+    @checked_late
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
         """Overwrite the contents in place with those of another of the same sizes.
 
@@ -387,6 +398,12 @@ class JaggedTensor(Bags):
         return list(tensor.split_with_sizes(lengths))
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+        if desired_length is not None and not isinstance(
+            cast(object, desired_length), torch.SymInt
+        ):
+            desired_length = whole("desired_length", desired_length, least=0)
+        if type(padding_value) is not float:
+            number("padding_value", padding_value)
         lengths = self.lengths()  # checks offsets that were given
         if validate.is_meta(tensor):
             if desired_length is None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Protocol
 
+from recsys.kernels.checked import checked
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.validate import check_parts, check_unique
 
@@ -20,6 +21,7 @@ class _Table(Protocol):
     feature_names: list[str]
 
 
+@checked
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Iterable[_Table] | None = None
 ) -> bool:

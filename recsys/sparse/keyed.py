@@ -13,7 +13,9 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
+from recsys.sparse.bags import check_can_move
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key
 from recsys.sparse.text import format_keyed, show_keyed
 
@@ -48,6 +50,7 @@ class KeyedTensor:
         "_values",
     )
 
+    @checked_late
     def __init__(
         self,
         keys: list[str],
@@ -70,6 +73,8 @@ class KeyedTensor:
             )
         keys = list(keys)
         validate.check_unique("KeyedTensor", keys)
+        if isinstance(key_dim, bool):
+            wrong_type("KeyedTensor.key_dim", "a whole number", key_dim)
         if not is_proxy and not -values.dim() <= key_dim < values.dim():
             raise ValueError(
                 f"KeyedTensor.key_dim must be a dimension of values; received {key_dim} for values "
@@ -124,6 +129,7 @@ class KeyedTensor:
         return kt
 
     @staticmethod
+    @checked
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
@@ -172,6 +178,7 @@ class KeyedTensor:
             self._offset_per_key = [0, *itertools.accumulate(self._length_per_key)]
         return self._offset_per_key
 
+    @checked_late
     def __getitem__(self, key: str) -> Tensor:
         """Return the columns of one key, a view."""
         if self._index_per_key is None:
@@ -196,6 +203,7 @@ class KeyedTensor:
         return dict(zip(self._keys, columns, strict=True))
 
     @staticmethod
+    @checked_late
     def regroup(keyed_tensors: "list[KeyedTensor]", groups: list[list[str]]) -> list[Tensor]:
         """Gather keys of several keyed tensors into new tensors, one per group.
 
@@ -224,7 +232,7 @@ class KeyedTensor:
             key_dims = {kt._key_dim for kt in keyed_tensors}
         except (AttributeError, TypeError):
             wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
-        if cast(object, groups) is None or any(
+        if isinstance(cast(object, groups), str | None) or any(
             isinstance(cast(object, group), str | None) for group in groups
         ):
             wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)
@@ -256,6 +264,7 @@ class KeyedTensor:
         ]
 
     @staticmethod
+    @checked_late
     def regroup_as_dict(
         keyed_tensors: "list[KeyedTensor]", groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
@@ -289,6 +298,7 @@ class KeyedTensor:
         """Return where the tensors are."""
         return self._values.device
 
+    @checked_late
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":
         """Copy to a device.
 
@@ -304,7 +314,7 @@ class KeyedTensor:
             >>> KeyedTensor(["a"], [2], torch.ones(1, 2)).to("cpu").device()
             device(type='cpu')
         """
-        validate.check_can_move("KeyedTensor", self._values, device)
+        check_can_move("KeyedTensor", self._values, device)
         values = ops.copy_to(self._values, device, non_blocking)
         return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
 

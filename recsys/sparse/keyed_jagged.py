@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import instance, wrong_type
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
-from recsys.sparse.bags import Bags, empty_parts
+from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 from recsys.sparse.value_checks import check_id_weights
@@ -120,8 +121,8 @@ class KeyedJaggedTensor(Bags):
         is_proxy = validate.is_proxy(values)
         if not is_proxy:
             lengths = validate.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
-        if isinstance(cast(object, keys), str):
-            wrong_type("KeyedJaggedTensor.keys", "a list of names", keys)
+        if not isinstance(cast(object, keys), list):
+            per_key_checks.check_is_list("keys", keys, "a list of names")
         keys = list(keys)
         validate.check_unique("KeyedJaggedTensor", keys)
         if not is_proxy and lengths is not None and lengths.dim() != 1:
@@ -133,11 +134,15 @@ class KeyedJaggedTensor(Bags):
         self._stride, self._stride_per_key_per_rank = per_key_checks.check_strides(
             keys, num_bags, stride, stride_per_key, stride_per_key_per_rank, num_samples
         )
+        if offset_per_key is not None:
+            per_key_checks.check_is_list("offset_per_key", offset_per_key)
         if length_per_key is not None:
             per_key_checks.check_one_per_key("length_per_key", keys, length_per_key)
         if index_per_key is not None:
             per_key_checks.check_index_per_key("KeyedJaggedTensor", keys, index_per_key)
         if jt_dict is not None:
+            if not isinstance(cast(object, jt_dict), Mapping):
+                wrong_type("KeyedJaggedTensor.jt_dict", "a dict", jt_dict)
             per_key_checks.check_derived(
                 "KeyedJaggedTensor", "jt_dict", sorted(jt_dict), sorted(keys), "a dict of the keys"
             )
@@ -152,6 +157,7 @@ class KeyedJaggedTensor(Bags):
         self._offset_per_key = None if offset_per_key is None else list(offset_per_key)
         self._index_per_key = index_per_key
         if lengths_offset_per_key is not None:
+            per_key_checks.check_is_list("lengths_offset_per_key", lengths_offset_per_key)
             bounds = self.lengths_offset_per_key()
             per_key_checks.check_derived(
                 "KeyedJaggedTensor",
@@ -286,6 +292,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(*parts, inverse_indices=inverse_indices).sync()
 
     @staticmethod
+    @checked_late
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
         """Put jagged tensors of several features end to end.
 
@@ -307,6 +314,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(**rearrange.merged(jt_dict))
 
     @staticmethod
+    @checked_late
     def concat(kjt_list: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
         """Put the features of several keyed jagged tensors side by side.
 
@@ -329,6 +337,7 @@ class KeyedJaggedTensor(Bags):
         return rearrange.concat(kjt_list)
 
     @staticmethod
+    @checked
     def empty(
         is_weighted: bool = False,
         device: torch.device | None = None,
@@ -356,6 +365,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor([], jt.values(), jt.weights_or_none(), jt.lengths())
 
     @staticmethod
+    @checked
     def empty_like(
         kjt: "KeyedJaggedTensor", device: torch.device | None = None
     ) -> "KeyedJaggedTensor":
@@ -544,6 +554,7 @@ class KeyedJaggedTensor(Bags):
         """Return self: lengths are always one-dimensional here."""
         return self
 
+    @checked_late
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return one feature as views of the buffer; waits for a GPU the first time."""
         return rearrange.feature(self, key)
@@ -570,6 +581,7 @@ class KeyedJaggedTensor(Bags):
         """
         return rearrange.features(self)
 
+    @checked_late
     def split(self, segments: list[int]) -> "list[KeyedJaggedTensor]":
         """Split into runs of consecutive features; waits for a GPU the first time.
 
@@ -589,6 +601,7 @@ class KeyedJaggedTensor(Bags):
         """
         return rearrange.split(self, segments)
 
+    @checked_late
     def permute(
         self, indices: list[int], indices_tensor: Tensor | None = None
     ) -> "KeyedJaggedTensor":
@@ -616,6 +629,7 @@ class KeyedJaggedTensor(Bags):
         """
         return rearrange.permute(self, indices, indices_tensor)
 
+    @checked_late
     def with_values(self, values: Tensor) -> Self:
         """Return the same bags with other values, one for each of these.
 
@@ -638,6 +652,7 @@ class KeyedJaggedTensor(Bags):
         replaced._values = values
         return replaced
 
+    @checked_late
     def to(
         self,
         device: torch.device | str,
@@ -664,7 +679,9 @@ class KeyedJaggedTensor(Bags):
             >>> KeyedJaggedTensor.empty().to("cpu").device()
             device(type='cpu')
         """
-        validate.check_can_move("KeyedJaggedTensor", self._values, device)
+        check_can_move("KeyedJaggedTensor", self._values, device)
+        if dtype is not None:
+            instance("KeyedJaggedTensor.to: dtype", dtype, torch.dtype, "a torch.dtype")
         moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
@@ -672,6 +689,7 @@ class KeyedJaggedTensor(Bags):
             moved._length_per_key = self._counted_for(moved._values)
         return moved
 
+    @checked_late
     def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:
         """Overwrite the contents in place with those of another of the same sizes.
 
@@ -692,6 +710,7 @@ class KeyedJaggedTensor(Bags):
             >>> a.copy_(b).lengths()
             tensor([2, 0])
         """
+        instance("KeyedJaggedTensor.copy_: kjt", kjt, KeyedJaggedTensor)
         validate.check_same_features(self, kjt)
         self._copy_parts(kjt, non_blocking)
         if self._inverse_indices is not None:
@@ -742,6 +761,7 @@ class KeyedJaggedTensor(Bags):
         """Name the tensors an exchange sends: lengths, values, strides and weights if any."""
         return list(exchange.named_tensors(self))
 
+    @checked
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Say how many entries of each tensor go to each rank.
 

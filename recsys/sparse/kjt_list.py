@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import cast, final
 
 import torch
 
+from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked_late
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.streamable import Pipelineable
 
@@ -30,8 +32,14 @@ class KJTList(Pipelineable):
         (2, ['f'], [1, 1])
     """
 
+    @checked_late
     def __init__(self, features: Sequence[KeyedJaggedTensor]) -> None:
+        if isinstance(cast(object, features), str):
+            wrong_type("KJTList.features", "a list of KeyedJaggedTensors", features)
         self.features = list(features)
+        for place, batch in enumerate(self.features):
+            if not isinstance(cast(object, batch), KeyedJaggedTensor):
+                wrong_type(f"KJTList.features[{place}]", "a KeyedJaggedTensor", batch)
 
     def __len__(self) -> int:
         return len(self.features)
@@ -45,6 +53,7 @@ class KJTList(Pipelineable):
     def __iter__(self) -> Iterator[KeyedJaggedTensor]:
         return iter(self.features)
 
+    @checked_late
     def to(self, device: torch.device, non_blocking: bool = False) -> KJTList:
         """Return the batches on another device.
 

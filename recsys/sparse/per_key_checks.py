@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from recsys.kernels.arguments import shown, wrong_type
 from recsys.sparse.validate import check_total, is_proxy, preview
@@ -111,6 +111,16 @@ def lengths_from_offsets(keys: Sequence[str], offset_per_key: Sequence[int]) -> 
     return [end - start for start, end in itertools.pairwise(offset_per_key)]
 
 
+def check_is_list(name: str, given: object, rule: str = "a list of integers") -> None:
+    """Check that there are elements to read.
+
+    Raises:
+        TypeError: if it is text, or nothing that can be iterated.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or is_scalar(given):
+        wrong_type(f"KeyedJaggedTensor.{name}", rule, given)
+
+
 def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
     """Check that there is a number for each key.
 
@@ -118,7 +128,8 @@ def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
         TypeError: if it is no list.
         ValueError: if there are more or fewer numbers.
     """
-    if not isinstance(cast(object, numbers), Sized):
+    given = cast(object, numbers)
+    if not isinstance(given, Sized) or isinstance(given, str | bytes) or is_scalar(given):
         wrong_type(f"KeyedJaggedTensor.{name}", "a list of integers", numbers)
     if len(numbers) != len(keys):
         raise ValueError(
@@ -184,7 +195,14 @@ def check_strides(
     """
     if stride is not None and not _is_whole(stride) and not is_proxy(stride):
         wrong_type("KeyedJaggedTensor.stride", "an integer", stride)
+    if isinstance(stride, int) and stride < 0:
+        raise ValueError(f"KeyedJaggedTensor.stride must not be negative; received {stride}.")
     per_rank = stride_per_key_per_rank
+    is_list = isinstance(per_rank, Tensor | Sequence | fx.Proxy) and not isinstance(per_rank, str)
+    if per_rank is not None and not is_list:
+        wrong_type("KeyedJaggedTensor.stride_per_key_per_rank", "a list of lists", per_rank)
+    if stride_per_key is not None and not isinstance(cast(object, stride_per_key), list):
+        check_is_list("stride_per_key", stride_per_key)
     if isinstance(per_rank, Tensor):
         per_rank = per_rank.tolist()
     if not per_rank and stride_per_key is None:
@@ -223,5 +241,10 @@ def check_strides(
     )
 
 
+def is_scalar(value: object) -> bool:
+    """Return whether a value is a tensor without dimensions, which has no elements to iterate."""
+    return isinstance(value, Tensor) and not value.dim()
+
+
 def _is_whole(number: object) -> bool:
-    return isinstance(number, int | torch.SymInt | Integral)
+    return isinstance(number, int | torch.SymInt | Integral) and not isinstance(number, bool)

@@ -218,6 +218,11 @@ def permute(
         )
     if indices_tensor is None:
         indices_tensor = torch.tensor(indices, dtype=torch.int32, device=given.device)
+    elif indices_tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(  # the kernel would read its bits as positions
+            "KeyedJaggedTensor.permute: indices_tensor must be int32 or int64; received a tensor "
+            f"of {indices_tensor.dtype}."
+        )
     elif indices_tensor.numel() != len(indices):
         raise ValueError(
             "KeyedJaggedTensor.permute: indices_tensor must hold the same as indices; received "

@@ -11,11 +11,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
+
+from recsys.kernels.arguments import wrong_type
 
 if TYPE_CHECKING:
     from recsys.sparse.bags import Bags
@@ -124,16 +126,6 @@ def refuse_meta(subject: str, hint: str) -> NoReturn:
         f"{subject} needs the contents of its tensors; received tensors on the meta device, which "
         f"have shapes only. {hint}"
     )
-
-
-def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> None:
-    """Check that there is something to copy to another device.
-
-    Raises:
-        ValueError: if the values are on the meta device and the other device is a real one.
-    """
-    if is_meta(values) and torch.device(device).type != "meta":
-        refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")
 
 
 def check_parts(
@@ -255,10 +247,13 @@ def check_unique(owner: str, keys: list[str]) -> None:
     """Check that no key occurs twice.
 
     Raises:
+        TypeError: if the first is no text, nor any other key.
         ValueError: naming the repeated keys.
     """
     if not keys:
         return
+    if not isinstance(keys[0], Hashable):
+        wrong_type(f"{owner}.keys[0]", "text", keys[0])
     # Batches have the keys of the batch before: comparing a thousand takes 1 us, hashing them 13.
     # A compiled caller does not look: it would be compiled anew whenever other keys came by.
     known = {} if torch.compiler.is_compiling() else _unique_lists
@@ -298,6 +293,10 @@ def check_inverse_indices(
     Raises:
         ValueError: if they do not fit.
     """
+    given = cast(object, inverse_indices)
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not is_pair or not isinstance(inverse_indices[1], Tensor | fx.Proxy):
+        wrong_type("KeyedJaggedTensor.inverse_indices", "a tuple of keys and a tensor", given)
     inverse_keys, rows = inverse_indices
     if rows.dim() != 2 or rows.shape[0] != len(inverse_keys) or rows.is_floating_point():
         raise ValueError(

@@ -104,9 +104,9 @@ def test_bad_arguments(tmp_path):
         CriteoDataset([tmp_path / "no_such_day"], 2, 100)
     with pytest.raises(FileNotFoundError, match="click logs; received a folder"):
         CriteoDataset([tmp_path], 2, 100)
-    with pytest.raises(TypeError, match=r"a list of paths .* received paths 'day_0'"):
+    with pytest.raises(TypeError, match="paths must be a list of paths; received 'day_0'"):
         CriteoDataset("day_0", 2, 100)
-    with pytest.raises(TypeError, match=r"whole numbers of rows; .*per_feature 100000\.0"):
+    with pytest.raises(TypeError, match=r"feature must be a whole number .* received 100000\.0"):
         CriteoDataset([], 2, 1e5)
     with pytest.raises(ValueError, match="26 numbers of at least 2"):
         CriteoDataset([], 2, [100] * 25)

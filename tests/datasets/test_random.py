@@ -70,8 +70,8 @@ def test_without_a_pool_every_batch_is_new():
     [
         (dict(hash_sizes=[1]), r"hash_sizes must have one value for each of the 2 keys"),
         (dict(hash_size=2, hash_sizes=[2, 2]), "only one of hash_size and hash_sizes"),
-        (dict(hash_size=0), "feature 'a' must have a hash size of at least 1"),
-        (dict(ids_per_feature=2, min_ids_per_feature=3), "min ids 3, ids 2"),
+        (dict(hash_size=0), "feature 'a' must have hash_size >= 1"),
+        (dict(ids_per_feature=2, min_ids_per_feature=3), r"received \d+, 3 and 2"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -83,7 +83,6 @@ def test_bad_arguments(arguments, message):
     ("keys", "arguments", "message"),
     [
         ([], {}, r"list of feature names; received \[\]"),
-        ("ab", {}, r"list of feature names; received 'ab'"),
         (["a"], dict(batch_size=-1), r"must not be negative; received -1, 50 and None"),
         (["a"], dict(num_dense=-1), r"must not be negative; received 4, -1 and None"),
         (["a"], dict(num_batches=-1), r"must not be negative; received 4, 50 and -1"),

@@ -31,6 +31,12 @@ def test_criteo_rows(tmp_path):
     assert list(criteo_kaggle(path, row_mapper=lambda f: f[1], encoding="ascii")) == ["0", "-2"]
 
 
+def test_a_number_is_no_path():
+    for read in (criteo_terabyte, lambda path: criteo_kaggle(path[0])):
+        with pytest.raises(TypeError, match="must be a path"):  # open(1) is the standard output
+            read([1])
+
+
 def test_damaged_criteo_rows(tmp_path):
     path = write(tmp_path / "train.txt", [LINES[0], LINES[1][:7]])
     with pytest.raises(ValueError, match=r"train.txt, line 2: must be a whole line"):

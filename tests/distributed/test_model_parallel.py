@@ -555,5 +555,5 @@ def test_a_model_is_wrapped_once() -> None:
 
 @pytest.mark.parametrize("plan", [{}, {"ebc": 1}, "plan.json"])
 def test_a_plan_is_a_sharding_plan(plan: Any) -> None:
-    with pytest.raises(TypeError, match=r"The plan of a model must be a ShardingPlan; received"):
+    with pytest.raises(TypeError, match=r"plan must be a ShardingPlan; received"):
         DistributedModelParallel(EachType(0, 1).model(), device=CPU, plan=plan)

@@ -622,7 +622,7 @@ def test_an_output_dtype_is_a_dtype_however_given() -> None:
 ENDS_AT_ONCE = """
 import os, threading, time, torch.distributed as dist
 from recsys.distributed.types import ShardingEnv
-ShardingEnv(world_size=2, rank=0, pg=object())
+ShardingEnv(world_size=2, rank=0, pg=dist.ProcessGroup(0, 2))
 go_on = threading.Event()
 def drop_what_was_exchanged():
     go_on.wait()

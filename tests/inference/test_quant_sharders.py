@@ -149,7 +149,7 @@ def test_the_dense_parts_of_a_model_move_without_its_quantized_tables() -> None:
 
 
 def test_processes_are_refused() -> None:
-    group: Any = object()  # none of its ranks is asked for anything
+    group = torch.distributed.ProcessGroup(0, 2)  # none of its ranks is asked for anything
     env = ShardingEnv(world_size=2, rank=0, pg=group)
     sharder = QuantEmbeddingBagCollectionSharder()
     with pytest.raises(ValueError, match=r"each process serving the whole; received 2 processes"):

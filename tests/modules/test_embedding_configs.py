@@ -129,10 +129,10 @@ class TestCheckTables:
     @pytest.mark.parametrize(
         ("tables", "message"),
         [
-            ("films", "tables must be a list of EmbeddingBagConfig; received 'f'"),
+            ("films", "tables must be a list of EmbeddingBagConfigs; received 'films'"),
             ([EmbeddingConfig(10, 4, "t", feature_names=["f"])], "received EmbeddingConfig"),
-            ({"t": 1}, "must be a list of EmbeddingBagConfig; received 't'"),
-            (None, "must be a list of EmbeddingBagConfig; received None"),
+            ({"t": 1}, r"tables\[0\] must be an EmbeddingBagConfig; received 't'"),
+            (None, "must be a list of EmbeddingBagConfigs; received None"),
         ],
     )
     def test_other_things_are_no_tables(self, tables: Any, message: str) -> None:

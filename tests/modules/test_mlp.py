@@ -72,7 +72,7 @@ def test_script_and_trace(activation):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"relu, sigmoid, swish_layernorm, .* received 'gelu'"):
         MLP(3, [4], activation="gelu")
-    with pytest.raises(ValueError, match=r"received in_size 3 and layer_sizes \[4, 0\]"):
+    with pytest.raises(ValueError, match=r"layer_sizes\[1\] must be positive; received 0"):
         MLP(3, [4, 0])
 
 

@@ -68,7 +68,7 @@ def test_bad_groups_are_refused() -> None:
         KTRegroupAsDict([["a"], ["b"]], ["x", "x"])
     with pytest.raises(ValueError, match=r"received none for \['y'\]"):
         KTRegroupAsDict([["a"], []], ["x", "y"])
-    with pytest.raises(TypeError, match=r"each of groups must be a list of keys; received 'ab'"):
+    with pytest.raises(TypeError, match=r"groups\[0\] must be a list of text; received 'ab'"):
         KTRegroupAsDict(["ab"], ["x"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="keyed_tensors must hold at least one KeyedTensor"):
         KTRegroupAsDict([["a"]], ["x"])([])

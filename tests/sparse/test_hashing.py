@@ -75,8 +75,8 @@ def test_batches_of_several_sizes():
     [
         ({"c": 3}, KeyError, "'c'"),
         ({"a": 0}, ValueError, "positive; received 0"),
-        ({"a": 2.5}, TypeError, "whole numbers; received 2.5"),
-        ({"a": True}, TypeError, "whole numbers; received True"),
+        ({"a": 2.5}, TypeError, "a whole number; received 2.5"),
+        ({"a": True}, TypeError, "a whole number; received True"),
     ],
 )
 def test_what_is_no_number_of_rows(rows, error, text):

@@ -44,6 +44,11 @@ def test_permute_out_of_range(kjt, bad):
         kjt.permute([0, bad])
 
 
+def test_permute_does_not_read_floats_as_positions(kjt):
+    with pytest.raises(TypeError, match=r"indices_tensor must be int32 or int64; .* torch.float32"):
+        kjt.permute([0, 1], torch.tensor([0.5, -1.0]))
+
+
 def test_permute_does_not_read_past_the_end(kjt):
     with pytest.raises(ValueError, match="add up to 9 for 3 values"):
         KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([9])).permute([0])

@@ -13,6 +13,7 @@ from recsys.checksums import new_file
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.read import SavedValues
+from recsys.kernels.checked import checked
 
 _NAMES = {
     torch.float64: "F64",
@@ -33,6 +34,7 @@ _NAMES = {
 }
 
 
+@checked
 def export_safetensors(path: str | Path, file: str | Path) -> None:
     """Write the weights of a checkpoint as one file, which the `safetensors` library reads.
 

@@ -19,7 +19,7 @@ from recsys.distributed.checkpoint.errors import (
     without_expected_warnings,
 )
 from recsys.distributed.checkpoint.plain import decode, decode_pickle
-from recsys.distributed.checkpoint.progress import Stateful, load_progress, rank_key
+from recsys.distributed.checkpoint.progress import Stateful, check_progress, load_progress, rank_key
 from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
 from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
 from recsys.distributed.checkpoint.state import (
@@ -34,10 +34,12 @@ from recsys.distributed.checkpoint.torchrec_names import own_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
 from recsys.distributed.ranks import where
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
 
 
 @where.long_section("load_checkpoint")
+@checked_but("path", "model", "optimizer", "progress")
 def load_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -46,7 +48,7 @@ def load_checkpoint(
     allow_partial: bool = False,
     keep_settings: bool = False,
     progress: Mapping[str, Stateful] | None = None,
-    resize: Collection[str] = (),
+    resize: str | Collection[str] = (),
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` saved, in place, under any plan and on any ranks.
 
@@ -101,6 +103,7 @@ def load_checkpoint(
     tables = [resize] if isinstance(resize, str) else resize
 
     def prepare() -> None:
+        check_progress(progress)
         state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
         saved = reader.read_metadata().state_dict_metadata
         resized.extend(fit_rows(folder, state, saved, tables))

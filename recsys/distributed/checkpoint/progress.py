@@ -12,6 +12,8 @@ import torch
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.plain import check_plain
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked
 
 
 @runtime_checkable
@@ -56,8 +58,15 @@ class RandomState:
             found["cuda"] = torch.cuda.get_rng_state()
         return found
 
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the generators go on from these states."""
+        missing = [name for name in ("torch", "numpy", "python") if name not in state_dict]
+        if missing:
+            raise ValueError(
+                "RandomState.load_state_dict: state_dict must be what state_dict() returned; "
+                f"received one without {missing}, with {list(state_dict)}."
+            )
         torch.set_rng_state(state_dict["torch"])
         kind, keys, *rest = state_dict["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
@@ -71,6 +80,16 @@ class RandomState:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def check_progress(parts: object) -> None:
+    """Refuse what is neither a dict nor None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if parts is not None and not isinstance(parts, Mapping):
+        wrong_type("progress", "a dict of objects with state_dict and load_state_dict", parts)
 
 
 def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -27,14 +27,16 @@ from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.arguments import path_of
+from recsys.kernels.checked import checked
 
 _STATE = "optimizer.state."
 _SECTIONS = ("model", "optimizer", "extra", "progress")
 
 
+@checked
 def read_checkpoint(
     path: str | Path,
-    tables: Iterable[str] | Mapping[str, slice] | None = None,
+    tables: str | Iterable[str] | Mapping[str, slice] | None = None,
     *,
     optimizer: bool = False,
 ) -> dict[str, Any]:

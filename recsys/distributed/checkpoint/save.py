@@ -20,7 +20,7 @@ from recsys.distributed.checkpoint.errors import (
 )
 from recsys.distributed.checkpoint.export import write_safetensors
 from recsys.distributed.checkpoint.plain import check_plain, encode
-from recsys.distributed.checkpoint.progress import Stateful, progress_of, rank_key
+from recsys.distributed.checkpoint.progress import Stateful, check_progress, progress_of, rank_key
 from recsys.distributed.checkpoint.read import SavedValues
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import (
@@ -38,10 +38,12 @@ from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
 
 
 @where.long_section("save_checkpoint")
+@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress")
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -114,6 +116,7 @@ def save_checkpoint(
 
 
 @where.long_section("save_checkpoint_async")
+@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress")
 def save_checkpoint_async(
     path: str | Path,
     model: nn.Module,
@@ -221,6 +224,7 @@ def _collect(
             whole("keep", keep)
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
+        check_progress(progress)
         check_plain("extra", dict(extra or {}))
         for module in model.modules():
             if isinstance(module, DMPCollection):

@@ -17,10 +17,12 @@ from recsys.distributed.checkpoint.state import env_of
 from recsys.distributed.checkpoint.versions import regular_file
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked_but
 
 _BLOCK_BYTES = 64 << 20
 
 
+@checked_but("table", "values")
 def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str | Path) -> None:
     """Fill a table, sharded or not, with the values of an array or a `.npy` file.
 

@@ -20,6 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.kernels.checked import checked
 
 MANIFEST = "manifest.json"
 _LOCK = "saving.lock"
@@ -27,6 +28,7 @@ _FORMAT = 1
 _TRIES = 100
 
 
+@checked
 def newest_version(path: str | Path) -> Path | None:
     """Return the newest complete version that `save_checkpoint` made in a folder, None if none.
 

@@ -18,6 +18,7 @@ from recsys.distributed.placement.plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
+from recsys.kernels.checked import checked
 from recsys.kernels.support import fbgemm_element_type
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
 from recsys.modules.embedding_configs import DataType
@@ -46,6 +47,7 @@ _OF_CACHES = {
 """What fused_params call a field of CacheParams."""
 
 
+@checked
 def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
@@ -63,6 +65,7 @@ def merge_fused_params(
     return {**(fused_params or {}), **(param_fused_params or {})}
 
 
+@checked
 def add_params_from_parameter_sharding(
     fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
 ) -> dict[str, Any]:
@@ -88,6 +91,7 @@ def add_params_from_parameter_sharding(
     return params
 
 
+@checked
 def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
     """Return `fused_params` as FBGEMM's own modules take them: element types are `SparseType`.
 

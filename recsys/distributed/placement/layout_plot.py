@@ -11,6 +11,7 @@ from math import ceil, log
 from typing import TYPE_CHECKING, Any
 
 from recsys.distributed.placement.traffic import Traffic, traffic_of
+from recsys.kernels.checked import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.distributed.placement.layout import Layout
+
 
 _TABLES_WIDTH, _RANKS_WIDTH = 6.2, 5.8  # inches; the tables are on the left
 _LEAST_CELL = 0.62  # inches that a table takes when there are many
@@ -38,6 +40,7 @@ _STYLE: Any = {
 _Color = tuple[float, float, float]
 
 
+@checked
 def plot_layout(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Figure:

@@ -17,6 +17,7 @@ from typing import final
 import torch
 
 from recsys.kernels.arguments import choice, whole_list
+from recsys.kernels.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 
@@ -58,6 +59,7 @@ class EmbeddingComputeKernel(Enum):
     """Quantized rows, for inference."""
 
 
+@checked
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
@@ -180,6 +182,9 @@ class EnumerableShardingSpec:
 
     shards: list[ShardMetadata]
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 _warned_of: set[str] = set()  # settings that mean nothing, in this process
 
@@ -231,13 +236,14 @@ class CacheParams:
     multipass_prefetch_config: object | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.load_factor is not None and not 0 < self.load_factor <= 1:
             raise ValueError(
                 f"CacheParams.load_factor must be in (0, 1]; received {self.load_factor}."
             )
         for own in fields(self):
             value = getattr(self, own.name)
-            if own.name != "load_factor" and value:
+            if own.name != "load_factor" and value is not None and value is not False:
                 warn_once(f"CacheParams.{own.name}", value, "Only load_factor can be chosen.")
 
 
@@ -293,6 +299,7 @@ class ParameterSharding:
         # FBGEMM's SparseType has the same names
         if isinstance(given, Enum) and given.name in DataType.__members__:
             self.output_dtype = data_type_to_dtype(DataType[given.name])
+        check_fields(self)
         if self.enforce_hbm:
             warn_once(f"{where}.enforce_hbm", True, "States are where the compute kernel says.")
         if self.key_value_params is not None:

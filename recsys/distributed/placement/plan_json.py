@@ -28,6 +28,7 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.distributed.placement.strategies import parameter_sharding, placement
+from recsys.kernels.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode
 
 FORMAT = 1
@@ -70,10 +71,15 @@ class ShardingPlan:
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
     made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @checked
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """Return the plan of the module at this path, or None."""
         return self.plan.get(module_path)
 
+    @checked
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the plan as JSON, one line per table, and write it to a file if one is given.
 
@@ -86,6 +92,7 @@ class ShardingPlan:
         return text
 
     @staticmethod
+    @checked
     def from_json(source: str | Path) -> ShardingPlan:
         """Return the plan that a file describes.
 

@@ -8,11 +8,14 @@ from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, build
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts, rects_of
 from recsys.distributed.ranks.node import get_local_size
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_tables import TableCollection
 
 
+@checked
 def layout_of_plan(
     module: TableCollection,
     plan: Mapping[str, ParameterSharding],
@@ -48,6 +51,9 @@ def layout_of_plan(
         >>> layout_of_plan(ebc, plan, world_size=2).rank_widths
         (4, 4)
     """
+    whole("layout_of_plan: world_size", world_size)
+    if local_size is not None:
+        whole("layout_of_plan: local_size", local_size)
     configs, poolings = module.configs(), module.poolings()
     check_plan_covers(
         type(module).__name__, EmbeddingModuleShardingPlan(plan), [c.name for c in configs]

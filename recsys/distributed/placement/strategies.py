@@ -22,7 +22,8 @@ from recsys.distributed.placement.plan import (
     ShardingType,
     ShardMetadata,
 )
-from recsys.kernels.arguments import whole_list
+from recsys.kernels.arguments import whole, whole_list
+from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def sharding_of_rects(
     return ParameterSharding(sharding_type.value, compute_kernel.value, ranks, spec)
 
 
+@checked
 def placement(compute_device: str, rank: int, local_size: int) -> str:
     """Return where a rank keeps its shards, as a plan writes it.
 
@@ -199,9 +201,11 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
         >>> placement("cuda", rank=5, local_size=4)
         'rank:5/cuda:1'
     """
+    whole("placement: local_size", local_size)
     return placement_helper(compute_device, rank % local_size, rank)
 
 
+@checked
 def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
     """Return where a rank keeps its shards, as a plan writes it; see `placement`.
 
@@ -214,6 +218,8 @@ def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
         >>> placement_helper("cuda", index=1, rank=5), placement_helper("cpu", rank=5)
         ('rank:5/cuda:1', 'rank:5/cpu')
     """
+    whole("placement_helper: index", index, least=0)
+    whole("placement_helper: rank", rank, least=0)
     device = f"cuda:{index}" if device_type == "cuda" else device_type
     return f"rank:{rank}/{device}"
 

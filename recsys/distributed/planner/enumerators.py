@@ -16,6 +16,8 @@ from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 
 
 class Enumerator(Protocol):
@@ -54,6 +56,7 @@ class EmbeddingEnumerator:
         t table_wise column_wise row_wise data_parallel
     """
 
+    @checked
     def __init__(
         self,
         topology: Topology,
@@ -63,11 +66,14 @@ class EmbeddingEnumerator:
         pooling_stats: PoolingStats | None = None,
     ) -> None:
         self.topology = topology
-        self.batch_size = batch_size or BATCH_SIZE
+        self.batch_size = BATCH_SIZE
+        if batch_size is not None:
+            self.batch_size = whole("EmbeddingEnumerator.batch_size", batch_size)
         self.constraints = dict(constraints or {})
         self.pooling_stats = pooling_stats
         self._lister = OptionLister(topology, self.batch_size)
 
+    @checked
     def enumerate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> list[tuple[PlannedTable, list[TableOption]]]:

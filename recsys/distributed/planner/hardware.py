@@ -9,11 +9,11 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, final
+from typing import Any, cast, final
 
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.words import show_ranks
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import instance, wrong_type
 
 DEVICES = ("cpu", "cuda")
 
@@ -71,6 +71,7 @@ class Hardware:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        instance("Hardware.name", self.name, str, "text")
         check_device("Hardware", self.compute_device)
         for name in NUMBERS:
             check_number(f"Hardware.{name}", name, getattr(self, name))
@@ -92,7 +93,7 @@ NUMBERS = tuple(f.name for f in fields(Hardware) if f.name not in ("compute_devi
 
 def check_device(subject: str, device: str) -> None:
     """Raise ValueError unless this is a kind of device that ranks compute on."""
-    if device not in DEVICES:
+    if not isinstance(cast(object, device), str) or device not in DEVICES:
         raise ValueError(f"{subject}.compute_device must be 'cpu' or 'cuda'; received {device!r}.")
 
 

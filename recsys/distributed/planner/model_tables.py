@@ -18,6 +18,8 @@ from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
 from recsys.kernels.support import choose_backend
 from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollectionInterface
@@ -27,6 +29,7 @@ _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")
 _Kernels: TypeAlias = dict[ShardingType, tuple[EmbeddingComputeKernel, ...]]
 
 
+@checked
 def tables_of(
     module: nn.Module,
     sharders: Sequence[ModuleSharder[Any]],
@@ -49,6 +52,7 @@ def tables_of(
     Raises:
         PlannerError: if a constraint is for no table, or does not fit its table or module.
     """
+    whole("tables_of: batch_size", batch_size)
     by_type = {sharder.module_type: sharder for sharder in sharders}
     stats = {} if pooling_stats is None else pooling_stats.features
     readers = [

@@ -60,7 +60,8 @@ from recsys.distributed.planner.types import (
 from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.construction import no_collection
 from recsys.distributed.sharder import ModuleSharder
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import finite, whole
+from recsys.kernels.checked import checked, checked_but
 
 _INSTEAD = {
     "proposer": "All options of all tables are weighed together, so that nothing has to be "
@@ -116,6 +117,18 @@ class EmbeddingShardingPlanner:
         'table_wise'
     """
 
+    @checked_but(
+        "topology",
+        "enumerator",
+        "storage_reservation",
+        "proposer",
+        "partitioner",
+        "performance_model",
+        "stats",
+        "constraints",
+        "pooling_stats",
+        "timeout_seconds",
+    )
     def __init__(
         self,
         topology: Topology | None = None,
@@ -153,10 +166,13 @@ class EmbeddingShardingPlanner:
         self._enumerator = enumerator
         self._constraints = dict(_of_both(enumerator, "constraints", constraints) or {})
         self._partitioner = partitioner
+        if timeout_seconds is not None:
+            finite("EmbeddingShardingPlanner.timeout_seconds", timeout_seconds, least=0)
         self._timeout_seconds = timeout_seconds
         self._pooling_stats = _of_both(enumerator, "pooling_stats", pooling_stats)
         self._lister = OptionLister(self._topology, self._batch_size, batches_in_flight, estimator)
 
+    @checked
     def collective_plan(
         self,
         module: nn.Module,
@@ -195,6 +211,7 @@ class EmbeddingShardingPlanner:
         check_agreement(pg, facts, self._topology)
         return listed
 
+    @checked
     def plan(self, module: nn.Module, sharders: Sharders) -> RatedPlan:
         """Plans the tables of every module that a sharder can shard.
 
@@ -262,6 +279,7 @@ class EmbeddingShardingPlanner:
             of_module[table.name] = table.constraints.apply_to(entry)
         return plan
 
+    @checked_but("plan")
     def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
         """Return a plan with what it costs on this planner's machine.
 

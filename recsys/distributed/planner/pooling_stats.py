@@ -25,6 +25,8 @@ from typing import TypeAlias, final
 import numpy as np
 import torch
 
+from recsys.kernels.arguments import wrong_type
+from recsys.kernels.checked import checked_but
 from recsys.sparse import KeyedJaggedTensor
 
 _Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -97,6 +99,7 @@ class PoolingStats:
     features: Mapping[str, FeatureStats]
 
     @classmethod
+    @checked_but("batches")
     def from_batches(cls, batches: Iterable[object]) -> PoolingStats:
         """Count the ids of some batches of one rank.
 
@@ -111,6 +114,10 @@ class PoolingStats:
             TypeError: if a batch holds none, or if it is given by itself.
             ValueError: if there is no batch.
         """
+        if isinstance(batches, str | bytes) or not isinstance(
+            batches, Iterable | KeyedJaggedTensor
+        ):
+            wrong_type("PoolingStats.from_batches.batches", "a list of batches", batches)
         if isinstance(batches, KeyedJaggedTensor):
             raise TypeError(
                 "PoolingStats.from_batches takes some batches; received one KeyedJaggedTensor. "

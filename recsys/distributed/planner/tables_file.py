@@ -32,6 +32,7 @@ from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingTy
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.sharder import ModuleSharder
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -95,6 +96,7 @@ class TablesFile:
     batch_size: int | None = None
 
 
+@checked
 def read_tables(path: str | Path) -> TablesFile:
     """Return what a file says.
 

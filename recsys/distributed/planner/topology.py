@@ -36,7 +36,8 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import finite, whole
+from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
 
@@ -63,7 +64,9 @@ class CustomTopologyData:
 
     supported_fields: ClassVar[list[str]] = list(NUMBERS)
 
+    @checked
     def __init__(self, data: Mapping[str, Sequence[float]], world_size: int) -> None:
+        whole("CustomTopologyData.world_size", world_size)
         unknown = sorted(data.keys() - set(NUMBERS))
         if unknown:
             raise ValueError(
@@ -76,16 +79,22 @@ class CustomTopologyData:
         }
         self.world_size = world_size
 
+    @checked
     def has_data(self, key: str) -> bool:
         """Return whether this field was given."""
         return key in self._data
 
+    @checked
     def get_data(self, key: str) -> list[float]:
         """Return the number of each rank.
 
         Raises:
             KeyError: if the field was not given.
         """
+        if key not in self._data:
+            raise KeyError(
+                f"key must be one of {list(self._data)}, which were given; received {key!r}."
+            )
         return list(self._data[key])
 
     def all_of(self, world_size: int) -> dict[str, list[float]]:
@@ -157,13 +166,14 @@ class Topology:
     lookup: tuple[LookupPoint, ...]
     collectives: tuple[CollectivePoint, ...]
 
+    @checked
     def __init__(
         self,
         world_size: int,
         compute_device: str,
-        hbm_cap: int | Sequence[int] | None = None,
-        ddr_cap: int | Sequence[int] | None = None,
-        ssd_cap: int | Sequence[int] = 0,
+        hbm_cap: float | Sequence[float] | None = None,
+        ddr_cap: float | Sequence[float] | None = None,
+        ssd_cap: float | Sequence[float] = 0,
         local_world_size: int | None = None,
         *,
         hbm_mem_bw: float | Sequence[float] = 2.0e9,
@@ -182,6 +192,9 @@ class Topology:
         check_device("Topology", compute_device)
         whole("Topology.world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
+        for name, of in numbers.items():
+            if of is not None:
+                per_rank("Topology", name, of, world_size)
         if custom_topology_data is not None:
             numbers |= custom_topology_data.all_of(world_size)
         on_cpu = compute_device == "cpu"
@@ -201,6 +214,7 @@ class Topology:
         self.__dict__.update(vars(Topology.from_hardware(hardware, local_world_size)))
 
     @classmethod
+    @checked
     def from_hardware(
         cls,
         hardware: Sequence[Hardware],
@@ -245,6 +259,7 @@ class Topology:
         return topology
 
     @classmethod
+    @checked
     def preset(
         cls, name: str | Sequence[str], world_size: int, local_world_size: int | None = None
     ) -> Self:
@@ -277,6 +292,7 @@ class Topology:
         return cls.from_hardware([PRESETS[one] for one in names], local_world_size)
 
     @classmethod
+    @checked
     def from_json(cls, source: str | Path) -> Self:
         """Return the topology that a file describes.
 
@@ -301,6 +317,7 @@ class Topology:
         except ValueError as error:
             raise ValueError(f"{subject}: {error}") from None
 
+    @checked
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the topology as JSON, and write it to a file if a path is given."""
         text = topology_json.write(
@@ -310,6 +327,7 @@ class Topology:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    @checked
     def with_measurements(
         self,
         *,
@@ -324,8 +342,10 @@ class Topology:
         tables = {"lookup": lookup, "collectives": collectives}
         return self._with(**{name: of for name, of in tables.items() if of is not None})
 
+    @checked
     def with_nodes(self, num_nodes: int) -> Self:
         """Return a topology with another number of nodes, alike in turn to those there are."""
+        whole("Topology.with_nodes: num_nodes", num_nodes)
         ranks = range(num_nodes * self.local_world_size)
         return self._with(hardware=[self.hardware[rank % self.world_size] for rank in ranks])
 
@@ -400,6 +420,7 @@ class Topology:
         """Bytes per millisecond between two ranks, across nodes if there are several."""
         return self.slowest.inter_host_bw if self.num_nodes > 1 else self.slowest.intra_host_bw
 
+    @checked
     def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
         """Return how fast rows are looked up and updated.
 
@@ -416,6 +437,7 @@ class Topology:
         memory_bw = (rank or self.slowest).memory_bw
         return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
+    @checked
     def collective_ms(
         self,
         kind: str,
@@ -449,6 +471,7 @@ class Topology:
             True
         """
         choice_of(KIND, kind, COLLECTIVES)
+        finite("Topology.collective_ms: num_bytes", num_bytes, least=0)
         num_ranks = self.world_size if num_ranks is None else num_ranks
         consecutive = math.ceil(num_ranks / self.local_world_size)
         num_nodes = consecutive if num_nodes is None else num_nodes

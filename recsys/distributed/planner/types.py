@@ -16,7 +16,8 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
     ShardingType,
 )
-from recsys.kernels.arguments import finite, whole
+from recsys.kernels.arguments import finite, names, whole
+from recsys.kernels.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode
 
 
@@ -50,6 +51,7 @@ class PlannerError(ValueError):
         error_type: why.
     """
 
+    @checked
     def __init__(self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER) -> None:
         super().__init__(message)
         self.error_type = error_type
@@ -121,20 +123,21 @@ class ParameterConstraints:
             whole("ParameterConstraints.min_partition", self.min_partition)
         if self.bounds_check_mode is not None:
             self.bounds_check_mode = _our_bounds_check_mode(self.bounds_check_mode)
-        dtype = getattr(self.output_dtype, "name", self.output_dtype)  # TorchRec has an enum
+        given: object = self.output_dtype
+        dtype = given.name if isinstance(given, Enum) else given  # TorchRec has an enum
         caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
         self._check(
-            dtype in (None, "FP32", torch.float32),
+            dtype is None or dtype is torch.float32 or (isinstance(dtype, str) and dtype == "FP32"),
             "output_dtype must be None or torch.float32, as sharded embeddings are; received "
             f"{self.output_dtype}. Convert the output, or choose what travels by the sharder's "
             "qcomm_codecs_registry.",
         )
         self._check(
-            self.device_group in (None, "cpu", "cuda"),
+            self.device_group is None or str(self.device_group) in ("cpu", "cuda"),
             f"device_group must be 'cpu' or 'cuda'; received {self.device_group!r}.",
         )
         self._check(
-            self.key_value_params is None and not self.use_virtual_table,
+            self.key_value_params is None and self.use_virtual_table is not True,
             "key_value_params and use_virtual_table are for tables in a key-value store, which are "
             f"not supported; received {self.key_value_params}, {self.use_virtual_table}. For "
             "tables beyond device memory allow compute_kernels=['fused_uvm_caching'].",
@@ -145,12 +148,13 @@ class ParameterConstraints:
             f"compute_kernels={self.compute_kernels}. Add 'fused_uvm_caching' to it.",
         )
         self._check(
-            not (self.enforce_hbm and caches),
+            not (self.enforce_hbm is True and caches),
             "enforce_hbm=True is not supported with fused_uvm_caching: optimizer state is beside "
             "the table, in host memory. Leave it None, or leave fused_uvm_caching out of "
             f"compute_kernels; received {self.compute_kernels}.",
         )
         self.output_dtype = None if dtype is None else torch.float32
+        check_fields(self)
 
     def _check(self, holds: bool, message: str, error: type[Exception] = ValueError) -> None:
         if not holds:
@@ -158,6 +162,8 @@ class ParameterConstraints:
 
     def _check_choices(self, name: str, kinds: type[Enum]) -> None:
         chosen, choices = getattr(self, name), [kind.value for kind in kinds]
+        if chosen is not None:
+            chosen = names(f"ParameterConstraints.{name}", chosen)
         self._check(
             chosen is None or (chosen != [] and set(chosen) <= set(choices)),
             f"{name} must name some of {', '.join(choices)}; received {chosen}.",
@@ -186,7 +192,7 @@ class ParameterConstraints:
 
 def _our_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
     """Return our mode of this name; FBGEMM's has a second implementation of each, `V2_...`."""
-    name = getattr(mode, "name", str(mode)).removeprefix("V2_")
+    name = str(getattr(mode, "name", mode)).removeprefix("V2_")
     if name not in BoundsCheckMode.__members__:
         raise ValueError(
             "ParameterConstraints.bounds_check_mode must be a BoundsCheckMode, one of "
@@ -230,8 +236,10 @@ class HeuristicalStorageReservation:
         owner = type(self).__name__
         finite(f"{owner}.percentage", self.percentage, least=0, below=1)
         finite(f"{owner}.parameter_multiplier", self.parameter_multiplier, least=0)
-        finite(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate or 0, least=0)
+        if self.dense_tensor_estimate is not None:
+            whole(f"{owner}.dense_tensor_estimate", self.dense_tensor_estimate, least=0)
 
+    @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Return the bytes left for tables."""
         left = int(memory_cap * (1 - self.percentage))
@@ -255,6 +263,7 @@ class FixedPercentageStorageReservation:
     def __post_init__(self) -> None:
         finite(f"{type(self).__name__}.percentage", self.percentage, least=0, below=1)
 
+    @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
         """Return the bytes left for tables."""
         return int(memory_cap * (1 - self.percentage))

@@ -24,6 +24,7 @@ from recsys.contact import LostContactError, raise_explained
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import WireFormat
+from recsys.kernels.arguments import wrong_type
 
 T = TypeVar("T")
 
@@ -395,6 +396,8 @@ class LazyAwaitable(Awaitable[T]):
     _result: T = _UNSET
 
     def __init__(self, finish: Callable[[], T] | None = None) -> None:
+        if finish is not None and not callable(finish):
+            wrong_type(f"{type(self).__name__}.finish", "a function, or None", finish)
         if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
             raise TypeError(
                 f"{type(self).__name__} needs a way to its result: pass a function, or define "

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from recsys.kernels.arguments import setting
+from recsys.kernels.checked import checked
 
 
 @final
@@ -36,6 +37,7 @@ class ShardingEnv:
         1
     """
 
+    @checked
     def __init__(
         self, world_size: int, rank: int, pg: torch.distributed.ProcessGroup | None = None
     ) -> None:
@@ -221,11 +223,13 @@ class ShardingEnv:
         return known[key]
 
     @classmethod
+    @checked
     def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
         """Make the environment of a process group."""
         return cls(torch.distributed.get_world_size(pg), torch.distributed.get_rank(pg), pg)
 
     @classmethod
+    @checked
     def from_local(cls, world_size: int = 1, rank: int = 0) -> ShardingEnv:
         """Make the environment of a single process, without a process group.
 

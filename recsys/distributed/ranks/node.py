@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from recsys.distributed.ranks.env import ShardingEnv, node_size_of
-from recsys.kernels.arguments import setting
+from recsys.kernels.arguments import setting, whole
+from recsys.kernels.checked import checked
 
 
+@checked
 def get_local_size(world_size: int | None = None) -> int:
     """Return the number of ranks on a node.
 
@@ -26,9 +28,10 @@ def get_local_size(world_size: int | None = None) -> int:
         4
     """
     world_size = ShardingEnv.default().world_size if world_size is None else world_size
-    return node_size_of(world_size)
+    return node_size_of(whole("get_local_size: world_size", world_size))
 
 
+@checked
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
     """Return this process's place among the ranks of its node, which is also its GPU.
 
@@ -50,7 +53,7 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
     if local_rank is not None:
         return local_rank
     rank = ShardingEnv.default().rank if rank is None else rank
-    return rank % get_local_size(world_size)
+    return whole("get_local_rank: rank", rank, least=0) % get_local_size(world_size)
 
 
 def intra_and_cross_node_pg(

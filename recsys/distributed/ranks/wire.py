@@ -33,6 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.kernels.arguments import number
+from recsys.kernels.checked import check_fields, checked
+
 _MIN_BLOCK = 32  # values that share a scale; fewer would spend too much on scales
 _SCALE_BYTES = 4
 
@@ -262,15 +265,17 @@ class QCommsConfig:
             "fp8_quantize_dim_bwd",
         ):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not 0 < number(f"QCommsConfig.{name}", value) < float("inf"):
                 raise ValueError(
                     f"QCommsConfig.{name} must be positive and finite; received {value}. "
                     "Leave it None for the default."
                 )
             if name.startswith("fp8") and not isinstance(value, int | None):
                 raise TypeError(f"QCommsConfig.{name} must be an int; received {value!r}.")
+        check_fields(self)
 
 
+@checked
 def get_qcomm_codecs_registry(
     qcomms_config: QCommsConfig,
     comm_ops: Sequence[CommOp] | None = None,

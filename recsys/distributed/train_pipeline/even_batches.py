@@ -22,6 +22,7 @@ from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.input_dist import InputDist, LastBatches
 from recsys.distributed.train_pipeline.batches import map_batch
 from recsys.kernels.arguments import choice
+from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 B = TypeVar("B")
@@ -82,6 +83,7 @@ class EvenBatches(Generic[B]):
         [[1, 4], [1, 4]]
     """
 
+    @checked
     def __init__(
         self, batches: Iterable[B], model: nn.Module, policy: UnevenPolicy | str = UnevenPolicy.DROP
     ) -> None:

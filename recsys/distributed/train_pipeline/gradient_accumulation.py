@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, final
+from typing import Any, Generic, cast, final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.train_pipeline.pipelines import In, Out, TrainPipelineBase
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import flag, whole
+from recsys.kernels.checked import check_fields, checked
 
 
 @final
@@ -35,6 +36,7 @@ class GradientAccumulationConfig:
     num_warmup_steps: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("num_steps", "num_warmup_steps"):
             whole(f"GradientAccumulationConfig.{name}", getattr(self, name), least=1)
 
@@ -67,6 +69,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         (True, False)
     """
 
+    @checked
     def __init__(
         self,
         pipeline: TrainPipelineBase[In, Out],
@@ -91,6 +94,8 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         Raises:
             StopIteration: when all batches were trained on.
         """
+        if is_last_batch is not None and not isinstance(cast(object, is_last_batch), bool):
+            flag("GradientAccumulationWrapper.progress.is_last_batch", is_last_batch)
         if not self._config.is_enabled:
             return self._pipeline.progress(dataloader_iter)
         steps = self._steps
@@ -110,9 +115,13 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         self._at = 0
         self._pipeline.reset()
 
+    @checked
     def set_step(self, step: int) -> None:
         """Go on as if this many batches of the next step were seen."""
-        self._at = step % self._config.num_steps
+        self._at = (
+            whole("GradientAccumulationWrapper.set_step: step", step, least=0)
+            % self._config.num_steps
+        )
 
 
 class _Steps:

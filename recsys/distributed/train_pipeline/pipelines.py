@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
-from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.arguments import shown, whole, wrong_type
+from recsys.kernels.checked import checked, checked_but
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -157,6 +158,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     execute_all_batches = True
     _needs_optimizer = True
 
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -167,7 +169,8 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         name = type(self).__name__
         if not isinstance(model, nn.Module):
             wrong_type(f"{name}.model", "an nn.Module", model)
-        if self._needs_optimizer and not callable(getattr(optimizer, "step", None)):
+        is_class = isinstance(cast(object, optimizer), type)
+        if self._needs_optimizer and (is_class or not callable(getattr(optimizer, "step", None))):
             wrong_type(f"{name}.optimizer", "an optimizer with step() and zero_grad()", optimizer)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward = custom_model_fwd
@@ -197,7 +200,9 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
 
     def _fill(self, source: Iterator[In]) -> None:
         """Read batches until as many are under way as may be."""
-        if source is not self._source:
+        if source is not self._source or self._source is None:
+            if not isinstance(cast(object, source), Iterator):
+                not_an_iterator(type(self).__name__, source)
             self._source, self._is_exhausted = source, False
         while len(self._flying) <= self._num_ahead() and not self._is_exhausted:
             if self._flying:
@@ -303,6 +308,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         3
     """
 
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -329,6 +335,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._ahead: InputsAhead | None = None
         self.attach()
 
+    @checked
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Train this model from now on.
 
@@ -404,6 +411,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -448,6 +456,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -496,6 +505,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         features: what makes features that the model makes itself.
     """
 
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -549,6 +559,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     _needs_optimizer = False
 
+    @checked_but("optimizer")
     def __init__(
         self,
         model: nn.Module,
@@ -571,6 +582,19 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
 
 _NONE: Any = object()
+
+
+def not_an_iterator(name: str, source: object) -> NoReturn:
+    """Raise TypeError: `progress` of a pipeline was given something else.
+
+    Args:
+        name: of the pipeline's class.
+        source: what was given.
+    """
+    raise TypeError(
+        f"{name}.progress: dataloader_iter must be an iterator; received {shown(source)}. Make one "
+        "for each epoch: iter(dataloader)."
+    )
 
 
 def _stream(device: torch.device) -> Any:

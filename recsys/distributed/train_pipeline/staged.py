@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, cast, final
 
 import torch
 from torch import nn
 
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Started
 from recsys.distributed.train_pipeline.batches import record_stream
-from recsys.distributed.train_pipeline.pipelines import In, TrainPipeline, bare_model
+from recsys.distributed.train_pipeline.pipelines import (
+    In,
+    TrainPipeline,
+    bare_model,
+    not_an_iterator,
+)
+from recsys.kernels.checked import check_fields, checked
 
 StageOut = TypeVar("StageOut")
 _NOTHING: Any = object()
@@ -36,6 +42,9 @@ class PipelineStage(Generic[StageOut]):
     stream: torch.Stream | None = None
     fill_callback: Callable[[], None] | None = None
     data_exhausted_callback: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @final
@@ -63,6 +72,7 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
         ['2', '4', '6', None]
     """
 
+    @checked
     def __init__(
         self,
         pipeline_stages: Sequence[PipelineStage[Any]],
@@ -83,6 +93,7 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
         """How many stages there are."""
         return len(self._stages)
 
+    @checked
     def set_flush(self, flush: bool) -> None:
         """Read no batch until those under way are through; then go on."""
         self._is_flushing = flush
@@ -95,6 +106,8 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> StageOut | None:
         """Move every batch one stage on; return what the last stage made of the oldest."""
+        if not isinstance(cast(object, dataloader_iter), Iterator):
+            not_an_iterator(type(self).__name__, dataloader_iter)
         if not self._outputs:
             self._fill(dataloader_iter)
         if self._is_flushing and all(output is _NOTHING for output, _ in self._outputs):
@@ -188,6 +201,7 @@ class SparseDataDistUtil(Generic[In]):
         [(2, 4), (2, 4), (2, 4)]
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -235,6 +249,7 @@ class SparseDataDistUtil(Generic[In]):
                 started.look_up()
         return batch
 
+    @checked
     def start_sparse_data_dist_stage(
         self,
         name: str = "start_sparse_data_dist",
@@ -244,6 +259,7 @@ class SparseDataDistUtil(Generic[In]):
         made = runnable or self.start_sparse_data_dist
         return PipelineStage(name, made, self._stream, self.wait_sparse_data_dist)
 
+    @checked
     def start_embedding_lookup_stage(
         self, name: str = "start_embedding_lookup", runnable: Callable[..., Any] | None = None
     ) -> PipelineStage[Any]:

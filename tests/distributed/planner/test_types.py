@@ -139,7 +139,7 @@ def test_the_order_of_arguments_is_torchrecs() -> None:
         ),
         (
             {"dense_tensor_estimate": -1},
-            "dense_tensor_estimate must be finite and >= 0; received -1",
+            "dense_tensor_estimate must not be negative; received -1",
         ),
     ],
 )

@@ -32,6 +32,7 @@ from recsys.distributed.train_pipeline.pipelines import (
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
 )
+from recsys.distributed.train_pipeline.staged import PipelineStage, StagedTrainPipeline
 from recsys.distributed.types import ShardingPlan
 from recsys.kernels import ops
 from recsys.modules.dlrm import DLRM
@@ -522,6 +523,18 @@ def _ends(execute_all: bool) -> list[int]:
 @pytest.mark.parametrize(("execute_all", "expected"), [(True, [6, 6, 6]), (False, [4, 4, 6])])
 def test_the_end_of_the_data(ranks: RankPool, execute_all: bool, expected: list[int]) -> None:
     assert ranks(2, _ends, execute_all) == [expected] * 2
+
+
+@pytest.mark.parametrize("batches", [None, [torch.ones(1, 1)]])
+def test_progress_needs_an_iterator(batches: Any) -> None:
+    layer = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    stages = StagedTrainPipeline([PipelineStage("same", lambda x: x)])
+    for pipeline in (TrainPipelineBase(layer, sgd, CPU), stages):
+        with pytest.raises(
+            TypeError, match=r"dataloader_iter must be an iterator; received .*iter"
+        ):
+            pipeline.progress(batches)
 
 
 def test_arguments_are_named() -> None:

@@ -1,0 +1,188 @@
+"""Calls of `recsys.inference`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from recsys.inference import (
+    QuantEmbeddingBagCollection,
+    QuantEmbeddingCollection,
+    export_torchscript,
+    quantize_embeddings,
+    quantize_inference_model,
+    shard_quant_model,
+)
+from recsys.inference.modules import (
+    BatchingMetadata,
+    PredictModule,
+    QualNameMetadata,
+    assign_weights_to_tbe,
+    get_table_to_weights_from_tbe,
+    quantize_dense,
+    trim_torch_package_prefix_from_typename,
+)
+from recsys.inference.quant_prep import (
+    quant_prep_customize_row_alignment,
+    quant_prep_enable_cache_features_order,
+    quant_prep_enable_quant_state_dict_split_scale_bias,
+    set_pruning_data,
+)
+from recsys.inference.quant_sharders import QuantEmbeddingBagCollectionSharder
+from recsys.inference.quantize import quantize_state_dict
+from recsys.inference.state_dict_transform import state_dict_gather, state_dict_to_device
+from recsys.modules.embedding_configs import DataType
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from tests.fuzz.argument_kinds import (
+    DEVICE,
+    KJT,
+    Kind,
+    anything,
+    either,
+    flag,
+    many,
+    mapping,
+    maybe,
+    member,
+    module,
+    path,
+    subclass,
+    tensor,
+    text,
+    texts,
+    whole,
+)
+from tests.fuzz.calls.call import Call
+from tests.fuzz.calls.modules import BAG_TABLES, TABLES, bag_config, bags, config, sequences
+from tests.fuzz.calls.planner import CONSTRAINTS, SHARDERS
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(bags())
+
+
+def _quantized() -> nn.Module:
+    return quantize_embeddings(_model())
+
+
+def _as_int8(table: Any) -> Any:
+    return dataclasses.replace(table, data_type=DataType.INT8)
+
+
+class _Predict(PredictModule):
+    def predict_forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        return self.predict_module(batch)
+
+
+def _dtype(right: torch.dtype) -> Kind:
+    return Kind(lambda: right, lambda value: None if isinstance(
+        value, torch.dtype | DataType) else False)  # fmt: skip
+
+
+def _weights() -> dict[str, Any]:
+    return get_table_to_weights_from_tbe(_quantized())
+
+
+MODEL = module(_model)
+PER_TABLE = maybe(mapping(lambda: {"t": torch.int8}, _dtype(torch.int8)))
+TYPES = many(lambda: [EmbeddingBagCollection], subclass(EmbeddingBagCollection, nn.Module))
+OUT = {"output_dtype": _dtype(torch.float32)}
+WEIGHTS = maybe(Kind(lambda: None, lambda value: None if isinstance(value, dict) else False))
+QUANT = {
+    "device": DEVICE, **OUT, "table_name_to_quantized_weights": WEIGHTS,
+    "register_tbes": flag(False), "quant_state_dict_split_scale_bias": flag(False),
+    "row_alignment": whole(16), "cache_features_order": flag(False),
+}  # fmt: skip
+STATE = mapping(lambda: {"a": torch.ones(2)}, tensor(lambda: torch.ones(2)))
+
+CALLS = [
+    Call("quantize_embeddings", quantize_embeddings, {
+        "module": MODEL, "dtype": _dtype(torch.int8), "inplace": flag(False), **OUT,
+        "additional_qconfig_spec_keys": maybe(TYPES), "per_table_weight_dtype": PER_TABLE,
+        "additional_mapping": maybe(Kind(lambda: {}, lambda value: None if isinstance(
+            value, dict) and all(isinstance(key, type) for key in value) else False)),
+    }),
+    Call("quantize_inference_model", quantize_inference_model, {
+        "model": MODEL, "fp_weight_dtype": _dtype(torch.int8),
+        "quantization_dtype": _dtype(torch.int8), **OUT, "per_table_weight_dtype": PER_TABLE,
+        "quantization_mapping": maybe(Kind(
+            lambda: None, mapping(dict, subclass(nn.Linear, nn.Module)).is_legal)),
+    }),
+    Call("QuantEmbeddingBagCollection", QuantEmbeddingBagCollection, {
+        "tables": Kind(lambda: [_as_int8(bag_config())], BAG_TABLES.is_legal),
+        "is_weighted": flag(False), **QUANT,
+    }),
+    Call("QuantEmbeddingCollection", QuantEmbeddingCollection, {
+        "tables": Kind(lambda: [_as_int8(config())], TABLES.is_legal), "need_indices": flag(False),
+        **QUANT,
+    }),
+    Call("QuantEmbeddingBagCollection.from_float", QuantEmbeddingBagCollection.from_float, {
+        "module": module(bags, EmbeddingBagCollection), "use_precomputed_fake_quant": flag(False),
+    }),
+    Call("QuantEmbeddingCollection.from_float", QuantEmbeddingCollection.from_float, {
+        "module": module(sequences, type(sequences())), "use_precomputed_fake_quant": flag(False),
+    }),
+    Call("QuantEmbeddingBagCollection.forward", lambda **given: _quantized()[0](  # type: ignore
+        **given), {"features": KJT}),
+    Call("quantize_state_dict", quantize_state_dict, {
+        "module": module(bags), "table_name_to_quantized_weights": mapping(dict),
+        "table_name_to_data_type": mapping(
+            lambda: {"t": DataType.INT8}, member(DataType.INT8)),
+        "table_name_to_num_embeddings_post_pruning": maybe(mapping(lambda: {"t": 5}, whole(5))),
+    }),
+    Call("shard_quant_model", shard_quant_model, {
+        "model": module(_quantized), "world_size": whole(2), "compute_device": either(
+            text("cpu"), DEVICE), "sharding_device": either(text("cpu"), DEVICE),
+        "sharders": maybe(Kind(lambda: None, SHARDERS.is_legal)),
+        "device_memory_size": maybe(whole(1 << 30)), "ddr_cap": maybe(whole(1 << 30)),
+        "constraints": maybe(CONSTRAINTS), "sharding_plan": maybe(Kind(
+            lambda: None, lambda value: False)),
+    }),
+    Call("QuantEmbeddingBagCollectionSharder", QuantEmbeddingBagCollectionSharder, {
+        "fused_params": maybe(mapping(dict)), "shardable_params": maybe(texts(["t"])),
+    }),
+    Call("export_torchscript", export_torchscript, {
+        "model": module(_quantized), "path": path(lambda: "model.pt"),
+        "inputs": many(lambda: [KJT.right()], anything(KJT.right), 1),
+    }),
+    Call("quant_prep_customize_row_alignment", quant_prep_customize_row_alignment, {
+        "module": MODEL, "module_types": TYPES, "row_alignment": whole(1),
+    }),
+    Call("quant_prep_enable_cache_features_order", quant_prep_enable_cache_features_order, {
+        "module": MODEL, "module_types": TYPES,
+    }),
+    Call("quant_prep_enable_quant_state_dict_split_scale_bias",
+         quant_prep_enable_quant_state_dict_split_scale_bias, {"module": MODEL}),
+    Call("set_pruning_data", set_pruning_data, {
+        "model": MODEL, "tables_to_rows_post_pruning": mapping(lambda: {"t": 5}, whole(5)),
+        "module_types": maybe(TYPES),
+    }),
+    Call("assign_weights_to_tbe", assign_weights_to_tbe, {
+        "model": module(_quantized), "table_to_weight": mapping(_weights),
+    }),
+    Call("get_table_to_weights_from_tbe", get_table_to_weights_from_tbe, {
+        "model": module(_quantized),
+    }),
+    Call("quantize_dense", quantize_dense, {
+        "predict_module": module(lambda: _Predict(nn.Linear(2, 2)), PredictModule),
+        "dtype": _dtype(torch.float16), "additional_embedding_module_type": TYPES,
+    }),
+    Call("PredictModule", lambda **given: _Predict(**given), {
+        "module": MODEL, "device": maybe(text("cpu")),
+    }),
+    Call("BatchingMetadata", BatchingMetadata, {
+        "type": text("dense"), "device": text("cpu"), "pinned": texts(["a"]),
+    }),
+    Call("QualNameMetadata", QualNameMetadata, {"need_preproc": flag(True)}),
+    Call("trim_torch_package_prefix_from_typename", trim_torch_package_prefix_from_typename, {
+        "typename": text("a.b"),
+    }),
+    Call("state_dict_gather", state_dict_gather, {"src": STATE, "dst": STATE}),
+    Call("state_dict_to_device", state_dict_to_device, {
+        "state_dict": STATE, "pg": maybe(Kind(lambda: None, lambda value: False)),
+        "device": DEVICE,
+    }),
+]  # fmt: skip
