@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from recsys.kernels.checked import checked
+
 __all__ = ["checksum_file", "new_file", "verify_checksum", "verify_if_present"]
 
 # GNU's form: a line with a backslash in front has escapes in the name, `*` means binary
@@ -35,6 +37,7 @@ def checksum_file(path: str | Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
+@checked
 def verify_checksum(path: str | Path) -> None:
     r"""Raise an error unless a file is what its export wrote.
 
@@ -46,6 +49,7 @@ def verify_checksum(path: str | Path) -> None:
         path: The exported file. Its checksum is read from the same folder.
 
     Raises:
+        TypeError: The path is none.
         FileNotFoundError: There is no such file, or it has no checksum.
         ValueError: The file or its checksum is damaged.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.checksums import verify_if_present
+from recsys.kernels.checked import checked
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def describe(names: Sequence[str], tensors: Sequence[Tensor]) -> Mapping[str, li
     }
 
 
+@checked
 def load_aoti(path: str | Path) -> AOTIProgram:
     """Load a package of `export_aoti`, on the current device if it is one for GPUs.
 
@@ -177,6 +179,7 @@ def load_aoti(path: str | Path) -> AOTIProgram:
         path: The file that `export_aoti` wrote.
 
     Raises:
+        TypeError: The path is none.
         FileNotFoundError: There is no such file.
         ValueError: The file is damaged, or is not of this version's `export_aoti`.
 
@@ -189,6 +192,7 @@ def load_aoti(path: str | Path) -> AOTIProgram:
     return AOTIProgram(torch._inductor.aoti_load_package(str(path)), path)
 
 
+@checked
 def load_torchscript(
     path: str | Path, device: torch.device | str | None = None
 ) -> torch.jit.ScriptModule:
@@ -202,8 +206,9 @@ def load_torchscript(
         device: Where its tables go; None: where they were.
 
     Raises:
+        TypeError: An argument has another type.
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged.
+        ValueError: The file is damaged, or `device` names none.
 
     Example:
         >>> program = load_torchscript("model.pt")  # doctest: +SKIP

@@ -96,7 +96,7 @@ def instances(subject: str, value: Iterable[_Value], kind: type[object]) -> list
         >>> instances("names", ("a", "b"), str)
         ['a', 'b']
     """
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping | torch.Tensor) or not isinstance(value, Iterable):
         wrong_type(subject, f"a list of {kind.__name__}", value)
     return [instance(f"{subject}[{place}]", item, kind) for place, item in enumerate(value)]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 from torch import Tensor, fx
 
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import flag, wrong_type
 
 if TYPE_CHECKING:
     from recsys.sparse.bags import Bags
@@ -39,6 +39,9 @@ def set_debug(enabled: bool) -> None:
     Args:
         enabled: whether constructors validate fully.
 
+    Raises:
+        TypeError: it is neither True nor False.
+
     Example:
         >>> set_debug(True)
         >>> is_debug()
@@ -46,7 +49,7 @@ def set_debug(enabled: bool) -> None:
         >>> set_debug(False)
     """
     global _debug
-    _debug = bool(enabled)
+    _debug = flag("set_debug: enabled", enabled)
 
 
 def is_debug() -> bool:

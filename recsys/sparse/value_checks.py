@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from recsys.kernels.arguments import flag
 from recsys.kernels.bounds import LateChecks
 
 __all__ = [
@@ -49,6 +50,9 @@ def set_value_checks(enabled: bool) -> None:
     Args:
         enabled: whether values are checked.
 
+    Raises:
+        TypeError: it is neither True nor False.
+
     Example:
         >>> set_value_checks(False)
         >>> has_value_checks()
@@ -56,7 +60,7 @@ def set_value_checks(enabled: bool) -> None:
         >>> set_value_checks(True)
     """
     global _is_on
-    _is_on = bool(enabled)
+    _is_on = flag("set_value_checks: enabled", enabled)
 
 
 def has_value_checks() -> bool:

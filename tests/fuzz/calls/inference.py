@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.checksums import new_file
 from recsys.inference import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
     export_torchscript,
+    load_aoti,
+    load_torchscript,
     quantize_embeddings,
     quantize_inference_model,
     shard_quant_model,
+    verify_checksum,
 )
 from recsys.inference.modules import (
     BatchingMetadata,
@@ -68,6 +72,12 @@ def _quantized() -> nn.Module:
     return quantize_embeddings(_model())
 
 
+def _program() -> str:
+    with new_file("program.pt") as file:
+        torch.jit.script(nn.Linear(2, 2)).save(str(file))
+    return "program.pt"
+
+
 def _as_int8(table: Any) -> Any:
     return dataclasses.replace(table, data_type=DataType.INT8)
 
@@ -99,6 +109,9 @@ QUANT = {
 STATE = mapping(lambda: {"a": torch.ones(2)}, tensor(lambda: torch.ones(2)))
 
 CALLS = [
+    Call("verify_checksum", verify_checksum, {"path": path(_program)}),
+    Call("load_torchscript", load_torchscript, {"path": path(_program), "device": maybe(DEVICE)}),
+    Call("load_aoti", load_aoti, {"path": Kind(_program, path(_program).is_legal)}),
     Call("quantize_embeddings", quantize_embeddings, {
         "module": MODEL, "dtype": _dtype(torch.int8), "inplace": flag(False), **OUT,
         "additional_qconfig_spec_keys": maybe(TYPES), "per_table_weight_dtype": PER_TABLE,

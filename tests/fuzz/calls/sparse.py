@@ -17,6 +17,8 @@ from recsys.sparse import (
     hash_ids,
     jt_is_equal,
     kjt_is_equal,
+    set_debug,
+    set_value_checks,
 )
 from recsys.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from recsys.sparse.kjt_list import KJTList
@@ -49,6 +51,14 @@ def _ints(*numbers: int) -> Kind:
 
 def _floats(*numbers: float) -> Kind:
     return tensor(lambda: torch.tensor(numbers))
+
+
+def _set_back(switch: Callable[[bool], None]) -> Callable[..., object]:
+    def call(enabled: bool) -> None:
+        switch(enabled)
+        switch(switch is set_value_checks)  # the default
+
+    return call
 
 
 def _of_jt(name: str, arguments: dict[str, Kind]) -> Call:
@@ -101,7 +111,10 @@ REGROUP = {
     "groups": many(lambda: [["b"], ["a", "b"]], KEYS),
 }
 
+_SWITCHES = set_debug, set_value_checks
+
 CALLS = [
+    *(Call(switch.__name__, _set_back(switch), {"enabled": flag(False)}) for switch in _SWITCHES),
     Call("JaggedTensor", JaggedTensor, {
         "values": VALUES, "weights": WEIGHTS, "lengths": maybe(_ints(1, 2)),
         "offsets": maybe(_ints(0, 1, 3)),
