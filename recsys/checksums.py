@@ -49,7 +49,7 @@ def verify_checksum(path: str | Path) -> None:
         path: The exported file. Its checksum is read from the same folder.
 
     Raises:
-        TypeError: The path is none.
+        TypeError: `path` is neither text nor a Path.
         FileNotFoundError: There is no such file, or it has no checksum.
         ValueError: The file or its checksum is damaged.
 

@@ -179,7 +179,7 @@ def load_aoti(path: str | Path) -> AOTIProgram:
         path: The file that `export_aoti` wrote.
 
     Raises:
-        TypeError: The path is none.
+        TypeError: `path` is neither text nor a Path.
         FileNotFoundError: There is no such file.
         ValueError: The file is damaged, or is not of this version's `export_aoti`.
 
@@ -208,7 +208,7 @@ def load_torchscript(
     Raises:
         TypeError: An argument has another type.
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or `device` names none.
+        ValueError: The file is damaged, or `device` names no device.
 
     Example:
         >>> program = load_torchscript("model.pt")  # doctest: +SKIP

@@ -253,9 +253,8 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of everything that an optimizer updates.
 
-    Given a `CombinedOptimizer` of a model's `fused_optimizer` and the dense parts' one, it
-    reaches both; tables that are updated in backward have it from the next backward on. A scheduler
-    of `torch.optim.lr_scheduler` on that optimizer does so, too, and keeps the ratios of rates.
+    A `CombinedOptimizer` sets the rate of all its parts. Tables that are updated in backward use it
+    from the next backward on. Schedulers of torch work likewise, and keep the ratios of rates.
 
     Args:
         optimizer: any.
@@ -271,8 +270,9 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
+    rate = finite("lr", lr, least=0)
     for group in optimizer.param_groups:
-        group["lr"] = finite("lr", lr, least=0)
+        group["lr"] = rate
 
 
 class CombinedOptimizer(KeyedOptimizer):
