@@ -15,6 +15,7 @@ from recsys.optim.keyed import (
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
+    set_learning_rate,
 )
 
 Factory = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -276,6 +277,13 @@ class TestInitState:
         optimizer.init_state({"weight"})
         assert_same(bag.weight.detach(), before)
         assert optimizer.state_dict()["state"]["weight"]["exp_avg"].shape == (5, 2)
+
+
+class TestSetLearningRate:
+    @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+    def test_a_wrong_rate_raises_also_without_parameters(self, rate: float) -> None:
+        with pytest.raises(ValueError, match="lr must be finite and >= 0"):
+            set_learning_rate(CombinedOptimizer([]), rate)
 
 
 class TestCombinedOptimizer:
