@@ -288,7 +288,7 @@ print(ops.HAS_TRITON, ops.WHY_TRITON_FAILS, *(str(w.message) for w in said), sep
         ({"PATH": ""}, "", "no C compiler; install gcc"),
         (
             {"CC": "cc"},
-            "sysconfig.get_path = lambda name, scheme: '/nowhere'",
+            "sysconfig.get_path = lambda *names: '/nowhere'",
             "no /nowhere/Python.h; install Python's headers",
         ),
     ],
