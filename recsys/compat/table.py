@@ -786,6 +786,42 @@ def _parents(module: str) -> Iterator[str]:
 HOMES: dict[str, dict[str, Home]] = _build_homes()
 """The table, unfolded: TorchRec module (parents of modules included) -> name -> ours."""
 
+_FIRST_HOMES: dict[str, Home] = {
+    name: home for names in reversed(HOMES.values()) for name, home in names.items()
+}
+"""Name -> ours, of the first TorchRec module in the table that has the name."""
+
+_OTHERS: frozenset[str] = frozenset(
+    (
+        "torchrec.distributed.mc_modules.EmbeddingCollectionContext",
+        "torchrec.distributed.quant_embedding.EmbeddingCollectionContext",
+        "torchrec.modules.embedding_configs.ShardingType",
+    )
+)
+"""Objects of TorchRec that have nothing but their name in common with one of the table."""
+
+
+def home_of(module: str, name: str) -> Home | None:
+    """Return where our object for a TorchRec name lives.
+
+    Args:
+        module: a TorchRec module.
+        name: one that it defines, or imports from another TorchRec module.
+
+    Returns:
+        What the table says of this module, else of the first module that has the name; None if
+        recsys does not have it.
+
+    Example:
+        >>> home_of("torchrec.metrics.rec_metric", "RecTaskInfo")
+        Home(module='recsys.metrics.metrics_config', name='RecTaskInfo')
+    """
+    home = HOMES.get(module, {}).get(name)
+    if home is None and f"{module}.{name}" not in _OTHERS:
+        home = _FIRST_HOMES.get(name)
+    return home
+
+
 INSTEAD: dict[str, str] = {
     "torchrec.distributed.embedding_types.": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.train_pipeline.utils.": "The pipelines inside are others: "

@@ -131,6 +131,24 @@ def test_modules_hold_our_objects(torchrec: Any) -> None:
     assert torchrec.__version__ == "1.8.0+recsys"
 
 
+def test_a_module_serves_what_others_define(torchrec: Any) -> None:
+    """As TorchRec's do, which hold what they import from each other."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollection
+    from torchrec.distributed.shard import get_default_sharders
+    from torchrec.metrics.rec_metric import RecComputeMode, RecTaskInfo
+
+    assert EmbeddingBagCollection is torchrec.EmbeddingBagCollection  # not the quantized one
+    assert get_default_sharders is torchrec.distributed.sharding_plan.get_default_sharders
+    assert RecTaskInfo is torchrec.metrics.metrics_config.RecTaskInfo
+    assert RecComputeMode is torchrec.metrics.metrics_config.RecComputeMode
+    assert isinstance(torchrec.distributed.shard, ModuleType)  # before the function of that name
+
+
+def test_a_name_of_another_object_is_not_served(torchrec: Any) -> None:
+    assert torchrec.distributed.embedding.EmbeddingCollectionContext
+    assert not hasattr(torchrec.modules.embedding_configs, "ShardingType")
+
+
 def test_importing_fx_is_importing_ours(torchrec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With which TorchScript compiles the containers, though no name of it is read."""
     monkeypatch.delitem(sys.modules, "recsys.fx", raising=False)
@@ -148,8 +166,8 @@ def test_star_import(torchrec: Any) -> None:
     ("statement", "message"),
     [
         (
-            "from torchrec.distributed.types import Topology",
-            "no counterpart of torchrec.distributed.types.Topology. "
+            "from torchrec.distributed.types import Topolgy",
+            "no counterpart of torchrec.distributed.types.Topolgy. "
             "The nearest is torchrec.distributed.planner.types.Topology.",
         ),
         (
