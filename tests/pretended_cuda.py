@@ -138,7 +138,7 @@ class PretendedCuda(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if not self._depth:
-            self.is_behind = False  # checks that the library keeps must not wait for it for ever
+            self.is_behind = False  # else later tests wait for its checks
             self._patches.close()
             self._operations.__exit__(*error)
         super().__exit__(*error)

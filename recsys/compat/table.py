@@ -789,7 +789,7 @@ HOMES: dict[str, dict[str, Home]] = _build_homes()
 _FIRST_HOMES: dict[str, Home] = {
     name: home for names in reversed(HOMES.values()) for name, home in names.items()
 }
-"""Name -> ours, of the first TorchRec module in the table that has the name."""
+"""Name -> where ours lives; if several modules have the name, the first in the table decides."""
 
 _OTHERS: frozenset[str] = frozenset(
     (
@@ -798,7 +798,7 @@ _OTHERS: frozenset[str] = frozenset(
         "torchrec.modules.embedding_configs.ShardingType",
     )
 )
-"""Objects of TorchRec that have nothing but their name in common with one of the table."""
+"""TorchRec objects whose name the table has for a different object."""
 
 
 def home_of(module: str, name: str) -> Home | None:
@@ -809,17 +809,17 @@ def home_of(module: str, name: str) -> Home | None:
         name: one that it defines, or imports from another TorchRec module.
 
     Returns:
-        What the table says of this module, else of the first module that has the name; None if
-        recsys does not have it.
+        The entry of this module in the table. Without one, the entry of the first module that has
+        the name. None if no module has it, or if it names a submodule of this one.
 
     Example:
         >>> home_of("torchrec.metrics.rec_metric", "RecTaskInfo")
         Home(module='recsys.metrics.metrics_config', name='RecTaskInfo')
     """
-    home = HOMES.get(module, {}).get(name)
-    if home is None and f"{module}.{name}" not in _OTHERS:
-        home = _FIRST_HOMES.get(name)
-    return home
+    dotted = f"{module}.{name}"
+    if name in HOMES.get(module, {}):
+        return HOMES[module][name]
+    return None if dotted in HOMES or dotted in _OTHERS else _FIRST_HOMES.get(name)
 
 
 INSTEAD: dict[str, str] = {

@@ -6,10 +6,10 @@ Two lines at the top of a script, before anything imports TorchRec::
     compat.install()
 
 From then on `torchrec` and the modules of `TABLE` hold our objects. TorchRec's modules also hold
-what they import from each other, and scripts import it from there; so every module here also
-serves the names of all others. A name that we do not have raises ImportError where it is imported:
-nothing half-works. An installed TorchRec is neither needed nor touched; it is hidden until
-`uninstall`.
+what they import from each other, and scripts import it from there. Here, too, a script can import
+any name of the table from any of its modules. A name that we do not have raises ImportError where
+it is imported: nothing half-works. An installed TorchRec is neither needed nor touched; it is
+hidden until `uninstall`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _Finder(MetaPathFinder, Loader):
 
         def get(name: str) -> object:
             home = home_of(path, name)
-            if f"{path}.{name}" in HOMES and name not in homes:
-                value: object = importlib.import_module(f"{path}.{name}")
-            elif home is not None:
-                value = getattr(importlib.import_module(home.module), home.name)
+            if home is not None:
+                value: object = getattr(importlib.import_module(home.module), home.name)
+            elif f"{path}.{name}" in HOMES:
+                value = importlib.import_module(f"{path}.{name}")
             elif name.startswith("__"):  # Python and tools probe for these
                 raise AttributeError(f"module {path!r} has no attribute {name!r}")
             else:
@@ -128,7 +128,7 @@ def _missing(path: str, name: str) -> str:
 
 
 def _nearest(path: str, name: str) -> str:
-    """Return the most similar name."""
+    """Return a sentence with the most similar name."""
     everything = {(m, n) for m, names in HOMES.items() for n in names}
     everything |= {(parent, tail) for parent, _, tail in (m.rpartition(".") for m in HOMES)}
     similar = difflib.get_close_matches(name, sorted({n for _, n in everything}), n=1)
