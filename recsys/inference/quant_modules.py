@@ -184,6 +184,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
                 lengths that do not fit.
         """
         positions = self._positions(features)
+        features = features.trim()
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
             raise ValueError(
@@ -448,6 +449,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             ValueError: Lengths do not fit.
         """
         positions, keys = self._positions(features), features.keys()
+        features = features.trim()
         lengths = self._lengths(features, is_pooled=False)
         if features.variable_stride_per_key():
             of_key = features.lengths().split_with_sizes(features.stride_per_key())

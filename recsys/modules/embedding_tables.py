@@ -506,7 +506,9 @@ class TableCollection(nn.Module):
             self.device,
             is_pooled=is_pooled,
             is_weighted=is_weighted,
+            names=self._read,
         )
+        features = features.trim()
         if features.values().is_cpu:
             return features, False
         link, mode = self._current_link(), self._bounds_check_mode

@@ -123,6 +123,7 @@ class PositionWeightedModule(FeatureProcessor):
                 or the bags are on another device than the weights.
         """
         check_input(f"{type(self).__name__}: features", features, JaggedTensor)
+        features = features.trim()
         values, lengths, offsets = features.values(), features.lengths(), features.offsets()
         keyed = KeyedJaggedTensor.from_parts(
             [""], values, None, lengths, offsets, stride=lengths.numel()
@@ -216,6 +217,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         if is_proxy(features):
             names = list(self.max_feature_lengths)
             return record(weigh, features, weights, names, type(self).__name__)  # type: ignore[no-any-return]
+        features = features.trim()
         return with_weights(features, self._gather(weights, features))
 
     def script_form(self) -> nn.Module:

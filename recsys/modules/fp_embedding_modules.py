@@ -84,9 +84,11 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
             if is_proxy(features):
                 parts = positions, list(self._processors()), PositionWeightedModule.__name__
                 return record(weigh, features, *parts)  # type: ignore[no-any-return]
+            features = features.trim()
             return with_weights(features, self._gather(positions, features))
         if is_exporting() or is_proxy(features):
             raise self._needs_eager_mode()
+        features = features.trim()
         weigh_each = _run_eagerly if torch.compiler.is_compiling() else _weigh_each
         return with_weights(features, weigh_each(self, features))
 

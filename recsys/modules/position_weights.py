@@ -289,6 +289,7 @@ def weigh(
         return KeyedJaggedTensor(keys, values, weights_N, lengths)
     else:
         gather = _gather_of(tuple(names), tuple(sizes), owner)
+        features = features.trim()
         return with_weights(features, gather(weights, features))
 
 

@@ -67,7 +67,7 @@ class Bags:
         """Return where each bag starts, and the end of the last, `[M + 1]`.
 
         Raises:
-            ValueError: on CPU, if a length is negative, or they do not add up to the number of
+            ValueError: on CPU, if a length is negative, or they add up to more than the number of
                 values.
         """
         if self._offsets is None:
@@ -79,6 +79,34 @@ class Bags:
     def offsets_or_none(self) -> Tensor | None:
         """Return the offsets if they are at hand, without deriving them."""
         return self._offsets
+
+    def trim(self) -> Self:
+        """Return the same bags without the values behind the last; self if there are none.
+
+        A buffer of a fixed size may be longer than its bags: `values()` is the whole buffer, and
+        everything else reads the values of the bags. Nothing here waits for a GPU.
+
+        Returns:
+            Views of the values, and weights if any; other parts are shared.
+
+        Example:
+            >>> from recsys.sparse import JaggedTensor
+            >>> buffer = torch.tensor([5, 6, 7, 0, 0])
+            >>> JaggedTensor(buffer, lengths=torch.tensor([1, 2])).trim().values()
+            tensor([5, 6, 7])
+        """
+        total, values = self._num_read(), self.values()
+        if total is None or total >= values.shape[0]:
+            return self
+        weights = self.weights_or_none()
+        trimmed = self._map(lambda tensor: tensor)
+        trimmed._values = values.narrow(0, 0, total)
+        trimmed._weights = None if weights is None else weights.narrow(0, 0, total)
+        return trimmed
+
+    def _num_read(self) -> int | None:
+        """Return how many values the bags have; None if that is to be waited for."""
+        return int(self.offsets()[-1]) if validate.is_readable(self.values()) else None
 
     def device(self) -> torch.device:
         """Return where the tensors are."""
@@ -131,13 +159,14 @@ class Bags:
 
 def empty_parts(
     bags: Bags, device: torch.device | None = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Make values, weights if there are any, and lengths of no bags, with the dtypes of others."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Make values, weights if any, lengths and offsets of no bags, with the dtypes of others."""
     values, weights = bags.values(), bags.weights_or_none()
     return (
         values.new_empty((0, *values.shape[1:]), device=device),
         None if weights is None else weights.new_empty((0, *weights.shape[1:]), device=device),
         bags.lengths().new_empty(0, device=device),
+        bags.lengths().new_zeros(1, device=device),
     )
 
 

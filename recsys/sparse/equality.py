@@ -1,17 +1,17 @@
 """Whether jagged tensors hold the same data."""
 
+from typing import cast
+
 import torch
 
-from recsys.kernels.checked import checked
 from recsys.sparse import validate
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
 
 
-@checked
 def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
-    """Tell whether two jagged tensors hold the same bags, values and weights.
+    """Return whether two jagged tensors hold the same bags, values and weights.
 
     Args:
         jt_1: one.
@@ -19,19 +19,23 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
 
     Returns:
         Whether values, weights and lengths are equal, whichever of lengths and offsets was given.
+        False if one is no JaggedTensor.
 
     Example:
         >>> a = JaggedTensor(torch.ones(2), lengths=torch.tensor([1, 1]))
         >>> b = JaggedTensor(torch.ones(2), offsets=torch.tensor([0, 1, 2]))
         >>> jt_is_equal(a, b)
         True
+        >>> jt_is_equal(a, None)
+        False
     """
+    if not all(isinstance(cast(object, given), JaggedTensor) for given in (jt_1, jt_2)):
+        return False
     return _have_equal_leaves(leaves_of_jagged(jt_1), leaves_of_jagged(jt_2))
 
 
-@checked
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
-    """Tell whether two keyed jagged tensors hold the same features, bags, values and weights.
+    """Return whether two keyed jagged tensors hold the same features, bags, values and weights.
 
     Args:
         kjt_1: one.
@@ -39,7 +43,7 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
 
     Returns:
         Whether keys (in order), values, weights, lengths, strides and inverse indices are equal,
-        whichever of lengths and offsets was given.
+        whichever of lengths and offsets was given. False if one is no KeyedJaggedTensor.
 
     Example:
         >>> a = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([1, 1]))
@@ -47,6 +51,8 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
         >>> kjt_is_equal(a, b)
         True
     """
+    if not all(isinstance(cast(object, given), KeyedJaggedTensor) for given in (kjt_1, kjt_2)):
+        return False
     return _have_equal_leaves(leaves_of_keyed_jagged(kjt_1), leaves_of_keyed_jagged(kjt_2))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
     """Return what an exchange sends: lengths, values, strides if they vary, and weights if any."""
+    kjt = kjt.trim()
     tensors = {"lengths": kjt.lengths(), "values": kjt.values()}
     if kjt.variable_stride_per_key():
         tensors["strides"] = torch.tensor(kjt.stride_per_key(), device=kjt.device())

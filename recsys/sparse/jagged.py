@@ -24,7 +24,8 @@ class JaggedTensor(Bags):
     Lengths and offsets derive from each other when first asked for.
 
     Args:
-        values: `[N]`, or `[N, ...]` rows, of any dtype: the lists end to end.
+        values: `[N]`, or `[N, ...]` rows, of any dtype: the lists end to end. What follows the
+            last list is never read: see `trim`.
         weights: `[N]`, or `[N, ...]`: one weight per value, or None.
         lengths: `[M]`, int32 or int64: the length of each list.
         offsets: `[M + 1]`, int32 or int64: where each list starts, and the end of the last. One
@@ -154,6 +155,7 @@ class JaggedTensor(Bags):
             torch.empty(0, dtype=values_dtype, device=device),
             torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
             lengths=torch.empty(0, dtype=lengths_dtype, device=device),
+            offsets=torch.zeros(1, dtype=lengths_dtype, device=device),
         )
 
     @staticmethod
@@ -173,7 +175,7 @@ class JaggedTensor(Bags):
             >>> JaggedTensor.empty_like(jt).values()
             tensor([], dtype=torch.int64)
         """
-        return JaggedTensor(*empty_parts(jt, device))
+        return JaggedTensor.from_parts(*empty_parts(jt, device))
 
     @staticmethod
     @checked
@@ -394,8 +396,9 @@ class JaggedTensor(Bags):
         if validate.is_meta(tensor):
             validate.refuse_meta("JaggedTensor.to_dense()", "Use to_padded_dense(desired_length).")
         lengths = self.lengths().tolist()
-        validate.check_total("JaggedTensor", sum(lengths), tensor)
-        return list(tensor.split_with_sizes(lengths))
+        total = sum(lengths)
+        validate.check_total("JaggedTensor", total, tensor)
+        return list(tensor.narrow(0, 0, total).split_with_sizes(lengths))
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if desired_length is not None and not isinstance(

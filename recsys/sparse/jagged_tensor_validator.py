@@ -8,7 +8,7 @@ from typing import Protocol
 
 from recsys.kernels.checked import checked
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
-from recsys.sparse.validate import check_parts, check_unique
+from recsys.sparse.validate import check_parts, check_total, check_unique
 
 __all__ = ["validate_keyed_jagged_tensor"]
 
@@ -58,6 +58,7 @@ def validate_keyed_jagged_tensor(
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
     check_parts(owner, kjt.values(), kjt.weights_or_none(), lengths, offsets)
     kjt.validate()
+    check_total(owner, int(kjt.offsets()[-1]), kjt.values(), is_exact=True)
     values = dict(zip(keys, kjt.values().split_with_sizes(kjt.length_per_key()), strict=True))
     for config in configs or ():
         for feature in config.feature_names:

@@ -65,7 +65,8 @@ class KeyedJaggedTensor(Bags):
 
     Args:
         keys: the features, unique, in the order of the buffer.
-        values: `[N]`, ids or values of all features end to end.
+        values: `[N]`, ids or values of all features end to end. What follows the last bag is never
+            read: see `trim`.
         weights: `[N]`, one weight per value, or None.
         lengths: `[F * B]` (or `[F, B]`), int32 or int64: values in each bag, feature by feature.
         offsets: `[F * B + 1]`, int32 or int64. One of lengths and offsets is required.
@@ -73,12 +74,14 @@ class KeyedJaggedTensor(Bags):
         stride_per_key_per_rank: `F` lists (or an integer tensor `[F, W]`) of the number of bags
             that came from each rank, when features have different batch sizes.
         stride_per_key: `F` batch sizes, when features have different ones and ranks do not matter.
-        length_per_key: `F` numbers of values, where known; saves the wait for a GPU.
+        length_per_key: `F` numbers of values, where known; saves the wait for a GPU. Required on a
+            GPU where values are longer than the bags.
         lengths_offset_per_key: `F + 1`, the running sum of `stride_per_key`, where known.
         offset_per_key: `F + 1`, the running sum of `length_per_key`, where known.
         index_per_key: position of each key, where known.
         jt_dict: the result of `to_dict()`, where known; only its keys are checked.
-        inverse_indices: keys, and `[len(keys), samples]` the bag that each sample reads.
+        inverse_indices: keys, and `[len(keys), samples]` the bag that each sample reads. Features
+            without are not looked up for samples.
 
     Raises:
         TypeError: if lengths or offsets are not int32 or int64 tensors, or an argument has another
@@ -130,7 +133,7 @@ class KeyedJaggedTensor(Bags):
         num_bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
         num_samples = None
         if inverse_indices is not None:
-            num_samples = validate.check_inverse_indices(keys, values, inverse_indices)
+            num_samples = validate.check_inverse_indices(values, inverse_indices)
         self._stride, self._stride_per_key_per_rank = per_key_checks.check_strides(
             keys, num_bags, stride, stride_per_key, stride_per_key_per_rank, num_samples
         )
@@ -362,7 +365,8 @@ class KeyedJaggedTensor(Bags):
             []
         """
         jt = JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
-        return KeyedJaggedTensor([], jt.values(), jt.weights_or_none(), jt.lengths())
+        parts = jt.values(), jt.weights_or_none(), jt.lengths(), jt.offsets()
+        return KeyedJaggedTensor.from_parts([], *parts, stride=0, length_per_key=[])
 
     @staticmethod
     @checked
@@ -384,7 +388,7 @@ class KeyedJaggedTensor(Bags):
             2
         """
         parts = empty_parts(kjt, device)
-        return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride)
+        return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride, length_per_key=[])
 
     def parts(self) -> Parts:
         """Return all that `from_parts` takes, in its order and in one call, offsets included.
@@ -830,6 +834,10 @@ class KeyedJaggedTensor(Bags):
     def __str__(self) -> str:
         return show_keyed_jagged(self)
 
+    def _num_read(self) -> int | None:
+        known = self._length_per_key
+        return super()._num_read() if known is None else sum(known)
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = super()._shapes()
         if self._inverse_indices is not None:
@@ -851,6 +859,7 @@ def check_features(
     *,
     is_pooled: bool,
     is_weighted: bool,
+    names: Sequence[str] = (),
 ) -> Parts:
     """Raise if a lookup cannot read a batch, whatever its ids are.
 
@@ -860,9 +869,10 @@ def check_features(
         device: Where the tables are.
         is_pooled: Whether there is a row per sample, so that samples must be told.
         is_weighted: Whether ids are weighted.
+        names: The features that are looked up.
 
     Returns:
-        The batch's parts.
+        The batch's parts, trimmed.
 
     Raises:
         TypeError: No KeyedJaggedTensor, ids that are not int32 or int64, or weights no floats.
@@ -876,7 +886,7 @@ def check_features(
             f"{owner} takes a KeyedJaggedTensor; received {validate.described(features)}. Build "
             "one: KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
         )
-    parts = features.parts()  # on a CPU, lengths and offsets are checked when one makes the other
+    parts = features.trim().parts()  # on a CPU, lengths and offsets are checked when one makes the other
     values = parts.values
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise TypeError(
@@ -913,14 +923,18 @@ def check_features(
         safe = check_id_weights(owner, weights, parts.offsets, parts.keys, features.stride_per_key)
         parts = parts._replace(weights=safe)
     if parts.stride_per_key_per_rank is not None or parts.inverse_indices is not None:
-        _check_samples(features, parts, is_pooled)
+        _check_samples(features, parts, is_pooled, names)
     return parts
 
 
-def _check_samples(features: KeyedJaggedTensor, parts: Parts, is_pooled: bool) -> None:
+def _check_samples(
+    features: KeyedJaggedTensor, parts: Parts, is_pooled: bool, names: Sequence[str]
+) -> None:
     inverse, strides = parts.inverse_indices, features.stride_per_key()
     if inverse is not None:
         validate.check_inverse_contents(parts.keys, strides, inverse)
+        if is_pooled:
+            validate.check_inverse_covers(names, inverse[0])
     if not features.variable_stride_per_key():
         return
     if inverse is None:

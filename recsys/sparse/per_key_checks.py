@@ -25,7 +25,7 @@ def check_length_per_key(
     values: Tensor,
     source: str = "length_per_key",
 ) -> None:
-    """Check that the numbers of values of each feature account for all values.
+    """Check that there are enough values for those that each feature has.
 
     Args:
         keys: features.
@@ -36,19 +36,19 @@ def check_length_per_key(
 
     Raises:
         TypeError: if they are no whole numbers.
-        ValueError: if they do not account for all values, naming a feature with a negative one.
+        ValueError: if there are fewer values, or a number is negative, naming its feature.
     """
     check_one_per_key(source, keys, length_per_key)
     total = sum(length_per_key)
     if not _is_whole(total):
         wrong_type(f"KeyedJaggedTensor.{source}", "a list of integers", length_per_key)
-    if total != values.shape[0]:
-        if source == "lengths":
-            check_total("KeyedJaggedTensor", total, values)
+    if source == "lengths":
+        check_total("KeyedJaggedTensor", total, values, is_exact=not values.is_cpu)
+    if total > values.shape[0]:
         raise ValueError(
-            f"KeyedJaggedTensor.{source} must account for all values; received counts that add up "
-            f"to {total}, {preview(length_per_key)}, for {values.shape[0]} values. Leave it out: "
-            "it is derived from the lengths."
+            f"KeyedJaggedTensor.{source} must count at most the values; received counts that add "
+            f"up to {total}, {preview(length_per_key)}, for {values.shape[0]} values. Leave it "
+            "out: it is derived from the lengths."
         )
     if min(length_per_key, default=0) < 0:
         index = next(i for i, length in enumerate(length_per_key) if length < 0)

@@ -56,7 +56,7 @@ def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) ->
 
 def merged(jt_dict: Mapping[str, JaggedTensor]) -> dict[str, Any]:
     """Argument of KeyedJaggedTensor for `KeyedJaggedTensor.from_jt_dict`."""
-    parts = list(jt_dict.values())
+    parts = [jt.trim() for jt in jt_dict.values()]
     _check_mergeable("KeyedJaggedTensor.from_jt_dict", parts)
     lengths = [jt.lengths() for jt in parts]
     strides = [part.numel() for part in lengths]
@@ -72,7 +72,7 @@ def merged(jt_dict: Mapping[str, JaggedTensor]) -> dict[str, Any]:
 def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Do what `KeyedJaggedTensor.concat` says."""
     # A part without keys has nothing to add, whatever its stride and dtypes.
-    kjt_list = [kjt for kjt in kjt_list if kjt.keys()] or kjt_list[:1]
+    kjt_list = [kjt.trim() for kjt in kjt_list if kjt.keys()] or kjt_list[:1]
     _check_mergeable("KeyedJaggedTensor.concat", kjt_list)
     keys = _chain(kjt._keys for kjt in kjt_list)
     validate.check_unique("KeyedJaggedTensor.concat", keys)
@@ -122,6 +122,7 @@ def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
 def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     """Every feature as views of the buffer, made when first looked at."""
     sizes, strides = kjt.length_per_key(), kjt.stride_per_key()
+    kjt = kjt.trim()
     views = FeatureViews(kjt._values, kjt._weights, kjt.lengths(), sizes, strides)
     return JaggedTensor.from_views(kjt._keys, views)
 
@@ -182,6 +183,7 @@ def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor
     else:
         length_per_key = kjt.length_per_key()
         sizes = [sum(length_per_key[run]) for run in runs]
+        kjt = kjt.trim()
     strides = num_bags = None
     if kjt.variable_stride_per_key():
         strides, per_key = kjt.stride_per_key_per_rank(), kjt.stride_per_key()
@@ -210,7 +212,7 @@ def permute(
     kjt: KeyedJaggedTensor, indices: list[int], indices_tensor: Tensor | None
 ) -> KeyedJaggedTensor:
     """Do what `KeyedJaggedTensor.permute` says."""
-    keys, given, given_weights = kjt._keys, kjt._values, kjt._weights
+    keys, given = kjt._keys, kjt._values
     if indices and not 0 <= min(indices) <= max(indices) < len(keys):
         raise IndexError(
             f"KeyedJaggedTensor.permute: indices must be in 0..{len(keys) - 1}; received "
@@ -231,6 +233,8 @@ def permute(
     if validate.is_readable(given):
         # a kernel given lengths that do not add up would read past the end
         kjt.length_per_key()
+    trimmed = kjt.trim()
+    given, given_weights = trimmed._values, trimmed._weights
     sizes, total, strides = kjt._length_per_key, None, None
     if sizes is not None:
         sizes = [sizes[i] for i in indices]
@@ -284,11 +288,12 @@ def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseInd
 def _own_inverse_indices(kjt: KeyedJaggedTensor) -> InverseIndices | None:
     """Return the inverse indices without the rows of features that a split left elsewhere."""
     inverse = kjt._inverse_indices
-    if inverse is None or len(inverse[0]) == len(kjt._keys) or not kjt._keys:
+    if inverse is None or not kjt._keys or set(inverse[0]) <= set(kjt._keys):
         return inverse
     place = {key: i for i, key in enumerate(inverse[0])}
-    rows = [inverse[1].narrow(0, place[key], 1) for key in kjt._keys]
-    return list(kjt._keys), torch.cat(rows)
+    keys = [key for key in kjt._keys if key in place]
+    rows = [inverse[1].narrow(0, place[key], 1) for key in keys]
+    return keys, torch.cat([*rows, inverse[1][:0]])
 
 
 def _chain(lists: Iterable[list[_T]]) -> list[_T]:

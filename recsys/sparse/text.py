@@ -1,7 +1,7 @@
 """What jagged and keyed tensors look like.
 
-`print` shows the first values in TorchRec's layout; `repr`, which debuggers show, says sizes, types
-and devices first.
+`print` shows TorchRec's text, shortened where there is much to show. `repr`, which debuggers show,
+says sizes, types and devices first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 8
 """Keys, bags, values of a bag and rows beyond this number are shown as `...`."""
+MAX_WHOLE = 1000
+"""`print` shows all values with all digits of up to this many: torch's own limit for tensors."""
 
 
 def format_jagged(jt: JaggedTensor) -> str:
@@ -56,28 +58,38 @@ def show_jagged(jt: JaggedTensor) -> str:
     """Return what `print` shows of a JaggedTensor."""
     if jt.values().is_meta:
         return format_jagged(jt)
-    return _braces("JaggedTensor", _bags_by_part(jt, is_top=True))
+    is_whole = _is_small(jt.values(), jt.lengths())
+    return _braces("JaggedTensor", _bags_by_part(jt, is_whole, is_top=True))
 
 
 def show_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
     """Return what `print` shows of a KeyedJaggedTensor."""
     try:
-        return _show(kjt, lambda key: _bags_by_part(kjt[key]))
+        is_whole = not kjt.values().is_meta and _is_small(kjt.values(), kjt.lengths())
+        return _show(kjt, is_whole, lambda key: _bags_by_part(kjt[key], is_whole))
     except ValueError:
         return format_keyed_jagged(kjt)  # which says what is wrong with it
 
 
 def show_keyed(kt: KeyedTensor) -> str:
     """Return what `print` shows of a KeyedTensor."""
-    return _show(kt, lambda key: _format_values(kt[key].detach()))
+    is_whole = _is_small(kt.values())
+    return _show(kt, is_whole, lambda key: _format_values(kt[key].detach(), is_whole))
 
 
-def _show(keyed: KeyedJaggedTensor | KeyedTensor, text_of: Callable[[str], str]) -> str:
+def _is_small(*tensors: Tensor) -> bool:
+    return sum(tensor.numel() for tensor in tensors) <= MAX_WHOLE
+
+
+def _show(
+    keyed: KeyedJaggedTensor | KeyedTensor, is_whole: bool, text_of: Callable[[str], str]
+) -> str:
     if keyed.values().is_meta:
         return repr(keyed)
     keys = keyed.keys()
-    parts = [f'"{key}": {text_of(key)}' for key in keys[:MAX_ITEMS]]
-    return _braces(type(keyed).__name__, ",\n".join(parts + ["..."] * (len(keys) > MAX_ITEMS)))
+    shown = keys if is_whole else keys[:MAX_ITEMS]
+    parts = [f'"{key}": {text_of(key)}' for key in shown]
+    return _braces(type(keyed).__name__, ",\n".join(parts + ["..."] * (len(keys) > len(shown))))
 
 
 def _header(
@@ -91,17 +103,17 @@ def _header(
     return f"{type(jagged).__name__}({sizes}{weighted}, {dtype}, {values.device})"
 
 
-def _bags_by_part(jt: JaggedTensor, *, is_top: bool = False) -> str:
+def _bags_by_part(jt: JaggedTensor, is_whole: bool, *, is_top: bool = False) -> str:
     weights = jt.weights_or_none()
-    bags = _format_segments(jt.values(), jt)
+    bags = _format_segments(jt.values(), jt, is_whole)
     if weights is None:
         return bags
-    body = f'"values": {bags},\n"weights": {_format_segments(weights, jt)}'
+    body = f'"values": {bags},\n"weights": {_format_segments(weights, jt, is_whole)}'
     return body if is_top else f"{{\n{_indented(body)}\n}}"
 
 
 def _braces(name: str, body: str) -> str:
-    return f"{name}({{\n{_indented(body)}\n}})" if body else f"{name}()"
+    return f"{name}({{\n{_indented(body)}\n}})\n" if body else f"{name}()\n"
 
 
 def _indented(text: str) -> str:
@@ -119,16 +131,18 @@ def _format_bags(jt: JaggedTensor, indent: int = 4) -> str:
     return text
 
 
-def _format_segments(tensor: Tensor, jt: JaggedTensor) -> str:
-    lengths = jt.lengths()[: MAX_ITEMS + 1].tolist()
+def _format_segments(tensor: Tensor, jt: JaggedTensor, is_whole: bool = False) -> str:
+    lengths: list[int] = jt.lengths()[: None if is_whole else MAX_ITEMS + 1].tolist()
     texts, start = [], 0
     for length in lengths:
-        texts.append(_format_values(tensor[start : start + length].detach()))
+        texts.append(_format_values(tensor[start : start + length].detach(), is_whole))
         start += length
-    return _cut(texts)
+    return f"[{', '.join(texts)}]" if is_whole else _cut(texts)
 
 
-def _format_values(values: Tensor) -> str:
+def _format_values(values: Tensor, is_whole: bool = False) -> str:
+    if is_whole:
+        return str(values.tolist())
     if values.dim() == 0:
         if not values.is_floating_point():
             return str(values.item())

@@ -1,8 +1,12 @@
 """Registration with torch's pytrees, so that batches can be mapped, exported and compared.
 
-Every leaf is a tensor. The same data gives the same tree whether or not its offsets were derived.
-The batch size belongs to the structure only where the tensors do not imply it: without keys, and
-where features have different batch sizes.
+The leaves are TorchRec's, in its order: values, weights, lengths and offsets; of a KeyedJaggedTensor
+also the batch sizes per key and rank, and the inverse indices. A part that is not there is a leaf
+None. Offsets are a leaf where the lengths are not at hand. So a batch built of lengths has one tree,
+whether or not its offsets were derived.
+
+The batch sizes of a batch belong to its structure where the tensors do not imply them: without keys,
+and where features have different ones. Then the leaf of the batch sizes is a copy that nothing reads.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,25 +33,52 @@ def leaves_of_jagged(jt: Bags) -> tuple[Leaves, bool]:
     return (leaves, False) if weights is None else ({**leaves, "weights": weights}, True)
 
 
-def _jagged_of(leaves: Iterable[Tensor], is_weighted: bool) -> JaggedTensor:
-    values, lengths, *rest = leaves
-    return JaggedTensor.from_parts(values, rest[0] if is_weighted else None, lengths)
-
-
 def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
     """Return the tensors that are there, and the rest of a batch: its structure."""
     leaves, is_weighted = leaves_of_jagged(kjt)
-    inverse_keys, inverse_rows = kjt.inverse_indices_or_none() or (None, None)
-    if inverse_rows is not None:
-        leaves["inverse_indices"] = inverse_rows
+    inverse = kjt.inverse_indices_or_none()
+    if inverse is not None:
+        leaves["inverse_indices"] = inverse[1]
+    return leaves, (is_weighted, *_structure_of(kjt))
+
+
+def _parts_of_jagged(jt: Bags) -> tuple[dict[str, Tensor | None], None]:
+    lengths = jt.lengths_or_none()
+    return {
+        "_values": jt.values(),
+        "_weights": jt.weights_or_none(),
+        "_lengths": lengths,
+        "_offsets": jt.offsets_or_none() if lengths is None else None,
+    }, None
+
+
+def _jagged_of(leaves: Iterable[Any], _: object) -> JaggedTensor:
+    return JaggedTensor.from_parts(*leaves)
+
+
+def _structure_of(kjt: KeyedJaggedTensor) -> tuple[Any, ...]:
+    """Return the keys, the strides where they vary, the inverse keys, and a stride of its own."""
+    inverse_keys, _ = kjt.inverse_indices_or_none() or (None, None)
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
-    context = (kjt.keys(), is_weighted, strides, inverse_keys)
     has_other_stride = (
         inverse_keys is None
         and (strides is not None or not kjt.keys())
         and kjt.stride() != _largest(strides)
     )
-    return leaves, (*context, kjt.stride()) if has_other_stride else context
+    return kjt.keys(), strides, inverse_keys, kjt.stride() if has_other_stride else None
+
+
+def _parts_of_keyed_jagged(
+    kjt: KeyedJaggedTensor,
+) -> tuple[dict[str, Tensor | None], tuple[Any, ...]]:
+    parts, _ = _parts_of_jagged(kjt)
+    structure = _structure_of(kjt)
+    strides, inverse = structure[1], kjt.inverse_indices_or_none()
+    parts["_stride_per_key_per_rank"] = (
+        None if strides is None else torch.tensor(strides, dtype=torch.int32)
+    )
+    parts["_inverse_indices"] = None if inverse is None else inverse[1]
+    return parts, structure
 
 
 def _largest(strides_per_rank: list[list[int]] | None) -> int:
@@ -55,33 +86,37 @@ def _largest(strides_per_rank: list[list[int]] | None) -> int:
     return max(map(sum, strides_per_rank or ()), default=0)
 
 
-def _keyed_jagged_of(leaves: Iterable[Tensor], context: Any) -> KeyedJaggedTensor:
-    # programs exported before batch sizes were recorded have four members here, too
-    keys, is_weighted, strides_per_rank, inverse_keys, *told = context
-    values, lengths, *rest = leaves
-    weights = rest[0] if is_weighted else None
-    inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
-    if told:
-        (stride,) = told
-    elif inverse is not None and isinstance(inverse[1], Tensor):
-        stride = inverse[1].shape[1]
-    elif strides_per_rank is not None:
-        stride = _largest(strides_per_rank)
-    else:  # a tree_map may have put something else than tensors, or their proxies, here
-        stride = lengths.numel() // len(keys) if keys and hasattr(lengths, "numel") else 0
+def _keyed_jagged_of(leaves: Iterable[Any], structure: Any) -> KeyedJaggedTensor:
+    keys, strides_per_rank, inverse_keys, stride = structure
+    values, weights, lengths, offsets, _, inverse_rows = leaves
+    inverse = None if inverse_keys is None else (inverse_keys, inverse_rows)
+    if stride is None:
+        if inverse is not None and isinstance(inverse_rows, Tensor):
+            stride = inverse_rows.shape[1]
+        elif strides_per_rank is not None:
+            stride = _largest(strides_per_rank)
+        else:
+            stride = _stride_of(len(keys), lengths, offsets)
     return KeyedJaggedTensor.from_parts(
         keys,
         values,
         weights,
         lengths,
+        offsets,
         stride=stride,
         stride_per_key_per_rank=strides_per_rank,
         inverse_indices=inverse,
     )
 
 
-def _leaves_of_keyed(kt: KeyedTensor) -> tuple[Leaves, object]:
-    return {"values": kt.values()}, (kt.keys(), kt.length_per_key(), kt.key_dim())
+def _stride_of(num_keys: int, lengths: Any, offsets: Any) -> int:
+    """Return the batch size; 0 where a tree_map has put something else than tensors here."""
+    bags, more = (offsets, 1) if lengths is None else (lengths, 0)
+    return (bags.numel() - more) // num_keys if num_keys and hasattr(bags, "numel") else 0
+
+
+def _parts_of_keyed(kt: KeyedTensor) -> tuple[Leaves, object]:
+    return {"_values": kt.values()}, (kt.keys(), kt.length_per_key(), kt.key_dim())
 
 
 def _keyed_of(leaves: Iterable[Tensor], context: Any) -> KeyedTensor:
@@ -133,9 +168,9 @@ def register(
     )
 
 
-register(JaggedTensor, leaves_of_jagged, _jagged_of)
-register(KeyedJaggedTensor, leaves_of_keyed_jagged, _keyed_jagged_of)
-register(KeyedTensor, _leaves_of_keyed, _keyed_of)
+register(JaggedTensor, _parts_of_jagged, _jagged_of)
+register(KeyedJaggedTensor, _parts_of_keyed_jagged, _keyed_jagged_of)
+register(KeyedTensor, _parts_of_keyed, _keyed_of)
 register(KJTList, _members_of_list, _list_of)
 # batches hold tensors, names and numbers: `torch.load` and `torch.export.load` may read them
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
@@ -199,23 +199,23 @@ def check_parts(
 
 
 def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
-    """Check that offsets run from 0 to the number of values, where reading them is free.
+    """Check that offsets start at 0 and end within the values, where reading them is free.
 
     Raises:
         ValueError: if they do not.
     """
     if is_readable(offsets):
         first, last = offsets[0].item(), offsets[-1].item()
-        if first != 0 or last != values.shape[0]:
+        if first != 0 or last > values.shape[0]:
             raise ValueError(
-                f"{owner}.offsets must run from 0 to the number of values, {values.shape[0]}; "
-                f"received offsets from {first} to {last}. They are the running sum of the bags' "
-                "lengths with a leading 0."
+                f"{owner}.offsets must run from 0 to at most the number of values, "
+                f"{values.shape[0]}; received offsets from {first} to {last}. They are the running "
+                "sum of the bags' lengths with a leading 0."
             )
 
 
 def check_lengths(jagged: Bags, lengths: Tensor) -> None:
-    """Check that no length is negative and that every value has a bag, where reading is free.
+    """Check that no length is negative and that bags end within the values, where reading is free.
 
     Args:
         jagged: what the lengths are of.
@@ -226,23 +226,33 @@ def check_lengths(jagged: Bags, lengths: Tensor) -> None:
     """
     # The sum of int32 lengths is int64, so it cannot wrap to the right number.
     if is_readable(lengths) and (
-        int(lengths.sum()) != jagged.values().shape[0]
+        int(lengths.sum()) > jagged.values().shape[0]
         or (lengths.numel() and int(lengths.min()) < 0)
     ):
         jagged.validate()
 
 
-def check_total(owner: str, total: int, values: Tensor) -> None:
-    """Check that lengths add up to the number of values.
+def check_total(owner: str, total: int, values: Tensor, *, is_exact: bool = False) -> None:
+    """Check that the values are enough for the lengths.
+
+    Args:
+        owner: the class, for messages.
+        total: the sum of the lengths.
+        values: `[N, ...]`.
+        is_exact: whether no value may be left over, as on a GPU where the host has no
+            `length_per_key`.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if there are fewer values; or, if exact, more.
     """
-    if total != values.shape[0]:
+    if total > values.shape[0] or (is_exact and total < values.shape[0]):
+        rule, more = "add up to at most the number of values", ""
+        if is_exact:
+            rule = "add up to the number of values"
+            more = " A buffer on a GPU that is longer than its bags needs length_per_key."
         raise ValueError(
-            f"{owner}.lengths must add up to the number of values; received lengths that add up "
-            f"to {total} for {values.shape[0]} values. Every value belongs to one bag: correct "
-            "the lengths or the values."
+            f"{owner}.lengths must {rule}; received lengths that add up to {total} for "
+            f"{values.shape[0]} values. Correct the lengths or the values.{more}"
         )
 
 
@@ -285,10 +295,8 @@ def flatten_lengths(keys: Sequence[str], lengths: Tensor) -> Tensor:
     return lengths.reshape(-1)
 
 
-def check_inverse_indices(
-    keys: Sequence[str], values: Tensor, inverse_indices: InverseIndices
-) -> int:
-    """Check the shape, dtype, device and keys of inverse indices.
+def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> int:
+    """Check the shape, dtype and device of inverse indices.
 
     Returns:
         The number of samples that they have.
@@ -305,12 +313,6 @@ def check_inverse_indices(
         raise ValueError(
             "KeyedJaggedTensor.inverse_indices must be keys and integers [keys, samples]; received "
             f"{len(inverse_keys)} keys and {rows.dtype} of shape {tuple(rows.shape)}."
-        )
-    missing = set(keys).difference(inverse_keys)
-    if missing:
-        raise ValueError(
-            "KeyedJaggedTensor.inverse_indices must cover every key; received none for "
-            f"{preview(sorted(missing))}."
         )
     if rows.device != values.device:
         _refuse_part("KeyedJaggedTensor", "inverse_indices", rows, values.device)
@@ -352,6 +354,8 @@ def check_contents(
     offsets: Tensor | None,
     keys: Sequence[str] = (),
     stride_per_key: Sequence[int] = (),
+    *,
+    is_exact: bool = False,
 ) -> None:
     """Check every length and offset; waits for the device.
 
@@ -362,6 +366,7 @@ def check_contents(
         offsets: `[M + 1]` or None.
         keys: features, to name the one at fault.
         stride_per_key: bags of each feature.
+        is_exact: whether no value may be left over.
 
     Raises:
         ValueError: naming the first bag (and feature) at fault.
@@ -380,9 +385,10 @@ def check_contents(
                 f"{_describe_bag(position, keys, stride_per_key)}."
             )
     if lengths is not None:
-        check_total(owner, int(lengths.sum()), values)
-    if offsets is not None and (int(offsets[0]) != 0 or int(offsets[-1]) != values.shape[0]):
+        check_total(owner, int(lengths.sum()), values, is_exact=is_exact)
+    if offsets is not None:
         check_offsets_span(owner, offsets.cpu(), values)
+        check_total(owner, int(offsets[-1]), values, is_exact=is_exact)
     if lengths is not None and derived is not None and not torch.equal(lengths, derived):
         position = int((lengths != derived).nonzero()[0, 0])
         raise ValueError(
@@ -441,7 +447,10 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
     """
     keys, strides = kjt.keys(), kjt.stride_per_key()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
-    check_contents("KeyedJaggedTensor", kjt.values(), lengths, offsets, keys, strides)
+    is_exact = not kjt.values().is_cpu and kjt.length_per_key_or_none() is None
+    check_contents(
+        "KeyedJaggedTensor", kjt.values(), lengths, offsets, keys, strides, is_exact=is_exact
+    )
     sizes: list[int] = kjt.values_per_key().tolist()
     bounds = list(itertools.accumulate(sizes, initial=0))
     for name, known, actual in (
@@ -456,6 +465,24 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
     inverse = kjt.inverse_indices_or_none()
     if inverse is not None:
         check_inverse_contents(keys, strides, (inverse[0], inverse[1].cpu()))
+
+
+def check_inverse_covers(names: Iterable[str], inverse_keys: Sequence[str]) -> None:
+    """Check that the features that a lookup reads have inverse indices.
+
+    Args:
+        names: features.
+        inverse_keys: the features that have them.
+
+    Raises:
+        ValueError: naming the features without.
+    """
+    missing = set(names).difference(inverse_keys)
+    if missing:
+        raise ValueError(
+            "KeyedJaggedTensor.inverse_indices must cover every key that is looked up; received "
+            f"none for {preview(sorted(missing))}."
+        )
 
 
 def described(given: object) -> str:

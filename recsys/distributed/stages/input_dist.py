@@ -257,7 +257,9 @@ class InputDist:
             self.device,
             is_pooled=self.pooled,
             is_weighted=self.is_weighted,
+            names=self.feature_names,
         )
+        features = trip.given = trip.safe = features.trim()
         keys = bags.keys
         if keys != self._keys:
             num_padding = 1 if self.distinct else 0
