@@ -116,13 +116,13 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "lengths that do not add up": (
         _looked_up(_unsharded, [1, 2, 3], [1, 2, 3, 1]),
         ValueError,
-        "KeyedJaggedTensor.lengths must add up to the number of values; received lengths that add "
-        "up to 7 for 3 values. Every value belongs to one bag: correct the lengths or the values.",
+        "KeyedJaggedTensor.lengths must add up to at most the number of values; received lengths "
+        "that add up to 7 for 3 values. Correct the lengths or the values.",
     ),
     "lengths that do not add up, sharded": (
-        _looked_up(_sharded, [1, 2, 3], [1, 0, 0, 1]),
+        _looked_up(_sharded, [1, 2, 3], [1, 0, 0, 3]),
         ValueError,
-        "On rank 0: KeyedJaggedTensor.lengths must add up ... that add up to 2 for 3 values. ...",
+        "On rank 0: KeyedJaggedTensor.lengths must add up ... that add up to 4 for 3 values. ...",
     ),
     "float ids": (
         _looked_up(_unsharded, [1.0, 2.0], [1, 1]),

@@ -186,21 +186,24 @@ class PlainModel(nn.Module):
         with torch.no_grad():
             self._expected = model(*inputs)
         self.output_names = list(_plain(self._expected, self._expected))
+        for jagged in pytree.tree_leaves(inputs, is_leaf=_is_jagged):
+            if _is_jagged(jagged):
+                jagged.lengths()  # offsets are no argument of a program
         found, self._structure = pytree.tree_flatten_with_path(_named(model, inputs))
         self._leaves = [leaf for _, leaf in found]
-        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._places = _places_of_tensors(found)
         for i in self._places:
             # a graph has the strides of its example: those of a whole tensor, also for one row
             self._leaves[i] = self._leaves[i].detach().clone(memory_format=torch.contiguous_format)
         self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
         self._batch_sizes = _batch_sizes(inputs)
         self.names = ["_".join(map(_text, found[i][0])) for i in self._places]
-        jagged = [
+        are_jagged = [
             _is_jagged(leaf)
             for leaf in pytree.tree_leaves(inputs, is_leaf=_is_jagged)
             for _ in pytree.tree_leaves(leaf)
         ]
-        self.are_jagged = [jagged[i] for i in self._places]
+        self.are_jagged = [are_jagged[i] for i in self._places]
         served = {
             id(m): m.served if isinstance(m, QuantizedCollection) else position_processor(m)
             for m in model.modules()
@@ -411,8 +414,19 @@ def _batch_sizes(inputs: Sequence[object]) -> set[int]:
 
 def _text(key: Any) -> str:
     """Return a step of a pytree's path as a part of a name."""
-    found = str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-    return re.sub(r"\W", "_", found)
+    if isinstance(key, pytree.GetAttrKey):
+        return key.name.removeprefix("_")
+    return re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", key))))
+
+
+def _places_of_tensors(found: Sequence[tuple[Sequence[Any], object]]) -> list[int]:
+    """Return which leaves are arguments of a program, in order: weights of bags follow lengths."""
+
+    def order(place: int) -> float:
+        is_weights = getattr(found[place][0][-1], "name", "") == "_weights"
+        return place + 1.5 if is_weights else place
+
+    return sorted((i for i, (_, leaf) in enumerate(found) if isinstance(leaf, Tensor)), key=order)
 
 
 def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:

@@ -251,7 +251,7 @@ class KeyedJaggedTensor(Bags):
 
         Raises:
             TypeError: as the constructor.
-            ValueError: as the constructor; and if lengths do not add up to the number of values.
+            ValueError: as the constructor; and if lengths add up to more than the number of values.
 
         Example:
             >>> kjt = KeyedJaggedTensor.from_lengths_sync(
@@ -468,7 +468,7 @@ class KeyedJaggedTensor(Bags):
         """Return how many values each feature has; waits for a GPU the first time.
 
         Raises:
-            ValueError: if the lengths do not add up to the number of values.
+            ValueError: if the lengths add up to more than the number of values; on a GPU, to fewer.
         """
         if self._length_per_key is None:
             sizes_F = self.values_per_key()
@@ -509,7 +509,7 @@ class KeyedJaggedTensor(Bags):
         """Return where the values of each feature start, `F + 1` integers; may wait for a GPU.
 
         Raises:
-            ValueError: if the lengths do not add up to the number of values.
+            ValueError: if the lengths add up to more than the number of values; on a GPU, to fewer.
         """
         if self._offset_per_key is None:
             self._offset_per_key = [0, *itertools.accumulate(self.length_per_key())]
@@ -538,7 +538,7 @@ class KeyedJaggedTensor(Bags):
             Self.
 
         Raises:
-            ValueError: if the lengths do not add up to the number of values.
+            ValueError: if the lengths add up to more than the number of values; on a GPU, to fewer.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a"], torch.ones(1), lengths=torch.tensor([1]))
@@ -576,7 +576,7 @@ class KeyedJaggedTensor(Bags):
             JaggedTensor by key, in order.
 
         Raises:
-            ValueError: if the lengths do not add up to the number of values.
+            ValueError: if the lengths add up to more than the number of values; on a GPU, to fewer.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a", "b"], torch.ones(3), lengths=torch.tensor([1, 2]))
@@ -596,7 +596,7 @@ class KeyedJaggedTensor(Bags):
             One keyed jagged tensor per segment, views of this one.
 
         Raises:
-            ValueError: if segments do not add up to `F`, or lengths not to the number of values.
+            ValueError: if segments do not add up to `F`, or lengths to more than the values.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a", "b"], torch.ones(3), lengths=torch.tensor([1, 2]))

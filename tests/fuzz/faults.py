@@ -183,7 +183,7 @@ FAULTS: dict[str, Fault] = {
     "wrong sum": Fault(
         "batch",
         lambda kjt: _rebuilt(kjt, lengths=kjt.lengths() + 1),
-        "must add up to the number of values",
+        "must add up to at most the number of values",
     ),
     "large id": Fault(
         "batch", _with_id(10_000), "IndexError: .*Id 10000 of feature .* is out of range"

@@ -20,10 +20,10 @@ BOUNDS = "running sum of"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"length_per_key": [1, 2]}, r"length_per_key must .* \[1, 2\]"),
+        ({"length_per_key": [2, 3]}, r"length_per_key must .* \[2, 3\]"),
         ({"length_per_key": [5, -1]}, "length_per_key must"),
         ({"length_per_key": [4]}, "length_per_key must have one entry per key; received 1"),
-        ({"offset_per_key": [0, 1, 3]}, "offset_per_key must"),
+        ({"offset_per_key": [0, 1, 5]}, "offset_per_key must"),
         ({"offset_per_key": [1, 2, 5]}, "offset_per_key must"),
         ({"offset_per_key": [0, 4]}, "offset_per_key must"),
         ({"length_per_key": [1, 3], "offset_per_key": [0, 2, 4]}, "offset_per_key must"),
@@ -65,9 +65,9 @@ def test_wrong_types_are_named(given: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_lengths_are_blamed_on_lengths() -> None:
-    lengths = torch.tensor([1, 0, 1, 1])
+    lengths = torch.tensor([1, 0, 3, 1])
     with pytest.raises(ValueError, match=r"^KeyedJaggedTensor\.lengths must add up"):
-        KeyedJaggedTensor(KEYS, VALUES, lengths=lengths, length_per_key=[1, 2])
+        KeyedJaggedTensor(KEYS, VALUES, lengths=lengths, length_per_key=[1, 4])
     with pytest.raises(ValueError, match=r"^KeyedJaggedTensor\.lengths must add up"):
         KeyedJaggedTensor(KEYS, VALUES, lengths=lengths).sync()
     with pytest.raises(ValueError, match=r'lengths must not be negative; .*"b" that add up to -1'):

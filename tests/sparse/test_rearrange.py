@@ -199,8 +199,8 @@ def test_sync_constructors():
     for kjt in (by_lengths, by_offsets):
         assert kjt.length_per_key_or_none() == [1, 2]
         check_equals(kjt, {"a": [[0]], "b": [[1, 2]]}, is_weighted=True)
-    with pytest.raises(ValueError, match="add up to 2 for 3 values"):
-        KeyedJaggedTensor.from_lengths_sync(["a", "b"], values, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+        KeyedJaggedTensor.from_lengths_sync(["a", "b"], values, torch.tensor([1, 3]))
 
 
 def test_empty():

@@ -25,9 +25,9 @@ LARGER_STRIDE = KeyedJaggedTensor(
 @given(batches())
 def test_keyed_jagged_round_trip(batch):
     leaves, spec = pytree.tree_flatten(batch.kjt)
-    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    assert len(leaves) == 6
     assert kjt_is_equal(pytree.tree_unflatten(leaves, spec), batch.kjt)
-    assert not pytree.tree_map(lambda leaf: leaf.numel() < 0, batch.kjt).values()
+    assert not pytree.tree_map(lambda leaf: leaf is None, batch.kjt).values()
 
     for jt in batch.kjt.to_dict().values():
         leaves, spec = pytree.tree_flatten(jt)
@@ -44,7 +44,9 @@ def test_inverse_indices_are_leaves():
         inverse_indices=(["a"], torch.tensor([[0, 0]])),
     )
     leaves, spec = pytree.tree_flatten(kjt)
-    assert len(leaves) == 4
+    assert len(leaves) == 6
+    assert leaves[4].tolist() == [[1, 0]]
+    assert leaves[5].tolist() == [[0, 0]]
     rebuilt = pytree.tree_unflatten(leaves, spec)
     assert kjt_is_equal(rebuilt, kjt)
     assert rebuilt.stride() == 2
@@ -55,7 +57,8 @@ def test_structure_does_not_depend_on_what_was_derived_or_on_batch_size():
     spec = pytree.tree_structure(kjt)
     kjt.sync().offsets()
     assert pytree.tree_structure(kjt) == spec
-    larger = KeyedJaggedTensor(["a"], torch.arange(3), offsets=torch.tensor([0, 1, 2, 3]))
+    assert pytree.tree_leaves(kjt)[3] is None
+    larger = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 1, 1]))
     assert pytree.tree_structure(larger) == spec
     assert pytree.tree_structure(kjt.to_dict()["a"]) == pytree.tree_structure(kjt["a"])
 
@@ -64,8 +67,20 @@ def test_leaves_are_named():
     kjt = KeyedJaggedTensor(["a"], torch.arange(2), torch.ones(2), torch.tensor([2]))
     jt, kt = kjt["a"], KeyedTensor(["x"], [2], torch.ones(1, 2))
     names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path([kjt, jt, kt])[0]]
-    jagged = [".values", ".lengths", ".weights"]
-    assert names == [f"[{i}]{n}" for i in (0, 1) for n in jagged] + ["[2].values"]
+    jagged = ["._values", "._weights", "._lengths", "._offsets"]
+    keyed = [*jagged, "._stride_per_key_per_rank", "._inverse_indices"]
+    assert names == [f"[0]{n}" for n in keyed] + [f"[1]{n}" for n in jagged] + ["[2]._values"]
+
+
+def test_offsets_are_a_leaf_where_lengths_are_not_there():
+    offsets = torch.tensor([0, 1, 2, 3])
+    kjt = KeyedJaggedTensor(["a"], torch.arange(3), offsets=offsets)
+    leaves, spec = pytree.tree_flatten(kjt)
+    assert leaves[2] is None
+    assert leaves[3] is offsets
+    rebuilt = pytree.tree_unflatten(leaves, spec)
+    assert rebuilt.stride() == 3
+    assert kjt_is_equal(rebuilt, kjt)
 
 
 def test_keyed_round_trip():
@@ -78,7 +93,9 @@ def test_keyed_round_trip():
 
 def test_jagged_with_other_leaves():
     jt = JaggedTensor(torch.ones(2), lengths=torch.tensor([2]))
-    assert pytree.tree_map(lambda leaf: leaf.shape, jt).values() == (2,)
+    assert pytree.tree_map(lambda leaf: leaf is None, jt).weights_or_none() is True
+    kjt = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([2]))
+    assert pytree.tree_map(lambda leaf: leaf is None, kjt).stride() == 0
 
 
 @pytest.mark.parametrize(("kjt", "stride"), [(WITHOUT_KEYS, 5), (LARGER_STRIDE, 7)])
@@ -93,11 +110,6 @@ def test_a_batch_size_that_no_tensor_implies_stays(kjt, stride):
     assert torch.compile(lambda given: given, backend="eager")(kjt).stride() == stride
 
 
-def test_usual_batches_have_the_structure_of_programs_exported_before():
-    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(2), lengths=torch.tensor([1, 1]))
-    assert len(pytree.tree_structure(kjt).context) == 4
-
-
 def _batch():
     ids = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))
     return Batch(torch.ones(2, 1), ids, torch.zeros(2), ["age"], "liked")
@@ -107,13 +119,13 @@ def test_batches_of_several_parts():
     batch = _batch()
     leaves, spec = pytree.tree_flatten_with_path([batch, KJTList([batch.sparse_features])])
     names = [pytree.keystr(path) for path, _ in leaves]
+    parts = "_values", "_weights", "_lengths", "_offsets"
+    parts += "_stride_per_key_per_rank", "_inverse_indices"
     assert names == [
         "[0].dense_features",
-        "[0].sparse_features.values",
-        "[0].sparse_features.lengths",
+        *(f"[0].sparse_features.{part}" for part in parts),
         "[0].labels",
-        "[1].features[0].values",
-        "[1].features[0].lengths",
+        *(f"[1].features[0].{part}" for part in parts),
     ]
     loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
     assert loaded == spec

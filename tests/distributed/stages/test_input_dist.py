@@ -145,8 +145,8 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "wrong sum": (
         lambda: _ids(lengths=[2, 1, 2, 0]),
-        "ValueError: KeyedJaggedTensor.lengths must add up to the number of values; received "
-        "lengths that add up to 5 for 3 values",
+        "ValueError: KeyedJaggedTensor.lengths must add up to at most the number of values; "
+        "received lengths that add up to 5 for 3 values",
     ),
     "decreasing offsets": (
         lambda: _ids(offsets=[0, 3, 1, 3, 3]),
