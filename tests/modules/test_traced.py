@@ -13,6 +13,7 @@ import torch.fx.experimental._config as shapes_config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 from recsys.fx import symbolic_trace
 from recsys.modules import traced
@@ -203,8 +204,8 @@ def test_an_exported_program_serves_any_batch(kind: str, strict: bool) -> None:
     model = MODELS[kind]().eval()
     batches = [_batch(seed, size, model) for seed, size in enumerate([3, 5, 1, 0, 2])]
     expected = [model(*batch) for batch in batches]
-    leaves = 2 + (batches[0][1].weights_or_none() is not None)
-    free = ({0: Dim.AUTO}, [{0: Dim.AUTO}] * leaves)
+    leaves = pytree.tree_leaves(batches[0][1])
+    free = ({0: Dim.AUTO}, [None if leaf is None else {0: Dim.AUTO} for leaf in leaves])
     with shapes_config.patch(backed_size_oblivious=True):
         program = torch.export.export(model, batches[0], dynamic_shapes=free, strict=strict)
     for batch, one in zip(batches, expected, strict=True):
