@@ -80,9 +80,17 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         """Return what a node takes for an argument; a batch of proxies is built by a node."""
         if isinstance(a, JaggedTensor | KeyedJaggedTensor):
-            keys = (a.keys(),) if isinstance(a, KeyedJaggedTensor) else ()
-            tensors = {"weights": a.weights_or_none(), "lengths": a.lengths()}
-            return self._built(type(a), (*keys, a.values()), tensors)
+            parts = {"weights": a.weights_or_none(), "lengths": a.lengths()}
+            if not isinstance(a, KeyedJaggedTensor):
+                return self._built(type(a), (a.values(),), parts)
+            strides, inverse = a.stride_per_key_per_rank(), a.inverse_indices_or_none()
+            more = {
+                "stride_per_key_per_rank": None if inverse and _are_proxies(strides) else strides,
+                "length_per_key": a.length_per_key_or_none(),
+                "inverse_indices": inverse,
+            }
+            parts |= {name: part for name, part in more.items() if part}
+            return self._built(type(a), (a.keys(), a.values()), parts)
         if isinstance(a, KeyedTensor):
             widths = a.keys(), a.length_per_key()
             return self._built(KeyedTensor, (*widths, a.values(), a.key_dim()), {})
@@ -90,6 +98,10 @@ class Tracer(fx.Tracer):
 
     def _built(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         return self.create_proxy("call_function", kind, args, kwargs).node
+
+
+def _are_proxies(strides: list[list[int]]) -> bool:
+    return any(isinstance(size, fx.Proxy) for sizes in strides for size in sizes)
 
 
 def symbolic_trace(

@@ -14,8 +14,10 @@ from torch import nn
 
 from recsys.kernels.arguments import check_input, wrong_type
 from recsys.kernels.checked import checked
+from recsys.sparse.recorded import recorded
 
 
+@recorded
 def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
     """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]

@@ -11,6 +11,8 @@ from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 from recsys.sparse import KeyedTensor
+from recsys.sparse.recorded import recorded
+from recsys.sparse.validate import is_proxy
 
 __all__ = ["KTRegroupAsDict"]
 
@@ -76,19 +78,31 @@ class KTRegroupAsDict(nn.Module):
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             _check_sources(keyed_tensors)
-        grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
-        if self._dtype is None:
-            return grouped
-        converted: dict[str, Tensor] = {}
-        for key, tensor in grouped.items():
-            converted[key] = tensor.to(self._dtype)
-        return converted
+        return _regrouped(keyed_tensors, self._groups, self._keys, self._dtype)
 
     def extra_repr(self) -> str:
         """Show the groups."""
         return ", ".join(f"{k}={g}" for k, g in zip(self._keys, self._groups, strict=True))
 
 
+@recorded
+def _regrouped(
+    keyed_tensors: list[KeyedTensor],
+    groups: list[list[str]],
+    keys: list[str],
+    dtype: torch.dtype | None,
+) -> dict[str, Tensor]:
+    grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), groups, keys)
+    if dtype is None:
+        return grouped
+    converted: dict[str, Tensor] = {}
+    for key, tensor in grouped.items():
+        converted[key] = tensor.to(dtype)
+    return converted
+
+
 def _check_sources(keyed_tensors: object) -> None:
+    if is_proxy(keyed_tensors):
+        return
     if isinstance(keyed_tensors, Tensor | str) or not isinstance(keyed_tensors, Iterable):
         wrong_type("KTRegroupAsDict: keyed_tensors", "a list of KeyedTensors", keyed_tensors)

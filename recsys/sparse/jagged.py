@@ -15,6 +15,7 @@ from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.features import FeatureViews
+from recsys.sparse.recorded import recorded
 from recsys.sparse.text import format_jagged, show_jagged
 
 
@@ -159,6 +160,7 @@ class JaggedTensor(Bags):
         )
 
     @staticmethod
+    @recorded
     @checked
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
         """Make a jagged tensor of no bags with the dtypes of another.
@@ -178,6 +180,7 @@ class JaggedTensor(Bags):
         return JaggedTensor.from_parts(*empty_parts(jt, device))
 
     @staticmethod
+    @recorded
     @checked
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
         """Build from a list of tensors, one per bag.
@@ -214,6 +217,7 @@ class JaggedTensor(Bags):
         )
 
     @staticmethod
+    @recorded
     @checked
     def from_dense_lengths(
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
@@ -387,6 +391,8 @@ class JaggedTensor(Bags):
     ) -> None:
         self._values, self._weights, self._lengths, self._offsets = state
         self._views = None
+
+    _state = property(__getstate__, __setstate__)  # what TorchScript copies
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "JaggedTensor":
         parts = (None if part is None else function(part) for part in self.__getstate__())

@@ -17,6 +17,7 @@ from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import check_can_move
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key
+from recsys.sparse.recorded import recorded
 from recsys.sparse.text import format_keyed, show_keyed
 
 
@@ -129,6 +130,7 @@ class KeyedTensor:
         return kt
 
     @staticmethod
+    @recorded
     @checked
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
@@ -203,6 +205,7 @@ class KeyedTensor:
         return dict(zip(self._keys, columns, strict=True))
 
     @staticmethod
+    @recorded
     @checked_late
     def regroup(keyed_tensors: "list[KeyedTensor]", groups: list[list[str]]) -> list[Tensor]:
         """Gather keys of several keyed tensors into new tensors, one per group.
@@ -264,6 +267,7 @@ class KeyedTensor:
         ]
 
     @staticmethod
+    @recorded
     @checked_late
     def regroup_as_dict(
         keyed_tensors: "list[KeyedTensor]", groups: list[list[str]], keys: list[str]

@@ -21,6 +21,7 @@ from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
 from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.jagged import JaggedTensor
+from recsys.sparse.recorded import recorded
 from recsys.sparse.text import format_keyed_jagged, show_keyed_jagged
 from recsys.sparse.value_checks import check_id_weights
 
@@ -233,6 +234,7 @@ class KeyedJaggedTensor(Bags):
         return kjt
 
     @staticmethod
+    @recorded
     def from_lengths_sync(
         keys: list[str],
         values: Tensor,
@@ -264,6 +266,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(*parts, inverse_indices=inverse_indices).sync()
 
     @staticmethod
+    @recorded
     def from_offsets_sync(
         keys: list[str],
         values: Tensor,
@@ -295,6 +298,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(*parts, inverse_indices=inverse_indices).sync()
 
     @staticmethod
+    @recorded
     @checked_late
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
         """Put jagged tensors of several features end to end.
@@ -317,6 +321,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor(**rearrange.merged(jt_dict))
 
     @staticmethod
+    @recorded
     @checked_late
     def concat(kjt_list: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
         """Put the features of several keyed jagged tensors side by side.
@@ -369,6 +374,7 @@ class KeyedJaggedTensor(Bags):
         return KeyedJaggedTensor.from_parts([], *parts, stride=0, length_per_key=[])
 
     @staticmethod
+    @recorded
     @checked
     def empty_like(
         kjt: "KeyedJaggedTensor", device: torch.device | None = None
@@ -886,7 +892,8 @@ def check_features(
             f"{owner} takes a KeyedJaggedTensor; received {validate.described(features)}. Build "
             "one: KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
         )
-    parts = features.trim().parts()  # on a CPU, lengths and offsets are checked when one makes the other
+    # on a CPU, lengths and offsets are checked when one makes the other
+    parts = features.trim().parts()
     values = parts.values
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise TypeError(

@@ -1,7 +1,7 @@
 """Containers in the form that TorchScript compiles.
 
-TorchScript compiles classes without bases that use a part of Python. So each container has a form
-here: the same attributes, and the methods that models call on batches of one size. `add_forms`
+TorchScript compiles classes without bases that use a part of Python. So each container has a form,
+here or in `script_forms`: the same attributes, and the methods that models call. `add_forms`
 registers the forms under the containers' own names, when `recsys.sparse` is imported. A scripted
 module then takes and returns containers; its Python callers pass and receive the real classes.
 
@@ -12,12 +12,9 @@ TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 o
 warns that it is deprecated.
 """
 
-# TorchScript reads the annotations as they stand, and of attributes only those of `typing`
-# ruff: noqa: UP006, UP035, UP045
-
 import sys
 from functools import partial
-from typing import Any, List, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,283 +25,26 @@ from torch.jit.frontend import get_default_args_for_class, get_jit_class_def
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+from recsys.sparse.script_forms import _JaggedForm, _KeyedJaggedForm
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 
-def _offsets_of(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
-
-
-def _selected(tensor: Tensor, sizes: list[int], indices: list[int]) -> Tensor:
-    """Return the parts of a tensor with these sizes that indices name, one after another."""
-    parts = tensor.split(sizes)
-    return torch.cat([parts[i] for i in indices] + [tensor[:0]])
-
-
-def _check_split(keys: list[str], segments: list[int]) -> None:
-    if sum(segments) != len(keys):
-        raise ValueError(
-            "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
-            f"keys, {len(keys)}; received {segments}."
-        )
-
-
-class _JaggedTensor:
-    def __init__(
-        self,
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ):
-        self._values: Tensor = values
-        self._weights: Tensor | None = weights
-        self._lengths: Tensor | None = lengths
-        self._offsets: Tensor | None = offsets
-        self._views = annotate(Optional[Tensor], None)
-
-    def values(self) -> Tensor:
-        return self._values
-
-    def weights(self) -> Tensor:
-        weights = self._weights
-        if weights is None:
-            raise ValueError("JaggedTensor has no weights.")
-        return weights
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        lengths = self._lengths
-        if lengths is None:
-            offsets = self._offsets
-            assert offsets is not None
-            lengths = offsets.diff()
-            self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        offsets = self._offsets
-        if offsets is None:
-            offsets = _offsets_of(self.lengths())
-            self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        return self._offsets
-
-    def to_dense(self) -> list[Tensor]:
-        sizes = annotate(list[int], self.lengths().tolist())
-        return list(self._values.split(sizes))
-
-    def device(self) -> torch.device:
-        return self._values.device
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
-        weights = self._weights
-        if weights is not None:
-            weights = weights.to(device, non_blocking=non_blocking)
-        return JaggedTensor(
-            self._values.to(device, non_blocking=non_blocking),
-            weights,
-            self.lengths().to(device, non_blocking=non_blocking),
-            None,
-        )
-
-
-class _KeyedJaggedTensor:
+class _KeyedForm:
     def __init__(
         self,
         keys: list[str],
+        length_per_key: list[int],
         values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-        stride: int | None = None,
-    ):
-        self._keys: list[str] = keys
-        self._values: Tensor = values
-        self._weights: Tensor | None = weights
-        self._lengths: Tensor | None = lengths
-        self._offsets: Tensor | None = offsets
-        if stride is None:
-            bags = 0
-            if lengths is not None:
-                bags = lengths.numel()
-            elif offsets is not None:
-                bags = offsets.numel() - 1
-            stride = bags // max(len(keys), 1)
-        self._stride: int = stride
-        self._stride_per_key = annotate(Optional[list[int]], None)
-        self._stride_per_key_per_rank = annotate(Optional[list[list[int]]], None)
-        self._inverse_indices = annotate(Optional[tuple[list[str], Tensor]], None)
-        self._length_per_key = annotate(Optional[list[int]], None)
-        self._offset_per_key = annotate(Optional[list[int]], None)
-        self._index_per_key = annotate(Optional[dict[str, int]], None)
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        return self._values
-
-    def weights(self) -> Tensor:
-        weights = self._weights
-        if weights is None:
-            raise ValueError("KeyedJaggedTensor has no weights.")
-        return weights
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        lengths = self._lengths
-        if lengths is None:
-            offsets = self._offsets
-            assert offsets is not None
-            lengths = offsets.diff()
-            self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        offsets = self._offsets
-        if offsets is None:
-            offsets = _offsets_of(self.lengths())
-            self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        return self._offsets
-
-    def stride(self) -> int:
-        return self._stride
-
-    def stride_per_key(self) -> list[int]:
-        strides = self._stride_per_key
-        if strides is None:
-            strides = [self._stride for _ in self._keys]
-        return strides  # type: ignore[no-any-return]
-
-    def variable_stride_per_key(self) -> bool:
-        return self._stride_per_key_per_rank is not None
-
-    def check_one_batch_size(self) -> None:
-        if self.variable_stride_per_key():
-            raise ValueError("A scripted model takes batches with one batch size for all features.")
-
-    def device(self) -> torch.device:
-        return self._values.device
-
-    def index_per_key(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for i, key in enumerate(self._keys):
-            found[key] = i
-        return found
-
-    def length_per_key(self) -> list[int]:
-        known = self._length_per_key
-        if known is None:
-            self.check_one_batch_size()
-            known = annotate(list[int], self.lengths().view(len(self._keys), -1).sum(1).tolist())
-            self._length_per_key = known
-        return known  # type: ignore[no-any-return]
-
-    def length_per_key_or_none(self) -> list[int] | None:
-        return self._length_per_key  # type: ignore[no-any-return]
-
-    def offset_per_key(self) -> list[int]:
-        found = [0]
-        for size in self.length_per_key():
-            found.append(found[-1] + size)
-        return found
-
-    def __getitem__(self, key: str) -> JaggedTensor:
-        if key not in self._keys:
-            raise KeyError(f"KeyedJaggedTensor has no key {key}; received keys {self._keys}.")
-        place = self._keys.index(key)
-        sizes = self.length_per_key()
-        start, end = sum(sizes[:place]), sum(sizes[: place + 1])
-        weights: Tensor | None = None
-        if self._weights is not None:
-            weights = self.weights()[start:end]
-        lengths = self.lengths().view(len(self._keys), self._stride)[place]
-        return JaggedTensor(self._values[start:end], weights, lengths)
-
-    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        found: dict[str, JaggedTensor] = {}
-        for key in self._keys:
-            found[key] = self[key]
-        return found
-
-    def permute(
-        self, indices: list[int], indices_tensor: Tensor | None = None
-    ) -> KeyedJaggedTensor:
-        sizes, size = self.length_per_key(), len(self._keys)
-        for i in indices:
-            if i < 0 or i >= size:
-                raise IndexError(
-                    f"KeyedJaggedTensor.permute: indices must be in 0..{size - 1}; received {i}."
-                )
-        weights: Tensor | None = None
-        if self._weights is not None:
-            weights = _selected(self.weights(), sizes, indices)
-        bags = [self._stride for _ in self._keys]
-        return KeyedJaggedTensor(
-            [self._keys[i] for i in indices],
-            _selected(self._values, sizes, indices),
-            weights,
-            _selected(self.lengths(), bags, indices),
-            None,
-            self._stride,
-        )
-
-    def split(self, segments: list[int]) -> List[KeyedJaggedTensor]:
-        _check_split(self._keys, segments)
-        found = annotate(List[KeyedJaggedTensor], [])
-        start = 0
-        for size in segments:
-            found.append(self.permute(list(range(start, start + size)), None))
-            start += size
-        return found  # type: ignore[no-any-return]
-
-    def with_values(self, values: Tensor) -> KeyedJaggedTensor:
-        self.check_one_batch_size()
-        return KeyedJaggedTensor(
-            self._keys, values, self._weights, self.lengths(), None, self._stride
-        )
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> KeyedJaggedTensor:
-        self.check_one_batch_size()
-        weights = self._weights
-        if weights is not None:
-            weights = weights.to(device, non_blocking=non_blocking)
-        return KeyedJaggedTensor(
-            self._keys,
-            self._values.to(device, non_blocking=non_blocking),
-            weights,
-            self.lengths().to(device, non_blocking=non_blocking),
-            None,
-            self._stride,
-        )
-
-
-class _KeyedTensor:
-    def __init__(
-        self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1
+        key_dim: int = 1,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
     ):
         self._keys: list[str] = keys
         self._length_per_key: list[int] = length_per_key
         self._values: Tensor = values
         self._key_dim: int = key_dim
-        self._offset_per_key = annotate(Optional[list[int]], None)
-        self._index_per_key = annotate(Optional[dict[str, int]], None)
+        self._offset_per_key: list[int] | None = offset_per_key
+        self._index_per_key: dict[str, int] | None = index_per_key
 
     def keys(self) -> list[str]:
         return self._keys
@@ -327,6 +67,9 @@ class _KeyedTensor:
     def device(self) -> torch.device:
         return self._values.device
 
+    def size_in_bytes(self) -> int:
+        return self._values.numel() * self._values.element_size()
+
     def __getitem__(self, key: str) -> Tensor:
         if key not in self._keys:
             raise KeyError(f"KeyedTensor has no key {key}; received keys {self._keys}.")
@@ -343,19 +86,162 @@ class _KeyedTensor:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
         values = self._values.to(device, non_blocking=non_blocking)
-        return KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
+        return KeyedTensor(
+            self._keys,
+            self._length_per_key,
+            values,
+            self._key_dim,
+            self._offset_per_key,
+            self._index_per_key,
+        )
+
+
+def _jagged_from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
+    sizes = [bag.shape[0] for bag in values]
+    lengths = torch.tensor(sizes, dtype=torch.int32, device=values[0].device)
+    all_weights: Tensor | None = None
+    if weights is not None:
+        all_weights = torch.cat(weights)
+    return JaggedTensor(torch.cat(values), all_weights, lengths)
+
+
+def _jagged_from_dense_lengths(
+    values: Tensor, lengths: Tensor, weights: Tensor | None = None
+) -> JaggedTensor:
+    kept = torch.arange(values.size(1), device=values.device) < lengths.unsqueeze(1)
+    if weights is not None:
+        weights = weights[kept]
+    return JaggedTensor(values[kept], weights, lengths)
+
+
+def _empty_jagged(
+    is_weighted: bool = False,
+    device: torch.device | None = None,
+    values_dtype: torch.dtype | None = None,
+    weights_dtype: torch.dtype | None = None,
+    lengths_dtype: torch.dtype = torch.int32,
+) -> JaggedTensor:
+    weights: Tensor | None = None
+    if is_weighted:
+        weights = torch.empty(0, dtype=weights_dtype, device=device)
+    return JaggedTensor(
+        torch.empty(0, dtype=values_dtype, device=device),
+        weights,
+        torch.empty(0, dtype=lengths_dtype, device=device),
+        torch.zeros(1, dtype=lengths_dtype, device=device),
+    )
+
+
+def _empty_keyed_jagged(
+    is_weighted: bool = False,
+    device: torch.device | None = None,
+    values_dtype: torch.dtype | None = None,
+    weights_dtype: torch.dtype | None = None,
+    lengths_dtype: torch.dtype = torch.int32,
+) -> KeyedJaggedTensor:
+    jagged = _empty_jagged(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
+    return KeyedJaggedTensor(
+        annotate(list[str], []),
+        jagged.values(),
+        jagged.weights_or_none(),
+        jagged.lengths(),
+        jagged.offsets(),
+    )
+
+
+def _jagged_like(jt: JaggedTensor, device: torch.device | None = None) -> JaggedTensor:
+    where = jt.device() if device is None else device
+    weights = jt.weights_or_none()
+    if weights is not None:
+        weights = weights[:0].to(where)
+    lengths = jt.lengths()[:0].to(where)
+    return JaggedTensor(jt.values()[:0].to(where), weights, lengths, lengths.new_zeros(1))
+
+
+def _keyed_jagged_like(
+    kjt: KeyedJaggedTensor, device: torch.device | None = None
+) -> KeyedJaggedTensor:
+    parts = JaggedTensor(kjt.values(), kjt.weights_or_none(), kjt.lengths())
+    jagged = _jagged_like(parts, device)
+    return KeyedJaggedTensor(
+        annotate(list[str], []),
+        jagged.values(),
+        jagged.weights_or_none(),
+        jagged.lengths(),
+        jagged.offsets(),
+        kjt.stride(),
+    )
 
 
 def _from_lengths_sync(
-    keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    keys: list[str],
+    values: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None = None,
+    stride: int | None = None,
+    stride_per_key_per_rank: list[list[int]] | None = None,
+    inverse_indices: tuple[list[str], Tensor] | None = None,
 ) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(keys, values, weights, lengths)
+    return KeyedJaggedTensor(
+        keys,
+        values,
+        weights,
+        lengths,
+        None,
+        stride,
+        stride_per_key_per_rank,
+        inverse_indices=inverse_indices,
+    ).sync()
 
 
 def _from_offsets_sync(
-    keys: list[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    keys: list[str],
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    stride: int | None = None,
+    stride_per_key_per_rank: list[list[int]] | None = None,
+    inverse_indices: tuple[list[str], Tensor] | None = None,
 ) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    return KeyedJaggedTensor(
+        keys,
+        values,
+        weights,
+        None,
+        offsets,
+        stride,
+        stride_per_key_per_rank,
+        inverse_indices=inverse_indices,
+    ).sync()
+
+
+def _from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
+    keys = annotate(list[str], [])
+    values, lengths = annotate(list[Tensor], []), annotate(list[Tensor], [])
+    weights, strides = annotate(list[Tensor], []), annotate(list[int], [])
+    for key, jt in jt_dict.items():
+        keys.append(key)
+        total = int(jt.lengths().sum())
+        values.append(jt.values()[:total])
+        lengths.append(jt.lengths())
+        strides.append(jt.lengths().numel())
+        if jt.weights_or_none() is not None:
+            weights.append(jt.weights()[:total])
+    if len(weights) != 0 and len(weights) != len(keys):
+        raise ValueError("KeyedJaggedTensor.from_jt_dict: all parts must have weights, or none.")
+    all_weights: Tensor | None = None
+    if len(weights) > 0:
+        all_weights = torch.cat(weights)
+    stride_per_key: list[int] | None = None
+    if min(strides) != max(strides):
+        stride_per_key = strides
+    return KeyedJaggedTensor(
+        keys,
+        torch.cat(values),
+        all_weights,
+        torch.cat(lengths),
+        stride_per_key=stride_per_key,
+    )
 
 
 def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -375,7 +261,7 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
                 "KeyedJaggedTensor.concat: all parts must have the same stride (batch size)."
             )
         if kjt.weights_or_none() is not None:
-            weights.append(kjt.weights())
+            weights.append(kjt.weights()[: sum(kjt.length_per_key())])
     if len(weights) != 0 and len(weights) != len(kjt_list):
         raise ValueError("KeyedJaggedTensor.concat: all parts must have weights, or none.")
     all_weights: Tensor | None = None
@@ -383,11 +269,18 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         all_weights = torch.cat(weights)
     return KeyedJaggedTensor(
         keys,
-        torch.cat([kjt.values() for kjt in kjt_list]),
+        torch.cat([kjt.values()[: sum(kjt.length_per_key())] for kjt in kjt_list]),
         all_weights,
         torch.cat([kjt.lengths() for kjt in kjt_list]),
         stride=kjt_list[0].stride(),
     )
+
+
+def _from_tensor_list(
+    keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
+) -> KeyedTensor:
+    widths = [tensor.shape[key_dim] for tensor in tensors]
+    return KeyedTensor(keys, widths, torch.cat(tensors, dim=cat_dim), key_dim)
 
 
 def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
@@ -418,14 +311,22 @@ def _regroup_as_dict(
 
 
 _FORMS: dict[type, Any] = {
-    JaggedTensor: _JaggedTensor,
-    KeyedJaggedTensor: _KeyedJaggedTensor,
-    KeyedTensor: _KeyedTensor,
+    JaggedTensor: _JaggedForm,
+    KeyedJaggedTensor: _KeyedJaggedForm,
+    KeyedTensor: _KeyedForm,
 }
-_STATIC_FORMS = {
+_STATIC_FORMS: dict[Any, Any] = {
+    JaggedTensor.empty: _empty_jagged,
+    JaggedTensor.empty_like: _jagged_like,
+    JaggedTensor.from_dense: _jagged_from_dense,
+    JaggedTensor.from_dense_lengths: _jagged_from_dense_lengths,
+    KeyedJaggedTensor.empty: _empty_keyed_jagged,
+    KeyedJaggedTensor.empty_like: _keyed_jagged_like,
+    KeyedJaggedTensor.from_jt_dict: _from_jt_dict,
     KeyedJaggedTensor.from_lengths_sync: _from_lengths_sync,
     KeyedJaggedTensor.from_offsets_sync: _from_offsets_sync,
     KeyedJaggedTensor.concat: _concat,
+    KeyedTensor.from_tensor_list: _from_tensor_list,
     KeyedTensor.regroup: _regroup,
     KeyedTensor.regroup_as_dict: _regroup_as_dict,
 }
@@ -445,7 +346,7 @@ def add_forms() -> None:
     if sys.version_info >= (3, 14):
         return
     for function, form in _STATIC_FORMS.items():
-        function.__prepare_scriptable__ = partial(_same, form)  # type: ignore[attr-defined]
+        function.__prepare_scriptable__ = partial(_same, form)
     for kind, form in _FORMS.items():
         if _state._get_script_class(kind) is not None:
             continue

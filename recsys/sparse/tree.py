@@ -1,12 +1,12 @@
 """Registration with torch's pytrees, so that batches can be mapped, exported and compared.
 
-The leaves are TorchRec's, in its order: values, weights, lengths and offsets; of a KeyedJaggedTensor
-also the batch sizes per key and rank, and the inverse indices. A part that is not there is a leaf
-None. Offsets are a leaf where the lengths are not at hand. So a batch built of lengths has one tree,
-whether or not its offsets were derived.
+The leaves are TorchRec's, in its order: values, weights, lengths and offsets; of a
+KeyedJaggedTensor also the batch sizes per key and rank, and the inverse indices. A part that is not
+there is a leaf None. Offsets are a leaf where the lengths are not at hand. So a batch built of
+lengths has one tree, whether or not its offsets were derived.
 
-The batch sizes of a batch belong to its structure where the tensors do not imply them: without keys,
-and where features have different ones. Then the leaf of the batch sizes is a copy that nothing reads.
+Batch sizes belong to the structure where the tensors do not imply them: without keys, and where
+features have different ones. Then the leaf of the batch sizes is a copy that nothing reads.
 """
 
 from collections.abc import Callable, Iterable, Mapping
