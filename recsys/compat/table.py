@@ -206,6 +206,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "LazyAwaitable, LazyNoWait, ModuleSharder, NoWait, ParameterSharding, ShardMetadata, "
         "ShardedModule, ShardingEnv, ShardingPlan, ShardingType",
     ),
+    (
+        "torchrec.distributed.types",
+        "recsys.distributed.ranks.lazy_items",
+        "GetItemLazyAwaitable, LazyGetItemMixin",
+    ),
     ("torchrec.distributed.types", "recsys.distributed.dmp_collection", "DMPCollectionConfig"),
     ("torchrec.distributed.types", "recsys.distributed.ranks.wire", "CommOp, QuantizedCommCodecs"),
     ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),

@@ -8,7 +8,7 @@ compiles the graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from torch import fx, nn
 
@@ -17,6 +17,8 @@ from recsys.inference.served import Served
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["Tracer", "symbolic_trace"]
+
+_CONTAINERS = JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class Tracer(fx.Tracer):
@@ -52,6 +54,11 @@ class Tracer(fx.Tracer):
             for node in graph.nodes:
                 if isinstance(node.type, str):
                     node.type = hints["return" if node.op == "output" else node.target]
+        for node in graph.find_nodes(op="placeholder"):
+            # a batch that may be None was none in the trace
+            kinds = [kind for kind in get_args(node.type) if kind is not type(None)]
+            if not node.args and len(kinds) == 1 and kinds[0] in _CONTAINERS:
+                node.type = kinds[0]
         return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -78,7 +85,11 @@ class Tracer(fx.Tracer):
         return found if isinstance(features, fx.Proxy) else served.opened(found, features)
 
     def create_arg(self, a: Any) -> Any:
-        """Return what a node takes for an argument; a batch of proxies is built by a node."""
+        """Return what a node takes for an argument; a batch of proxies is built by a node.
+
+        Of a result that is under way it is the result.
+        """
+        a = a.wait() if hasattr(type(a), "wait") else a
         if isinstance(a, JaggedTensor | KeyedJaggedTensor):
             parts = {"weights": a.weights_or_none(), "lengths": a.lengths()}
             if not isinstance(a, KeyedJaggedTensor):

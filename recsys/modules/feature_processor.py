@@ -9,7 +9,7 @@ import abc
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked, checked_late
@@ -123,6 +123,8 @@ class PositionWeightedModule(FeatureProcessor):
                 or the bags are on another device than the weights.
         """
         check_input(f"{type(self).__name__}: features", features, JaggedTensor)
+        if is_proxy(features):
+            return record(_weigh_bags, features, self.position_weight, type(self).__name__)  # type: ignore[no-any-return]
         features = features.trim()
         values, lengths, offsets = features.values(), features.lengths(), features.offsets()
         keyed = KeyedJaggedTensor.from_parts(
@@ -134,6 +136,13 @@ class PositionWeightedModule(FeatureProcessor):
     def script_form(self) -> nn.Module:
         """Return what TorchScript compiles in place of this module."""
         return _ScriptedPosition(ScriptedPositions({"": self.position_weight}, type(self).__name__))
+
+
+def _weigh_bags(features: JaggedTensor, weight: Tensor, owner: str) -> JaggedTensor:
+    """Weigh the bags of one feature, as one node of a graph of `torch.fx`."""
+    keyed = KeyedJaggedTensor([""], features.values(), None, features.lengths())
+    weighed = weigh(keyed, [weight], [""], owner)
+    return JaggedTensor(weighed.values(), weighed.weights(), features.lengths())
 
 
 class _ScriptedPosition(nn.Module):

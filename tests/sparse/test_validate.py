@@ -177,7 +177,10 @@ def test_full_check_names_the_feature():
     [
         ({"lengths": [2, -1, 2]}, "lengths must not be negative; received length -1 at bag 1"),
         ({"lengths": [4, -1, 0]}, "lengths must not be negative; received length -1 at bag 1"),
-        ({"lengths": [2, 0, 2]}, "lengths must add up to at most the number of values.* 4 for 3 values"),
+        (
+            {"lengths": [2, 0, 2]},
+            "lengths must add up to at most the number of values.* 4 for 3 values",
+        ),
         ({"offsets": [0, 3, 1, 3]}, "offsets must not decrease; received length -2 at bag 1"),
         ({"offsets": [0, 900_000, 2, 3]}, "offsets must not decrease; .* -899998 at bag 1"),
         (

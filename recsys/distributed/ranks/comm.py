@@ -471,8 +471,9 @@ def _forward_operator(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul floordiv rfloordiv mod pow rpow "
-    "neg abs and or xor invert eq ne lt le gt ge setitem contains"
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul floordiv rfloordiv mod rmod pow "
+    "rpow neg pos abs and rand or ror xor rxor invert lshift rlshift rshift rrshift eq ne lt le gt "
+    "ge setitem contains"
 )
 for _name in _OPERATORS.split():
     setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
