@@ -85,13 +85,9 @@ class Tracer(fx.Tracer):
         return found if isinstance(features, fx.Proxy) else served.opened(found, features)
 
     def create_arg(self, a: Any) -> Any:
-        """Return what a node takes for an argument; a batch of proxies is built by a node.
-
-        Of a result that is under way it is the result.
-        """
-        a = a.wait() if hasattr(type(a), "wait") else a
+        """Return what a node takes for an argument; a batch of proxies is built by a node."""
         if isinstance(a, JaggedTensor | KeyedJaggedTensor):
-            parts = {"weights": a.weights_or_none(), "lengths": a.lengths()}
+            parts: dict[str, Any] = {"weights": a.weights_or_none(), "lengths": a.lengths()}
             if not isinstance(a, KeyedJaggedTensor):
                 return self._built(type(a), (a.values(),), parts)
             strides, inverse = a.stride_per_key_per_rank(), a.inverse_indices_or_none()

@@ -371,7 +371,7 @@ class KeyedJaggedTensor(Bags):
         """
         jt = JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
         parts = jt.values(), jt.weights_or_none(), jt.lengths(), jt.offsets()
-        return KeyedJaggedTensor.from_parts([], *parts, stride=0, length_per_key=[])
+        return KeyedJaggedTensor.from_parts([], *parts, stride=0)
 
     @staticmethod
     @recorded
@@ -394,7 +394,7 @@ class KeyedJaggedTensor(Bags):
             2
         """
         parts = empty_parts(kjt, device)
-        return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride, length_per_key=[])
+        return KeyedJaggedTensor.from_parts([], *parts, stride=kjt._stride)
 
     def parts(self) -> Parts:
         """Return all that `from_parts` takes, in its order and in one call, offsets included.

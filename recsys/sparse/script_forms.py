@@ -58,7 +58,8 @@ def _padded(
     elif lengths.numel() > 0:
         width = int(lengths.max())
     sizes = annotate(list[int], lengths.tolist())
-    padded = tensor.new_full([len(sizes), width] + tensor.shape[1:], padding_value)  # noqa: RUF005
+    shape = [len(sizes), width] + list(tensor.shape[1:])  # noqa: RUF005
+    padded = tensor.new_full(shape, padding_value)
     for i, bag in enumerate(_parts_of(tensor, sizes)):
         count = min(width, bag.shape[0])
         padded[i, :count] = bag[:count]
@@ -264,7 +265,7 @@ class _KeyedJaggedForm:
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         per_rank = self._stride_per_key_per_rank
-        return annotate(list[list[int]], []) if per_rank is None else per_rank  # type: ignore[no-any-return]
+        return annotate(list[list[int]], []) if per_rank is None else per_rank
 
     def variable_stride_per_key(self) -> bool:
         return self._stride_per_key_per_rank is not None

@@ -422,6 +422,10 @@ class LazyAwaitable(Awaitable[T]):
         """Wait: only the result can be copied or pickled, not the exchange."""
         return LazyNoWait, (self.wait(),)
 
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """Wait: a graph of `torch.fx` takes the result."""
+        return tracer.create_arg(self.wait())
+
     def __repr__(self) -> str:
         state = "under way" if self._result is _UNSET else repr(self._result)
         return f"{type(self).__name__}({state})"
