@@ -247,8 +247,15 @@ def _from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
 def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     keys = annotate(list[str], [])
     weights = annotate(list[Tensor], [])
+    per_rank, is_variable = annotate(list[list[int]], []), False
     for kjt in kjt_list:
-        kjt.check_one_batch_size()  # type: ignore[attr-defined]
+        if kjt.inverse_indices_or_none() is not None:
+            raise ValueError("KeyedJaggedTensor.concat, scripted, takes no inverse indices.")
+        is_variable = is_variable or kjt.variable_stride_per_key()
+        if kjt.variable_stride_per_key():
+            per_rank.extend(kjt.stride_per_key_per_rank())
+        else:
+            per_rank.extend([[size] for size in kjt.stride_per_key()])
         for key in kjt.keys():  # noqa: SIM118
             if key in keys:
                 raise ValueError(
@@ -256,10 +263,6 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
                     f"{key} twice."
                 )
             keys.append(key)
-        if kjt.stride() != kjt_list[0].stride():
-            raise ValueError(
-                "KeyedJaggedTensor.concat: all parts must have the same stride (batch size)."
-            )
         if kjt.weights_or_none() is not None:
             weights.append(kjt.weights()[: sum(kjt.length_per_key())])
     if len(weights) != 0 and len(weights) != len(kjt_list):
@@ -267,13 +270,18 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     all_weights: Tensor | None = None
     if len(weights) > 0:
         all_weights = torch.cat(weights)
-    return KeyedJaggedTensor(
-        keys,
-        torch.cat([kjt.values()[: sum(kjt.length_per_key())] for kjt in kjt_list]),
-        all_weights,
-        torch.cat([kjt.lengths() for kjt in kjt_list]),
-        stride=kjt_list[0].stride(),
-    )
+    values = torch.cat([kjt.values()[: sum(kjt.length_per_key())] for kjt in kjt_list])
+    lengths = torch.cat([kjt.lengths() for kjt in kjt_list])
+    if is_variable:
+        return KeyedJaggedTensor(
+            keys, values, all_weights, lengths, stride_per_key_per_rank=per_rank
+        )
+    strides = [kjt.stride() for kjt in kjt_list]
+    if min(strides) != max(strides):
+        raise ValueError(
+            "KeyedJaggedTensor.concat: all parts must have the same stride (batch size)."
+        )
+    return KeyedJaggedTensor(keys, values, all_weights, lengths, stride=strides[0])
 
 
 def _from_tensor_list(

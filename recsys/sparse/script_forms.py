@@ -279,10 +279,6 @@ class _KeyedJaggedForm:
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         return self._inverse_indices
 
-    def check_one_batch_size(self) -> None:
-        if self.variable_stride_per_key():
-            raise ValueError("A scripted model takes batches with one batch size for all features.")
-
     def device(self) -> torch.device:
         return self._values.device
 

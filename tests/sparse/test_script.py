@@ -14,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recsys.sparse import (
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    jt_is_equal,
+    kjt_is_equal,
+)
 
 KEYS = ["film", "user", "other"]
 
@@ -184,7 +190,8 @@ class Changed(nn.Module):
         if how == "to":
             return kjt.to(torch.device("cpu"))
         if how == "concat":
-            return KeyedJaggedTensor.concat([kjt])
+            other = KeyedJaggedTensor(["c"], torch.ones(4).long(), lengths=torch.tensor([0, 4]))
+            return KeyedJaggedTensor.concat([kjt, other])
         return kjt.with_values(kjt.values() + 1)
 
 
@@ -192,8 +199,43 @@ class Changed(nn.Module):
 def test_batch_sizes_of_features_are_not_lost(how: str) -> None:
     ids, lengths = torch.arange(5), torch.tensor([1, 1, 3])
     batch = KeyedJaggedTensor(["a", "b"], ids, lengths=lengths, stride_per_key_per_rank=[[2], [1]])
-    with pytest.raises(torch.jit.Error, match="takes batches with one batch size for all"):
-        _script(Changed())(batch, how)
+    found, wanted = _script(Changed())(batch, how), Changed()(batch, how)
+    assert found.keys() == wanted.keys()
+    assert found.stride_per_key_per_rank() == wanted.stride_per_key_per_rank()
+    assert found.stride() == wanted.stride() == 2
+    for key, bags in found.to_dict().items():
+        assert jt_is_equal(bags, wanted[key])
+
+
+class Split(nn.Module):
+    def forward(self, kjt: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+        parts = kjt.split([1, 1])
+        return [parts[0], parts[1], kjt.permute([1, 0]), KeyedJaggedTensor.concat([kjt])]
+
+
+class Padded(nn.Module):
+    def forward(self, jt: JaggedTensor) -> list[Tensor]:
+        found = [jt.to_padded_dense(2, -1.0), jt.to_padded_dense()]
+        weights = jt.to_padded_dense_weights()
+        if weights is not None:
+            found.append(weights)
+        return found
+
+
+@pytest.mark.parametrize("width", [(), (2,)])
+def test_bags_are_padded_as_in_python(width: tuple[int, ...]) -> None:
+    for lengths in ([2, 0, 3], [0, 0], []):
+        total = sum(lengths) + 2
+        values, weights = torch.rand(total, *width), torch.rand(total)
+        bags = JaggedTensor(values, weights, torch.tensor(lengths, dtype=torch.int64))
+        for found, wanted in zip(_script(Padded())(bags), Padded()(bags), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_buffers_may_be_longer_than_their_bags() -> None:
+    long = KeyedJaggedTensor(["a", "b"], torch.arange(9), torch.rand(9), torch.tensor([2, 0, 1, 1]))
+    for found, wanted in zip(_script(Split())(long), Split()(long), strict=True):
+        assert kjt_is_equal(found, wanted)
 
 
 ALONE = """
