@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from recsys.kernels.bounds import NO_LIMIT, LateChecks
 from recsys.kernels.checked import checked
@@ -355,7 +356,8 @@ def _places(
     batch = KeyedJaggedTensor.from_parts(
         keys, values, None, lengths, stride=max(strides), stride_per_key_per_rank=ranks
     )
-    return _gather_of(tuple(names), tuple(sizes), owner).places(batch)
+    place_N = _gather_of(tuple(names), tuple(sizes), owner).places(batch.trim())
+    return functional.pad(place_N, (0, values.shape[0] - place_N.shape[0]))  # of ids in no bag
 
 
 def _shape_of_places(keys: list[str], strides: list[int], values: Tensor, *rest: object) -> Tensor:

@@ -14,9 +14,15 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.fx import symbolic_trace
 from recsys.kernels.types import UpdateMode
-from recsys.modules.embedding_configs import EmbeddingBagConfig
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.feature_processor import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
@@ -407,3 +413,49 @@ def test_tables_may_have_names_that_modules_and_dicts_use() -> None:
     sharded = DistributedModelParallel(ebc, device=torch.device("cpu"))
     assert list(sharded.state_dict()) == list(again.state_dict())
     torch.testing.assert_close(sharded(features).values(), expected)
+
+
+def _in_a_buffer(spare: int) -> KeyedJaggedTensor:
+    """A batch with as many ids to spare, which no table has, and whose weights are NaN."""
+    ids = torch.cat([torch.tensor([1, 2, 0, 2]), torch.full((spare,), 99)])
+    weights = torch.cat([torch.arange(1.0, 5.0), torch.full((spare,), torch.nan)])
+    return KeyedJaggedTensor(["f", "g"], ids, weights, torch.tensor([2, 0, 1, 1]))
+
+
+def _collections() -> dict[str, nn.Module]:
+    sizes = {"t": "f", "u": "g"}
+    bags = [EmbeddingBagConfig(3, 4, name, feature_names=[f]) for name, f in sizes.items()]
+    rows = [EmbeddingConfig(3, 4, name, feature_names=[f]) for name, f in sizes.items()]
+    weighted = EmbeddingBagCollection(bags, is_weighted=True)
+    positions = PositionWeightedModuleCollection({"f": 2, "g": 2})
+    return {
+        "bags": EmbeddingBagCollection(bags),
+        "weighted bags": weighted,
+        "positions": FeatureProcessedEmbeddingBagCollection(weighted, positions),
+        "processors": FeatureProcessedEmbeddingBagCollection(
+            weighted, {f: PositionWeightedModule(2) for f in sizes.values()}
+        ),
+        "rows": EmbeddingCollection(rows),
+        "some keys": EmbeddingBagCollection(bags[1:]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it
+@pytest.mark.parametrize("way", ["eager", "graph", "scripted", "compiled"])
+@pytest.mark.parametrize("kind", _collections())
+def test_what_follows_the_last_bag_is_never_read(kind: str, way: str) -> None:
+    module: Any = _collections()[kind]
+    called = {
+        "eager": lambda: module,
+        "graph": lambda: symbolic_trace(module),
+        "scripted": lambda: torch.jit.script(module),
+        "compiled": lambda: torch.compile(module, backend="eager"),
+    }[way]()
+    found, wanted = called(_in_a_buffer(3)), module(_in_a_buffer(0))
+    if isinstance(wanted, dict):
+        found, wanted = ({k: bags.values() for k, bags in d.items()} for d in (found, wanted))
+    else:
+        found, wanted = found.to_dict(), wanted.to_dict()
+    assert found.keys() == wanted.keys()
+    for key, values in wanted.items():
+        assert torch.equal(found[key], values)

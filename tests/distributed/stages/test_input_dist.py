@@ -19,7 +19,7 @@ from recsys.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.optim import RowWiseAdagrad
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, FEATURES, Case, counted_collectives, shard
 from tests.ranks import RankPool
@@ -255,6 +255,52 @@ def test_a_batch_that_does_not_fit_raises_unsharded(kind: str, fault: str) -> No
         assert message.startswith("KeyError"), message
     else:
         assert message.startswith(text.format(type(collection).__name__)), message
+
+
+def _long(kind: str, spare: int, told: bool) -> KeyedJaggedTensor:
+    """A batch in a buffer with as many ids to spare, which no table has; weights there are NaN."""
+    ids = torch.cat([torch.tensor([1, 2, 0, 2]), torch.full((spare,), 99)])
+    weights = torch.cat([torch.arange(1.0, 5.0), torch.full((spare,), torch.nan)])
+    return KeyedJaggedTensor(
+        ["f", "g"],
+        ids,
+        weights if kind == "weighted" else None,
+        torch.tensor([2, 0, 1, 1]),
+        length_per_key=[2, 2] if told else None,
+    )
+
+
+def _train_on(kind: str, spare: int, told: bool) -> list[list[float]]:
+    torch.manual_seed(0)
+    collection = _collection(kind)
+    world_size, spec = dist.get_world_size(), {"t": table_wise(rank=0), "u": row_wise()}
+    plan = construct_module_sharding_plan(
+        collection, spec, world_size=world_size, device_type="cpu"
+    )
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.5})
+    model = DistributedModelParallel(
+        collection, plan=ShardingPlan({"": plan}), device=torch.device("cpu")
+    )
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        output = model(_long(kind, spare, told))
+        if kind == "sequence":
+            parts = [part for bags in output.values() for part in (bags.values(), bags.lengths())]
+        else:
+            parts = [output.values()]
+        sum(part.sum() for part in parts if part.is_floating_point()).backward()
+        found += parts
+    return [part.flatten().tolist() for part in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("kind", ["pooled", "weighted", "sequence"])
+def test_what_follows_the_last_bag_is_never_read(
+    ranks: RankPool, kind: str, told: bool, world_size: int
+) -> None:
+    long, short = (ranks(world_size, _train_on, kind, spare, told) for spare in (3, 0))
+    assert long == short
 
 
 def _look_up_bad_id(case: Case, mode: BoundsCheckMode) -> tuple[int, torch.Tensor, torch.Tensor]:
