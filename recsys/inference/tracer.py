@@ -55,9 +55,9 @@ class Tracer(fx.Tracer):
                 if isinstance(node.type, str):
                     node.type = hints["return" if node.op == "output" else node.target]
         for node in graph.find_nodes(op="placeholder"):
-            # a batch that may be None was none in the trace
+            # a batch that is used in the trace is not None
             kinds = [kind for kind in get_args(node.type) if kind is not type(None)]
-            if not node.args and len(kinds) == 1 and kinds[0] in _CONTAINERS:
+            if node.users and not node.args and len(kinds) == 1 and kinds[0] in _CONTAINERS:
                 node.type = kinds[0]
         return graph
 

@@ -153,9 +153,9 @@ def equality_of_lengths_and_offsets() -> Any:
 
 
 def empty_keyed_jagged() -> Any:
-    from torchrec import KeyedJaggedTensor
+    from torchrec import JaggedTensor, KeyedJaggedTensor
 
-    found = []
+    found = [[JaggedTensor.empty().lengths(), JaggedTensor.empty().offsets_or_none() is None]]
     for given in ({}, {"is_weighted": True, "lengths_dtype": torch.int64}):
         empty = KeyedJaggedTensor.empty(**given)
         found.append([*_parts(empty), empty.offsets_or_none(), empty.length_per_key_or_none()])

@@ -167,6 +167,17 @@ POOLED_FAULTS: dict[str, tuple[Callable[[], object], str]] = FAULTS | {
         lambda: _with_strides([-1, 0]),
         'ValueError: KeyedJaggedTensor.inverse_indices of feature "g" must be in 0..1; received -1',
     ),
+    "inverse indices of some keys": (
+        lambda: KeyedJaggedTensor(
+            ["f", "g"],
+            torch.tensor([1, 2, 0]),
+            lengths=torch.ones(3, dtype=torch.int64),
+            stride_per_key=[1, 2],
+            inverse_indices=(["f"], torch.tensor([[0, 0]])),
+        ),
+        "ValueError: KeyedJaggedTensor.inverse_indices must cover every key that is looked up; "
+        "received none for ['g']",
+    ),
     "no inverse indices": (
         lambda: KeyedJaggedTensor(
             ["f", "g"],
@@ -291,6 +302,36 @@ def _train_on(kind: str, spare: int, told: bool) -> list[list[float]]:
         sum(part.sum() for part in parts if part.is_floating_point()).backward()
         found += parts
     return [part.flatten().tolist() for part in found]
+
+
+def _look_up_one_of_two() -> list[float]:
+    torch.manual_seed(0)
+    table = EmbeddingBagConfig(3, 4, "t", feature_names=["f"])
+    plan = construct_module_sharding_plan(
+        EmbeddingBagCollection([table]), {"t": row_wise()}, world_size=2, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        EmbeddingBagCollection([table]),
+        plan=ShardingPlan({"": plan}),
+        device=torch.device("cpu"),
+    )
+    some_keys = KeyedJaggedTensor(
+        ["f", "g"],
+        torch.tensor([1, 2, 0]),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key=[1, 2],
+        inverse_indices=(["f"], torch.tensor([[0, 0]])),
+    )
+    found: list[float] = model(some_keys).values().flatten().tolist()
+    one_size = KeyedJaggedTensor(["f"], torch.ones(2).long(), lengths=torch.ones(2).long())
+    assert found == model(one_size).values().flatten().tolist()
+    return found
+
+
+def test_features_that_no_table_reads_need_no_inverse_indices(ranks: RankPool) -> None:
+    one, other = ranks(2, _look_up_one_of_two)
+    assert len(one) == 8
+    assert one == other
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
