@@ -500,7 +500,7 @@ class TableCollection(nn.Module):
         Returns:
             The batch, with bags that can be read; and whether its ids can be read, too.
         """
-        bags = check_features(
+        features, bags = check_features(
             features,
             type(self).__name__,
             self.device,
@@ -508,8 +508,7 @@ class TableCollection(nn.Module):
             is_weighted=is_weighted,
             names=self._read,
         )
-        features = features.trim()
-        if features.values().is_cpu:
+        if bags.values.is_cpu:
             return features, False
         link, mode = self._current_link(), self._bounds_check_mode
         rows_K = self._rows_of(link, bags.keys)

@@ -17,6 +17,7 @@ from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
     ScriptedPositions,
+    trimmed,
     weigh,
     with_weights,
 )
@@ -226,7 +227,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         if is_proxy(features):
             names = list(self.max_feature_lengths)
             return record(weigh, features, weights, names, type(self).__name__)  # type: ignore[no-any-return]
-        features = features.trim()
+        features = trimmed(features)
         return with_weights(features, self._gather(weights, features))
 
     def script_form(self) -> nn.Module:

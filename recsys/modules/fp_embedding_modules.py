@@ -22,6 +22,7 @@ from recsys.modules.feature_processor import (
 from recsys.modules.position_weights import (
     PositionGather,
     ScriptedPositions,
+    trimmed,
     weigh,
     with_weights,
 )
@@ -84,11 +85,11 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
             if is_proxy(features):
                 parts = positions, list(self._processors()), PositionWeightedModule.__name__
                 return record(weigh, features, *parts)  # type: ignore[no-any-return]
-            features = features.trim()
+            features = trimmed(features)
             return with_weights(features, self._gather(positions, features))
         if is_exporting() or is_proxy(features):
             raise self._needs_eager_mode()
-        features = features.trim()
+        features = trimmed(features)
         weigh_each = _run_eagerly if torch.compiler.is_compiling() else _weigh_each
         return with_weights(features, weigh_each(self, features))
 

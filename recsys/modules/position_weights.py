@@ -267,6 +267,15 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTen
     )
 
 
+def trimmed(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a batch without the values behind its last bag; a compiled graph has no such sizes.
+
+    Args:
+        features: The batch.
+    """
+    return features if torch.compiler.is_compiling() else features.trim()
+
+
 def weigh(
     features: KeyedJaggedTensor, weights: list[Tensor], names: list[str], owner: str
 ) -> KeyedJaggedTensor:
@@ -290,7 +299,7 @@ def weigh(
         return KeyedJaggedTensor(keys, values, weights_N, lengths)
     else:
         gather = _gather_of(tuple(names), tuple(sizes), owner)
-        features = features.trim()
+        features = trimmed(features)
         return with_weights(features, gather(weights, features))
 
 

@@ -18,12 +18,13 @@ from recsys.sparse import validate
 class Bags:
     """Values in bags, of one feature or several: what JaggedTensor and KeyedJaggedTensor share."""
 
-    __slots__ = ("__weakref__", "_lengths", "_offsets", "_values", "_weights")
+    __slots__ = ("__weakref__", "_lengths", "_num_read", "_offsets", "_values", "_weights")
 
     _values: Tensor
     _weights: Tensor | None
     _lengths: Tensor | None
     _offsets: Tensor | None
+    _num_read: int | None  # the sum of the lengths, where it was looked at
 
     def values(self) -> Tensor:
         """Return the values of all bags end to end, `[N, ...]`."""
@@ -55,7 +56,7 @@ class Bags:
         if self._lengths is None and self.lengths_or_none() is None:
             assert self._offsets is not None
             lengths = self._offsets.diff()
-            validate.check_lengths(self, lengths)
+            self._num_read = validate.check_lengths(self, lengths)
             self._lengths = lengths
         return self._lengths  # type: ignore[return-value]  # not None by now
 
@@ -72,7 +73,7 @@ class Bags:
         """
         if self._offsets is None:
             lengths = self.lengths()
-            validate.check_lengths(self, lengths)
+            self._num_read = validate.check_lengths(self, lengths)
             self._offsets = ops.complete_cumsum(lengths)
         return self._offsets
 
@@ -95,7 +96,7 @@ class Bags:
             >>> JaggedTensor(buffer, lengths=torch.tensor([1, 2])).trim().values()
             tensor([5, 6, 7])
         """
-        total, values = self._num_read(), self.values()
+        total, values = self.num_read(), self.values()
         if total is None or total >= values.shape[0]:
             return self
         weights = self.weights_or_none()
@@ -104,9 +105,16 @@ class Bags:
         trimmed._weights = None if weights is None else weights.narrow(0, 0, total)
         return trimmed
 
-    def _num_read(self) -> int | None:
-        """Return how many values the bags have; None if that is to be waited for."""
-        return int(self.offsets()[-1]) if validate.is_readable(self.values()) else None
+    def num_read(self) -> int | None:
+        """Return how many values the bags have; None where a GPU would be waited for."""
+        known: list[int] | None = getattr(self, "_length_per_key", None)
+        if known is not None:
+            return sum(known)
+        if not validate.is_readable(self.values() if self._values is None else self._values):
+            return None
+        if getattr(self, "_num_read", None) is None:
+            self._num_read = int(self.offsets()[-1])
+        return self._num_read
 
     def device(self) -> torch.device:
         """Return where the tensors are."""
@@ -150,6 +158,7 @@ class Bags:
         validate.check_same_parts(type(self).__name__, self._shapes(), source._shapes())
         self.values().copy_(source.values(), non_blocking)
         self.lengths().copy_(source.lengths(), non_blocking)
+        self._num_read = getattr(source, "_num_read", None)
         weights = self.weights_or_none()
         if self._offsets is not None:
             self._offsets.copy_(source.offsets(), non_blocking)

@@ -69,6 +69,7 @@ class JaggedTensor(Bags):
         self._views = None
         if not is_proxy and validate.is_checked_in_full(values, lengths, offsets):
             self.validate()
+            self._num_read = self.num_read()
 
     @staticmethod
     def from_parts(

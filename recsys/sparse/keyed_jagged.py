@@ -173,6 +173,7 @@ class KeyedJaggedTensor(Bags):
         has_counts = length_per_key is not None or offset_per_key is not None
         if not is_proxy and validate.is_checked_in_full(values, lengths, offsets, has_counts):
             self.validate()
+            self._num_read = self.num_read()
         if has_counts and not is_proxy:
             self._length_per_key = per_key_checks.check_counts(
                 keys, values, self._length_per_key, self._offset_per_key
@@ -558,6 +559,7 @@ class KeyedJaggedTensor(Bags):
         """Forget the per-key numbers, e.g. before the lengths are overwritten; returns self."""
         self._length_per_key = None
         self._offset_per_key = None
+        self._num_read = None
         return self
 
     def flatten_lengths(self) -> Self:
@@ -840,10 +842,6 @@ class KeyedJaggedTensor(Bags):
     def __str__(self) -> str:
         return show_keyed_jagged(self)
 
-    def _num_read(self) -> int | None:
-        known = self._length_per_key
-        return super()._num_read() if known is None else sum(known)
-
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = super()._shapes()
         if self._inverse_indices is not None:
@@ -866,7 +864,7 @@ def check_features(
     is_pooled: bool,
     is_weighted: bool,
     names: Sequence[str] = (),
-) -> Parts:
+) -> tuple[KeyedJaggedTensor, Parts]:
     """Raise if a lookup cannot read a batch, whatever its ids are.
 
     Args:
@@ -878,7 +876,7 @@ def check_features(
         names: The features that are looked up.
 
     Returns:
-        The batch's parts, trimmed.
+        The batch, trimmed, and its parts.
 
     Raises:
         TypeError: No KeyedJaggedTensor, ids that are not int32 or int64, or weights no floats.
@@ -893,7 +891,12 @@ def check_features(
             "one: KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
         )
     # on a CPU, lengths and offsets are checked when one makes the other
-    parts = features.trim().parts()
+    parts = features.parts()
+    known = parts.length_per_key
+    num_read = getattr(features, "_num_read", None) if known is None else sum(known)
+    if num_read is not None and num_read < parts.values.shape[0]:
+        features = features.trim()
+        parts = features.parts()
     values = parts.values
     if values.dtype is not torch.int64 and values.dtype is not torch.int32:
         raise TypeError(
@@ -931,7 +934,7 @@ def check_features(
         parts = parts._replace(weights=safe)
     if parts.stride_per_key_per_rank is not None or parts.inverse_indices is not None:
         _check_samples(features, parts, is_pooled, names)
-    return parts
+    return features, parts
 
 
 def _check_samples(
@@ -940,8 +943,12 @@ def _check_samples(
     inverse, strides = parts.inverse_indices, features.stride_per_key()
     if inverse is not None:
         validate.check_inverse_contents(parts.keys, strides, inverse)
-        if is_pooled:
-            validate.check_inverse_covers(names, inverse[0])
+        missing = set(names).difference(inverse[0])
+        if is_pooled and missing:
+            raise ValueError(
+                "KeyedJaggedTensor.inverse_indices must cover every key that is looked up; "
+                f"received none for {validate.preview(sorted(missing))}."
+            )
     if not features.variable_stride_per_key():
         return
     if inverse is None:

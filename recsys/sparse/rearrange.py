@@ -130,7 +130,7 @@ def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
 def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
     """Return the same bags with each tensor replaced; what is known on the host stays known."""
     inverse = kjt._inverse_indices
-    return kjt.from_parts(
+    mapped = kjt.from_parts(
         kjt._keys,
         function(kjt._values),
         None if kjt._weights is None else function(kjt._weights),
@@ -143,6 +143,8 @@ def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
         index_per_key=kjt._index_per_key,
         inverse_indices=None if inverse is None else (inverse[0], function(inverse[1])),
     )
+    mapped._num_read = getattr(kjt, "_num_read", None)
+    return mapped
 
 
 def total_on_meta(kjt: KeyedJaggedTensor, places: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
@@ -214,22 +214,25 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
             )
 
 
-def check_lengths(jagged: Bags, lengths: Tensor) -> None:
+def check_lengths(jagged: Bags, lengths: Tensor) -> int | None:
     """Check that no length is negative and that bags end within the values, where reading is free.
 
     Args:
         jagged: what the lengths are of.
         lengths: `[M]`, at hand or just derived from the offsets.
 
+    Returns:
+        Their sum; None where reading is not free.
+
     Raises:
         ValueError: naming the first bag (and feature) at fault.
     """
-    # The sum of int32 lengths is int64, so it cannot wrap to the right number.
-    if is_readable(lengths) and (
-        int(lengths.sum()) > jagged.values().shape[0]
-        or (lengths.numel() and int(lengths.min()) < 0)
-    ):
+    if not is_readable(lengths):
+        return None
+    total = int(lengths.sum())  # of int32 in int64, so it cannot wrap to a number that fits
+    if total > jagged.values().shape[0] or (lengths.numel() and int(lengths.min()) < 0):
         jagged.validate()
+    return total
 
 
 def check_total(owner: str, total: int, values: Tensor, *, is_exact: bool = False) -> None:
@@ -309,7 +312,7 @@ def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> in
     if not is_pair or not isinstance(inverse_indices[1], Tensor | fx.Proxy):
         wrong_type("KeyedJaggedTensor.inverse_indices", "a tuple of keys and a tensor", given)
     inverse_keys, rows = inverse_indices
-    if is_proxy(rows):
+    if isinstance(rows, fx.Proxy):
         return rows.shape[1]
     if rows.dim() != 2 or rows.shape[0] != len(inverse_keys) or rows.is_floating_point():
         raise ValueError(
@@ -467,24 +470,6 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
     inverse = kjt.inverse_indices_or_none()
     if inverse is not None:
         check_inverse_contents(keys, strides, (inverse[0], inverse[1].cpu()))
-
-
-def check_inverse_covers(names: Iterable[str], inverse_keys: Sequence[str]) -> None:
-    """Check that the features that a lookup reads have inverse indices.
-
-    Args:
-        names: features.
-        inverse_keys: the features that have them.
-
-    Raises:
-        ValueError: naming the features without.
-    """
-    missing = set(names).difference(inverse_keys)
-    if missing:
-        raise ValueError(
-            "KeyedJaggedTensor.inverse_indices must cover every key that is looked up; received "
-            f"none for {preview(sorted(missing))}."
-        )
 
 
 def described(given: object) -> str:

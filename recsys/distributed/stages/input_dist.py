@@ -251,7 +251,7 @@ class InputDist:
 
     def _checked(self, trip: Trip, features: KeyedJaggedTensor) -> Parts:
         """Return a batch's bags, with one batch size, id 0 in place of bad ones."""
-        bags = check_features(
+        features, bags = check_features(
             features,
             self.owner,
             self.device,
@@ -259,7 +259,7 @@ class InputDist:
             is_weighted=self.is_weighted,
             names=self.feature_names,
         )
-        features = trip.given = trip.safe = features.trim()
+        trip.given = trip.safe = features
         keys = bags.keys
         if keys != self._keys:
             num_padding = 1 if self.distinct else 0
