@@ -225,7 +225,7 @@ def check_strides(
         rule = "a list of lists of integers" if per_rank else "a list of integers"
         wrong_type(f"KeyedJaggedTensor.{name}", rule, per_rank or stride_per_key)
     fits = len(strides) == len(keys) and min(strides, default=0) >= 0
-    if not fits or (not isinstance(num_bags, fx.Proxy) and sum(strides) != num_bags):
+    if not fits or (not isinstance(cast(object, num_bags), fx.Proxy) and sum(strides) != num_bags):
         raise ValueError(
             f"KeyedJaggedTensor.{name} must have one entry per key, none negative, and add up to "
             f"the number of lengths; received batch sizes {preview(strides)} for {len(keys)} keys "

@@ -312,7 +312,7 @@ def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> in
     if not is_pair or not isinstance(inverse_indices[1], Tensor | fx.Proxy):
         wrong_type("KeyedJaggedTensor.inverse_indices", "a tuple of keys and a tensor", given)
     inverse_keys, rows = inverse_indices
-    if isinstance(rows, fx.Proxy):
+    if isinstance(cast(object, rows), fx.Proxy):
         return rows.shape[1]
     if rows.dim() != 2 or rows.shape[0] != len(inverse_keys) or rows.is_floating_point():
         raise ValueError(
