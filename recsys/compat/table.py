@@ -847,3 +847,17 @@ INSTEAD: dict[str, str] = {
     "docs/planner.md shows.",
 }
 """What to write instead of a name that is not here, by how its dotted name begins."""
+
+
+def reason_of(dotted: str) -> str | None:
+    """Return why recsys has no counterpart of a TorchRec name; None if nothing says so.
+
+    Args:
+        dotted: module and name.
+
+    Example:
+        >>> reason_of("torchrec.distributed.dist_data.SplitsAllToAllAwaitable")
+        'The engine inside is another one: docs/engine.md.'
+    """
+    starts = [start for start in INSTEAD if dotted.startswith(start)]
+    return INSTEAD[max(starts, key=len)] if starts else None

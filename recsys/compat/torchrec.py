@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import final
 
-from recsys.compat.table import HOMES, INSTEAD, PEER_VERSION, home_of
+from recsys.compat.table import HOMES, PEER_VERSION, home_of, reason_of
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -120,9 +120,8 @@ def is_installed() -> bool:
 
 def _missing(path: str, name: str) -> str:
     dotted = f"{path}.{name}"
-    advice = [text for start, text in INSTEAD.items() if dotted.startswith(start)]
     return (
-        f"recsys has no counterpart of {dotted}. {advice[-1] if advice else _nearest(path, name)} "
+        f"recsys has no counterpart of {dotted}. {reason_of(dotted) or _nearest(path, name)} "
         f"All names that are there: recsys.compat.table.TABLE; what differs: {_DOCS}."
     )
 
