@@ -129,6 +129,53 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.modules.fp_embedding_modules",
         "FeatureProcessedEmbeddingBagCollection, FeatureProcessorDictWrapper",
     ),
+    (
+        "torchrec.modules.feature_processor",
+        "recsys.compat.modules",
+        "PositionWeightedModule, offsets_to_range_traceble",
+    ),
+    (
+        "torchrec.modules.utils",
+        "recsys.compat.modules",
+        "check_module_output_dimension, construct_modulelist_from_single_module, "
+        "convert_list_of_modules_to_modulelist, extract_module_or_tensor_callable, "
+        "get_module_output_dimension, init_mlp_weights_xavier_uniform",
+    ),
+    (
+        "torchrec.modules.embedding_modules",
+        "recsys.compat.modules",
+        "process_pooled_embeddings, reorder_inverse_indices",
+    ),
+    (
+        "torchrec.distributed.embedding_tower_sharding",
+        "recsys.distributed.embeddingbag",
+        "EmbeddingBagCollectionSharder as EmbeddingTowerCollectionSharder, "
+        "EmbeddingBagCollectionSharder as EmbeddingTowerSharder",
+    ),
+    (
+        "torchrec.distributed.collective_utils",
+        "recsys.compat.distributed",
+        "invoke_on_rank_and_broadcast_result, is_leader, run_on_leader",
+    ),
+    (
+        "torchrec.distributed.utils",
+        "recsys.compat.distributed",
+        "add_prefix_to_state_dict, append_prefix, filter_state_dict, init_parameters",
+    ),
+    (
+        "torchrec.distributed.types",
+        "recsys.compat.distributed",
+        "get_tensor_size_bytes, rank_device",
+    ),
+    ("torchrec.distributed.comm", "recsys.compat.distributed", "get_group_rank, get_num_groups"),
+    ("torchrec.distributed.planner.planners", "recsys.compat.distributed", "extract_plan"),
+    (
+        "torchrec.inference.modules",
+        "recsys.compat.distributed",
+        "DEFAULT_FUSED_PARAMS, DEFAULT_QUANTIZATION_DTYPE, DEFAULT_QUANT_MAPPING, DEFAULT_SHARDERS",
+    ),
+    ("torchrec.modules.lazy_extension", "recsys.compat.modules", "lazy_apply"),
+    ("torchrec.sparse.tensor_dict", "recsys.compat.modules", "maybe_td_to_kjt"),
     ("torchrec.modules.mlp", "recsys.modules.mlp", "MLP, Perceptron"),
     ("torchrec.modules.regroup", "recsys.modules.regroup", "KTRegroupAsDict"),
     (
@@ -141,11 +188,19 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "recsys.modules.dlrm_variants",
         "DLRM_DCN, DLRM_Projection, InteractionDCNArch, InteractionProjectionArch",
     ),
+    ("torchrec.models.dlrm", "math", "comb as choose"),
+    ("torchrec.models.dlrm", "recsys.compat.modules", "DLRMWrapper"),
+    (
+        "torchrec.models.experimental.transformerdlrm",
+        "recsys.modules.dlrm_variants",
+        "DLRM_Transformer, InteractionTransformerArch",
+    ),
     (
         "torchrec.models.deepfm",
         "recsys.modules.deepfm_model",
         "DenseArch, FMInteractionArch, OverArch, SimpleDeepFMNN, SparseArch",
     ),
+    ("torchrec.models.deepfm", "recsys.compat.modules", "SimpleDeepFMNNWrapper"),
     # optim
     (
         "torchrec.optim",
@@ -841,6 +896,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.embedding_kernel": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.batched_embedding_kernel": "The engine inside is another one: "
     "docs/engine.md.",
+    "torchrec.distributed.comm._": "Call intra_and_cross_node_pg(), which makes the groups once.",
     "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.planner.estimator.estimator.": "Subclass ShardEstimator, as "

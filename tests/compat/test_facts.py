@@ -52,8 +52,8 @@ DIFFERENT = {
     r"(ShardedModule|Sharded\w+|ShardedEmbeddingBag)\.prefetch": (
         "FBGEMM's cache fetches rows when they are looked up"
     ),
-    r"Sharded\w+Collection\.sharded_parameter_names": (
-        "a feature-processed collection is replicated but for the collection in it"
+    r"EmbeddingTower(Collection)?Sharder\.embedding_\w+": (
+        "it shards the collections in towers, each as one by itself"
     ),
     (
         r"(Sharded\w+Collection|ShardedEmbeddingBag)\.(create_\w+|init_data_parallel|register_\w+|"

@@ -1,0 +1,166 @@
+"""Small helpers of TorchRec's that speak to other ranks, plan or quantize, for scripts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recsys.compat.planner.types import ShardingOption
+from recsys.distributed.planner.types import PlannerError
+from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.node import get_local_size
+from recsys.distributed.shard import materialize_dense
+from recsys.inference import QuantEmbeddingBagCollection, QuantEmbeddingCollection
+from recsys.inference.quant_sharders import (
+    QuantEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
+    QuantFeatureProcessedEmbeddingBagCollectionSharder,
+)
+
+T = TypeVar("T")
+
+DEFAULT_FUSED_PARAMS: dict[str, Any] = {}
+"""What a sharder of quantized collections takes: nothing, as rows are laid out when quantized."""
+DEFAULT_SHARDERS = [
+    QuantEmbeddingBagCollectionSharder(),
+    QuantEmbeddingCollectionSharder(),
+    QuantFeatureProcessedEmbeddingBagCollectionSharder(),
+]
+"""What `shard_quant_model` uses."""
+DEFAULT_QUANT_MAPPING: dict[str, type[nn.Module]] = {
+    "torchrec.modules.embedding_modules.EmbeddingBagCollection": QuantEmbeddingBagCollection,
+    "torchrec.modules.embedding_modules.EmbeddingCollection": QuantEmbeddingCollection,
+}
+"""What `quantize_inference_model` replaces, by TorchRec's name, and by what."""
+DEFAULT_QUANTIZATION_DTYPE = torch.int8
+"""Of tables that `quantize_inference_model` is told nothing of."""
+
+
+def is_leader(pg: dist.ProcessGroup | None, leader_rank: int = 0) -> bool:
+    """Return whether this process is a rank of a group; without a group it is."""
+    return pg is None or pg.rank() == leader_rank
+
+
+def invoke_on_rank_and_broadcast_result(
+    pg: dist.ProcessGroup, rank: int, func: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """Call a function on one rank, and return what it returns on all.
+
+    Args:
+        pg: the ranks; each must call this.
+        rank: of the group, where the function is called.
+        func: returns something that can be pickled.
+        *args: of the function.
+        **kwargs: of the function.
+
+    Raises:
+        Exception: on every rank, what the function raises.
+    """
+    result, error = None, None
+    if is_leader(pg, rank):
+        try:
+            result = func(*args, **kwargs)
+        except Exception as raised:
+            error = raised
+    told = broadcast_object(pg, "call a function", (result, failure_of(error)), rank)
+    if told[1] is not None:
+        raise_failure(rank, told[1], error)
+    return told[0]  # type: ignore[return-value]
+
+
+def run_on_leader(
+    pg: dist.ProcessGroup, rank: int
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorate a function that one rank calls for all: `invoke_on_rank_and_broadcast_result`."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        return functools.partial(invoke_on_rank_and_broadcast_result, pg, rank, function)
+
+    return decorate
+
+
+def init_parameters(module: nn.Module, device: torch.device) -> None:
+    """Make what is on `meta` on a device, by `reset_parameters`, and move the rest there."""
+    materialize_dense(module, device)
+    module.to(device)
+
+
+def filter_state_dict(state_dict: Mapping[str, Any], name: str) -> OrderedDict[str, Any]:
+    """Return the entries below a module, by their names there."""
+    start = f"{name}."
+    return OrderedDict(
+        (key.removeprefix(start), value)
+        for key, value in state_dict.items()
+        if key.startswith(start)
+    )
+
+
+def append_prefix(prefix: str, name: str) -> str:
+    """Return two parts of a path with a dot between them, unless one is empty."""
+    return ".".join(part for part in (prefix, name) if part)
+
+
+def add_prefix_to_state_dict(state_dict: dict[str, Any], prefix: str) -> None:
+    """Put a text in front of every name, in place."""
+    renamed = {f"{prefix}{key}": value for key, value in state_dict.items()}
+    state_dict.clear()
+    state_dict.update(renamed)
+
+
+def rank_device(device_type: str, rank: int) -> torch.device:
+    """Return the device of a rank, with its number if there are several on a node."""
+    return torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
+
+
+def get_tensor_size_bytes(t: Tensor) -> int:
+    """Return how many bytes the elements of a tensor take."""
+    return t.numel() * t.element_size()
+
+
+def get_num_groups(world_size: int | None = None) -> int:
+    """Return the number of nodes, of `get_local_size` ranks each."""
+    size = ShardingEnv.default().world_size if world_size is None else world_size
+    return size // get_local_size(world_size)
+
+
+def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """Return the number of the node that a rank is on; of this process if None."""
+    place = ShardingEnv.default().rank if rank is None else rank
+    return place // get_local_size(world_size)
+
+
+def extract_plan(
+    search_space: Sequence[ShardingOption], loaded_sharding_options: Mapping[int, ShardingOption]
+) -> list[ShardingOption]:
+    """Return the options of a search space that were chosen before, with their ranks.
+
+    Args:
+        search_space: what can be chosen.
+        loaded_sharding_options: what was, by `ShardingOption.storage_hash`.
+
+    Raises:
+        PlannerError: two options have one hash, or an option that was chosen cannot be.
+    """
+    by_hash = {option.storage_hash(): option for option in search_space}
+    if len(by_hash) < len(search_space):
+        raise PlannerError("The options of a search space must differ; received some twice.")
+    missing = [o.name for key, o in loaded_sharding_options.items() if key not in by_hash]
+    if missing:
+        raise PlannerError(
+            f"Options that were chosen before must be in the search space; those of {missing} are "
+            "not."
+        )
+    chosen = [copy.deepcopy(o) for key, o in by_hash.items() if key in loaded_sharding_options]
+    for option in chosen:
+        before = loaded_sharding_options[option.storage_hash()]
+        for shard, known in zip(option.shards, before.shards, strict=True):
+            shard.rank = known.rank
+    return chosen
