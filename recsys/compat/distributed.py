@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.compat.planner.types import ShardingOption
+from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
 from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense
+from recsys.distributed.train_pipeline.pipelines import TrainPipelineBase
+from recsys.distributed.types import ModuleSharder, ShardingPlan
 from recsys.inference import QuantEmbeddingBagCollection, QuantEmbeddingCollection
 from recsys.inference.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
@@ -164,3 +169,85 @@ def extract_plan(
         for shard, known in zip(option.shards, before.shards, strict=True):
             shard.rank = known.rank
     return chosen
+
+
+class ShardingPlanner(abc.ABC):
+    """What makes plans. A class with these methods need not be made from this one."""
+
+    @abc.abstractmethod
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Return a plan, made by this process alone."""
+
+    @abc.abstractmethod
+    def collective_plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> ShardingPlan:
+        """Return one plan on every rank; every rank must call it."""
+
+
+ShardingPlanner.register(EmbeddingShardingPlanner)
+
+
+@dataclass
+class TorchCompileConfig:
+    """How `TrainPipelinePT2` compiles.
+
+    Args:
+        fullgraph: as of torch.compile. A model with tables has graph breaks at their lookups.
+        dynamic: as of torch.compile.
+        backend: as of torch.compile.
+        compile_on_iter: number of the step, from 0, before which the model is compiled.
+    """
+
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    backend: str = "inductor"
+    compile_on_iter: int = 3
+
+
+class TrainPipelinePT2(TrainPipelineBase[Any, Any]):
+    """A `TrainPipelineBase` that compiles the model after some steps.
+
+    Args:
+        model: as there.
+        optimizer: as there.
+        device: as there.
+        compile_configs: how; as a `TorchCompileConfig` without arguments if None.
+        pre_compile_fn: called with the model before it is compiled.
+        post_compile_fn: called with the model when it is.
+        input_transformer: what the model gets of a batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        compile_configs: TorchCompileConfig | None = None,
+        pre_compile_fn: Callable[[nn.Module], None] | None = None,
+        post_compile_fn: Callable[[nn.Module], None] | None = None,
+        input_transformer: Callable[[Any], Any] | None = None,
+    ) -> None:
+        def forward(batch: Any) -> Any:
+            return model(batch if input_transformer is None else input_transformer(batch))
+
+        super().__init__(model, optimizer, device, custom_model_fwd=forward)
+        self._config = compile_configs or TorchCompileConfig()
+        self._around = pre_compile_fn, post_compile_fn
+        self._steps_done = 0
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Make one training step; see `TrainPipeline`."""
+        if self._steps_done == self._config.compile_on_iter:
+            before, after = self._around
+            if before is not None:
+                before(self._model)
+            self._model.compile(
+                fullgraph=self._config.fullgraph,
+                dynamic=self._config.dynamic,
+                backend=self._config.backend,
+            )
+            if after is not None:
+                after(self._model)
+        self._steps_done += 1
+        return super().progress(dataloader_iter)

@@ -165,7 +165,17 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.types",
         "recsys.compat.distributed",
-        "get_tensor_size_bytes, rank_device",
+        "ShardingPlanner, get_tensor_size_bytes, rank_device",
+    ),
+    (
+        "torchrec.distributed.train_pipeline",
+        "recsys.compat.distributed",
+        "TorchCompileConfig, TrainPipelinePT2",
+    ),
+    (
+        "torchrec.distributed.planner.planners",
+        "recsys.compat.planner.planners",
+        "EmbeddingShardingPlanner as EmbeddingPlannerBase",
     ),
     ("torchrec.distributed.comm", "recsys.compat.distributed", "get_group_rank, get_num_groups"),
     ("torchrec.distributed.planner.planners", "recsys.compat.distributed", "extract_plan"),
@@ -877,30 +887,53 @@ def home_of(module: str, name: str) -> Home | None:
     return None if dotted in HOMES or dotted in _OTHERS else _FIRST_HOMES.get(name)
 
 
+_ENGINE = "The engine inside is another one: docs/engine.md."
+_EXCHANGE = "Batches are exchanged by recsys.distributed.stages.input_dist.InputDist."
+_LAYOUT = "A sharded collection's `layout` says what is where, for all sharding types."
+_LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
+_HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
+_PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
+_TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
+
 INSTEAD: dict[str, str] = {
-    "torchrec.distributed.embedding_types.": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.batched_embedding_kernel": _LOOKUP,
+    "torchrec.distributed.comm._": "Call intra_and_cross_node_pg(), which makes the groups once.",
+    "torchrec.distributed.comm_ops": _ENGINE,
+    "torchrec.distributed.composable.table_batched_embedding_slice": "A table's weight is a view "
+    "of its lookup's storage: ebc.embedding_bags[name].weight.",
+    "torchrec.distributed.dist_data": _EXCHANGE,
+    "torchrec.distributed.embedding_kernel": _LOOKUP,
+    "torchrec.distributed.embedding_lookup": _LOOKUP,
+    "torchrec.distributed.embedding_sharding": _EXCHANGE,
+    "torchrec.distributed.embedding_sharding.EmbeddingSharding": _LAYOUT,
+    "torchrec.distributed.embedding_types.": _ENGINE,
+    "torchrec.distributed.embedding_types.GroupedEmbeddingConfig": _LAYOUT,
+    "torchrec.distributed.embedding_types.ShardedEmbeddingTable": _LAYOUT,
+    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "A lookup divides sums by "
+    "the lengths of its bags.",
+    "torchrec.distributed.mc_": _HASH,
+    "torchrec.distributed.model_tracker": _TRACKER,
+    "torchrec.distributed.planner.dry_run": "To plan for another machine, describe it: "
+    "docs/planner.md.",
+    "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
+    "planned as all others.",
+    "torchrec.distributed.planner.estimator.": "Subclass ShardEstimator, as docs/planner.md shows.",
+    "torchrec.distributed.sharding.": _LAYOUT,
+    "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
+    "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,
+    "torchrec.distributed.train_pipeline.TrainPipelineSparseDistCompAutograd": "Autograd that is "
+    "compiled misses tables that update in backward: use TrainPipelineSparseDist.",
+    "torchrec.distributed.train_pipeline.tracing.": _PIPELINES,
     "torchrec.distributed.train_pipeline.utils.": "The pipelines inside are others: "
     "docs/pipelines.md.",
-    "torchrec.modules.mc_modules": "Ids must be in their table: hash them before the model, "
-    "by recsys.sparse.hash_ids.",
-    "torchrec.modules.mc_embedding_modules": "Use EmbeddingBagCollection or EmbeddingCollection, "
-    "and hash ids before the model by recsys.sparse.hash_ids.",
-    "torchrec.modules.hash_mc_": "Hash ids before the model by recsys.sparse.hash_ids.",
-    "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
-    "before the model.",
-    "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
     "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
     "DistributedModelParallel.copy(device).",
-    "torchrec.distributed.embedding_sharding": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.embedding_lookup": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.embedding_kernel": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.batched_embedding_kernel": "The engine inside is another one: "
-    "docs/engine.md.",
-    "torchrec.distributed.comm._": "Call intra_and_cross_node_pg(), which makes the groups once.",
-    "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.planner.estimator.estimator.": "Subclass ShardEstimator, as "
-    "docs/planner.md shows.",
+    "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
+    "torchrec.modules.hash_mc_": _HASH,
+    "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
+    "recsys.inference.quant_prep.set_pruning_data.",
+    "torchrec.modules.mc_": _HASH,
+    "torchrec.utils.emo_logger": "The planner says why it chose a plan: docs/planner.md.",
 }
 """What to write instead of a name that is not here, by how its dotted name begins."""
 
@@ -913,7 +946,7 @@ def reason_of(dotted: str) -> str | None:
 
     Example:
         >>> reason_of("torchrec.distributed.dist_data.SplitsAllToAllAwaitable")
-        'The engine inside is another one: docs/engine.md.'
+        'Batches are exchanged by recsys.distributed.stages.input_dist.InputDist.'
     """
     starts = [start for start in INSTEAD if dotted.startswith(start)]
     return INSTEAD[max(starts, key=len)] if starts else None

@@ -28,8 +28,8 @@ def test_a_script() -> None:
             "from recsys.sparse import KeyedJaggedTensor",
         ],
         5: [
-            "# torchrec.distributed.dist_data.KJTAllToAll: no counterpart. The engine inside is "
-            "another one: docs/engine.md."
+            "# torchrec.distributed.dist_data.KJTAllToAll: no counterpart. Batches are "
+            "exchanged by recsys.distributed.stages.input_dist.InputDist."
         ],
         6: ["from recsys.modules.dlrm import DLRM as Model", "from math import comb as choose"],
     }

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import recsys
-from recsys.compat.table import HOMES, INSTEAD, TABLE, Home
+from recsys.compat.table import HOMES, INSTEAD, TABLE, Home, home_of, reason_of
 from tests.all_modules import all_modules
 from tests.offenders import check_each
 
@@ -101,6 +101,17 @@ def test_names_in_use_that_we_have_are_in_the_table() -> None:
         if name in ours and name not in HOMES.get(module, {})
     ]
     assert sorted(set(left_out) - OTHER_MEANING) == []
+
+
+def test_names_in_use_that_we_lack_have_a_reason() -> None:
+    silent = [
+        f"{module}.{name}"
+        for module, names in read_names_in_use().items()
+        for name in names
+        if home_of(module, name) is None and f"{module}.{name}" not in HOMES
+        if reason_of(f"{module}.{name}") is None
+    ]
+    assert silent == []
 
 
 def test_top_level_names_are_those_of_the_table() -> None:

@@ -307,3 +307,52 @@ def constants_of_inference() -> Any:
         modules.DEFAULT_QUANTIZATION_DTYPE,
         sorted(modules.DEFAULT_QUANT_MAPPING),
     ]
+
+
+def pipeline_that_compiles() -> Any:
+    from torchrec.distributed.train_pipeline import TorchCompileConfig, TrainPipelinePT2
+
+    calls: list[str] = []
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, batch: Any) -> Any:
+            out = self.model(batch)
+            return out.mean(), out
+
+    whole = Model()
+    pipeline = TrainPipelinePT2(
+        whole,
+        torch.optim.SGD(whole.parameters(), lr=0.5),
+        CPU,
+        TorchCompileConfig(backend="eager", compile_on_iter=1),
+        pre_compile_fn=lambda _: calls.append("before"),
+        post_compile_fn=lambda _: calls.append("after"),
+        input_transformer=lambda batch: batch + 1,
+    )
+    batches = iter([torch.ones(1, 2), torch.zeros(1, 2), torch.ones(3, 2)])
+    found = []
+    for _ in range(3):
+        found.append([pipeline.progress(batches), list(calls)])
+    return [found, model.weight, raises(lambda: pipeline.progress(batches))]
+
+
+def kinds_of_planners() -> Any:
+    from torchrec.distributed import ShardingPlanner
+    from torchrec.distributed.planner import (
+        EmbeddingPlannerBase,
+        EmbeddingShardingPlanner,
+        Topology,
+    )
+
+    topology = Topology(world_size=1, compute_device="cpu", local_world_size=1)
+    return [
+        isinstance(EmbeddingShardingPlanner(topology=topology), ShardingPlanner),
+        issubclass(EmbeddingShardingPlanner, EmbeddingPlannerBase),
+        raises(ShardingPlanner),
+    ]
