@@ -448,7 +448,22 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.estimator.estimator",
         "recsys.compat.planner.shard_estimators",
-        "EmbeddingPerfEstimator",
+        "EmbeddingPerfEstimator, EmbeddingPerfEstimator as EmbeddingPerfEstimatorV2",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.estimator",
+        "recsys.compat.planner.annotations",
+        "EmbeddingPerfEstimatorFactory",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.annotations",
+        "recsys.compat.planner.annotations",
+        "backward_compute, device_bw, forward_compute, ssd_mem_bw, supported_sharding_types",
+    ),
+    (
+        "torchrec.distributed.planner.estimator.config",
+        "recsys.compat.planner.estimator_types",
+        "HardwarePerfConfig as EmbeddingPerfEstimatorConfig",
     ),
     (
         "torchrec.distributed.planner.estimator.types",
@@ -917,7 +932,8 @@ INSTEAD: dict[str, str] = {
     "docs/planner.md.",
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
     "planned as all others.",
-    "torchrec.distributed.planner.estimator.": "Subclass ShardEstimator, as docs/planner.md shows.",
+    "torchrec.distributed.planner.estimator.": "Costs are bytes over speeds, without TorchRec's "
+    "coefficients: set speeds, or write a forward_compute.",
     "torchrec.distributed.sharding.": _LAYOUT,
     "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
     "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,

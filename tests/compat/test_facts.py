@@ -71,7 +71,11 @@ DIFFERENT = {
     r"EmbeddingShardingPlanner\(plan_loader\)": (
         "plans are saved, loaded and reported: docs/planner.md"
     ),
-    r"EmbeddingShardingPlanner\.hash_planner_context_inputs\w*": (
+    r"EmbeddingPlannerBase\(heuristical_storage_reservation_percentage\)": (
+        "pass storage_reservation=HeuristicalStorageReservation(percentage)"
+    ),
+    r"EmbeddingPerfEstimatorFactory\.create\w*\(use_\w+\)": "of TorchRec's formulas",
+    r"Embedding(Sharding)?Planner(Base)?\.hash_planner_context_inputs\w*": (
         "ranks compare what they were asked for"
     ),
     r"Topology\(ssd_cap\)": "no table is on a disk",
@@ -87,7 +91,7 @@ DIFFERENT = {
         "the memory model counts a training step at its peak"
     ),
     (
-        r"(HardwarePerfConfig|ShardPerfContext|EmbeddingPerfEstimator)[.(](\w*coefficients\w*|"
+        r"((?:HardwarePerf|EmbeddingPerfEstimator)Config|ShardPerfContext|EmbeddingPerfEstimator\w*)[.(](\w*coefficients\w*|"
         r"\w*compute_multiplier|\w*sharding_type\w*|use_\w+|intra_group_size|comms_bandwidths|"
         r"hash_size_for_clamping|cache_stats_\w+|expected_miss_rate|device_bw|"
         r"hbm_to_ddr_mem_bw)\)?"

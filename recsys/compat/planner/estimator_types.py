@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -38,6 +38,7 @@ class HardwarePerfConfig:
         inter_host_bw: between nodes.
         device_bw: at which tables are read, whatever their kernel.
         kernel_device_bandwidths: the same by the kind of device and the compute kernel.
+        supported: sharding types that can be estimated; all if None.
 
     Example:
         >>> class Slow(HardwarePerfConfig):
@@ -56,6 +57,29 @@ class HardwarePerfConfig:
     inter_host_bw: float | None = None
     device_bw: float | None = None
     kernel_device_bandwidths: Mapping[tuple[str, str], float] = {}
+    supported: frozenset[str] | None = None
+
+    def formulas_of(self, sharding_type: str) -> dict[str, Callable[[ShardPerfContext], float]]:
+        """Return the methods of a user's own that compute parts of `Perf`, by part.
+
+        Args:
+            sharding_type: of the shards; methods for it go before those for all.
+
+        Raises:
+            ValueError: the type is not supported.
+        """
+        if self.supported is not None and sharding_type not in self.supported:
+            raise ValueError(
+                f"{type(self).__name__} is for {sorted(self.supported)}; received {sharding_type!r}"
+            )
+        found = {}
+        methods = [getattr(self, name) for name in dir(type(self)) if not name.startswith("__")]
+        marked = [method for method in methods if hasattr(method, "computes")]
+        for method in sorted(marked, key=lambda method: len(method.computes[1]) > 0):
+            part, kinds = method.computes
+            if not kinds or sharding_type in kinds:
+                found[part] = method
+        return found
 
     def applied_to(self, topology: Topology) -> Topology:
         """Return a machine with these speeds."""

@@ -356,3 +356,74 @@ def kinds_of_planners() -> Any:
         issubclass(EmbeddingShardingPlanner, EmbeddingPlannerBase),
         raises(ShardingPlanner),
     ]
+
+
+def estimators_with_formulas() -> Any:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import Topology
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.estimator import (
+        EmbeddingPerfEstimatorConfig,
+        EmbeddingPerfEstimatorFactory,
+        EmbeddingPerfEstimatorV2,
+        backward_compute,
+        device_bw,
+        forward_compute,
+        ssd_mem_bw,
+        supported_sharding_types,
+    )
+
+    topology = Topology(world_size=2, compute_device="cuda", local_world_size=2)
+
+    def perfs(config: Any) -> Any:
+        estimator = EmbeddingPerfEstimatorV2(topology, config=config)
+        options = EmbeddingEnumerator(topology, batch_size=8, estimator=[estimator]).enumerate(
+            _tables(), [EmbeddingBagCollectionSharder()]
+        )
+        return {
+            option.sharding_type: [
+                option.shards[0].perf.fwd_compute,
+                option.shards[0].perf.bwd_compute,
+            ]
+            for option in options
+            if option.sharding_type in ("row_wise", "table_wise")
+            if option.compute_kernel == "fused"
+        }
+
+    class Whole(EmbeddingPerfEstimatorConfig):
+        @forward_compute("table_wise")
+        def ahead(self, ctx: Any) -> float:
+            return float(ctx.batch_inputs * ctx.emb_dim * ctx.world_size + ctx.hash_size)
+
+        @forward_compute(sharding_type="row_wise")
+        def ahead_of_rows(self, ctx: Any) -> float:
+            return 7.0
+
+        @backward_compute
+        def back(self, ctx: Any) -> float:
+            return float(ctx.batch_outputs)
+
+    @supported_sharding_types("grid_shard")
+    class Narrow(EmbeddingPerfEstimatorConfig):
+        pass
+
+    @EmbeddingPerfEstimatorFactory.register("quick")
+    @device_bw(5.0)
+    @device_bw(6.0, device="cuda", compute_kernel=["fused", "dense"])
+    @ssd_mem_bw(3.0)
+    class Quick(EmbeddingPerfEstimatorConfig):
+        name = "quick"
+
+    made = EmbeddingPerfEstimatorFactory.create("quick", topology=topology)
+    speeds = [
+        made.config.get_device_bw("cuda", kernel, 1.0, 2.0, 3.0, 4.0)
+        for kernel in ("fused", "dense", "fused_uvm")
+    ]
+    return [
+        perfs(Whole()),
+        raises(lambda: perfs(Narrow())),
+        speeds,
+        [made.config.name, made.config.ssd_mem_bw],
+        EmbeddingPerfEstimatorFactory.is_registered("slow"),
+        raises(lambda: EmbeddingPerfEstimatorFactory.create("slow", topology=topology)),
+    ]
