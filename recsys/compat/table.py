@@ -458,7 +458,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.estimator.annotations",
         "recsys.compat.planner.annotations",
-        "backward_compute, device_bw, forward_compute, ssd_mem_bw, supported_sharding_types",
+        "backward_compute, bwd_coefficient, device_bw, forward_compute, fwd_coefficient, "
+        "output_write_size, ssd_mem_bw, supported_sharding_types",
     ),
     (
         "torchrec.distributed.planner.estimator.config",
@@ -468,7 +469,13 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.planner.estimator.types",
         "recsys.compat.planner.estimator_types",
-        "HardwarePerfConfig, ShardPerfContext",
+        "EstimatorPerfCoefficients, HardwarePerfConfig, PerfCoefficient, PerfCoefficientConfig, "
+        "ShardPerfContext",
+    ),
+    (
+        "torchrec.utils.emo_logger",
+        "recsys.compat.decisions",
+        "DecisionCategory, EMODecision, EMOLogger, EMOSummary, get_logger, log_emo_decision",
     ),
     (
         "torchrec.distributed.planner.stats",
@@ -932,8 +939,8 @@ INSTEAD: dict[str, str] = {
     "docs/planner.md.",
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
     "planned as all others.",
-    "torchrec.distributed.planner.estimator.": "Costs are bytes over speeds, without TorchRec's "
-    "coefficients: set speeds, or write a forward_compute.",
+    "torchrec.distributed.planner.estimator.": "Set speeds or coefficients, or write a "
+    "forward_compute: docs/planner.md.",
     "torchrec.distributed.sharding.": _LAYOUT,
     "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
     "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,
@@ -949,7 +956,8 @@ INSTEAD: dict[str, str] = {
     "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
     "recsys.inference.quant_prep.set_pruning_data.",
     "torchrec.modules.mc_": _HASH,
-    "torchrec.utils.emo_logger": "The planner says why it chose a plan: docs/planner.md.",
+    "torchrec.modules.sorted_index_select": "Call torch.index_select: a lookup sorts what its "
+    "gradients are added to by itself.",
 }
 """What to write instead of a name that is not here, by how its dotted name begins."""
 

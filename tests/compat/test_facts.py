@@ -74,7 +74,10 @@ DIFFERENT = {
     r"EmbeddingPlannerBase\(heuristical_storage_reservation_percentage\)": (
         "pass storage_reservation=HeuristicalStorageReservation(percentage)"
     ),
-    r"EmbeddingPerfEstimatorFactory\.create\w*\(use_\w+\)": "of TorchRec's formulas",
+    (
+        r"EmbeddingPerfEstimatorFactory\.create\w*\(use_\w+\)|PerfCoefficientConfig"
+        r"(\.get_coefficients)?[.(](compute_kernel|by_kernel|prefetch|weighted_\w+)\)?"
+    ): "of TorchRec's formulas",
     r"Embedding(Sharding)?Planner(Base)?\.hash_planner_context_inputs\w*": (
         "ranks compare what they were asked for"
     ),

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from recsys.compat.planner.estimator_types import HardwarePerfConfig
+from recsys.compat.planner.estimator_types import (
+    HardwarePerfConfig,
+    PerfCoefficient,
+    ShardPerfContext,
+)
 from recsys.compat.planner.shard_estimators import EmbeddingPerfEstimator
 from recsys.compat.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
@@ -61,6 +65,46 @@ def backward_compute(
         sharding_type: as of `forward_compute`.
     """
     return _formula("bwd_compute", method_or_sharding_type, sharding_type)
+
+
+def fwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
+    """Decorate a method that returns the `PerfCoefficient` of lookups, for some sharding types."""
+
+    def mark(method: Callable[[Any], PerfCoefficient]) -> Any:
+        def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
+            return method(self).milliseconds(ctx, self.output_bytes(ctx))
+
+        milliseconds.is_linear = True  # type: ignore[attr-defined]
+        return _formula("fwd_compute", milliseconds, sharding_type)
+
+    return mark
+
+
+def bwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
+    """Decorate a method that returns the `PerfCoefficient` of the backward pass."""
+
+    def mark(method: Callable[[Any], PerfCoefficient]) -> Any:
+        def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
+            return method(self).milliseconds(ctx, self.output_bytes(ctx, is_fwd=False))
+
+        return _formula("bwd_compute", milliseconds, sharding_type)
+
+    return mark
+
+
+def output_write_size(
+    method_or_sharding_type: Callable[..., float] | _Kinds = None, *, sharding_type: _Kinds = None
+) -> Any:
+    """Decorate a method that computes the bytes of embeddings that a lookup writes.
+
+    It is called as `(self, ctx: ShardPerfContext, is_fwd: bool) -> float`, and its result is what
+    coefficients of the output are multiplied by.
+
+    Args:
+        method_or_sharding_type: as of `forward_compute`.
+        sharding_type: as of `forward_compute`.
+    """
+    return _formula("output", method_or_sharding_type, sharding_type)
 
 
 def supported_sharding_types(*sharding_types: str) -> Callable[[_Config], _Config]:

@@ -427,3 +427,92 @@ def estimators_with_formulas() -> Any:
         EmbeddingPerfEstimatorFactory.is_registered("slow"),
         raises(lambda: EmbeddingPerfEstimatorFactory.create("slow", topology=topology)),
     ]
+
+
+def estimators_with_coefficients() -> Any:
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import ParameterConstraints, Topology
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.estimator import (
+        EmbeddingPerfEstimatorConfig,
+        EmbeddingPerfEstimatorV2,
+        EstimatorPerfCoefficients,
+        PerfCoefficient,
+        PerfCoefficientConfig,
+        bwd_coefficient,
+        fwd_coefficient,
+        output_write_size,
+    )
+
+    topology = Topology(world_size=2, compute_device="cuda", local_world_size=2)
+    constraints = {name: ParameterConstraints(pooling_factors=[3.0]) for name in "ab"}
+
+    def perfs(config: Any) -> Any:
+        estimator = EmbeddingPerfEstimatorV2(topology, constraints, config=config)
+        enumerator = EmbeddingEnumerator(
+            topology, batch_size=8, estimator=[estimator], constraints=constraints
+        )
+        options = enumerator.enumerate(_tables(128), [EmbeddingBagCollectionSharder()])
+        return {
+            f"{option.name} {option.sharding_type}": [
+                option.shards[0].perf.fwd_compute,
+                option.shards[0].perf.bwd_compute,
+            ]
+            for option in options
+            if option.sharding_type in ("data_parallel", "row_wise", "table_wise")
+            if option.compute_kernel == "fused" or option.sharding_type == "data_parallel"
+        }
+
+    class ByMethods(EmbeddingPerfEstimatorConfig):
+        device_bw = 2.0
+
+        @fwd_coefficient()
+        def ahead(self) -> Any:
+            return PerfCoefficient(1.0, 2.0, 3.0, 4.0)
+
+        @bwd_coefficient(sharding_type=["row_wise"])
+        def back(self) -> Any:
+            return PerfCoefficient(5.0, 6.0, 7.0, 8.0)
+
+    class ByTable(EmbeddingPerfEstimatorConfig):
+        device_bw = 4.0
+        coefficients = PerfCoefficientConfig(
+            row_wise=EstimatorPerfCoefficients(fwd=PerfCoefficient(0.5, 1.5, 2.5, 3.5)),
+        )
+
+    class Outputs(EmbeddingPerfEstimatorConfig):
+        device_bw = 1.0
+
+        @fwd_coefficient()
+        def ahead(self) -> Any:
+            return PerfCoefficient(0.0, 0.0, 1.0, 0.0)
+
+        @output_write_size
+        def written(self, ctx: Any, is_fwd: bool = True) -> float:
+            return 10.0
+
+    return [perfs(ByMethods()), perfs(ByTable()), perfs(Outputs())]
+
+
+def decisions_that_are_kept() -> Any:
+    from torchrec.utils.emo_logger import (
+        DecisionCategory,
+        EMOLogger,
+        EMOSummary,
+        get_logger,
+        log_emo_decision,
+    )
+
+    get_logger().reset()
+    log_emo_decision(DecisionCategory.KERNEL, 20, "chose", table_name="t", rows=3)
+    log_emo_decision(DecisionCategory.CLF, 10, "grew")
+    kept = [[d.category, d.table_name, d.metadata] for d in get_logger().get_summary().decisions]
+    get_logger().reset()
+    alone = EMOSummary()
+    alone.add(DecisionCategory.PROPOSER, "tried", None, number=2)
+    return [
+        kept,
+        len(get_logger().get_summary().decisions),
+        get_logger() is EMOLogger.get_instance(),
+        alone,
+    ]
