@@ -2,15 +2,13 @@
 
 import torch
 
-from recsys.kernels.checked import checked
 from recsys.sparse import validate
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
 
 
-@checked
-def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
+def jt_is_equal(jt_1: object, jt_2: object) -> bool:
     """Tell whether two jagged tensors hold the same bags, values and weights.
 
     Args:
@@ -19,6 +17,7 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
 
     Returns:
         Whether values, weights and lengths are equal, whichever of lengths and offsets was given.
+        False if one is no JaggedTensor.
 
     Example:
         >>> a = JaggedTensor(torch.ones(2), lengths=torch.tensor([1, 1]))
@@ -26,11 +25,12 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
         >>> jt_is_equal(a, b)
         True
     """
+    if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
+        return False
     return _have_equal_leaves(leaves_of_jagged(jt_1), leaves_of_jagged(jt_2))
 
 
-@checked
-def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
+def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     """Tell whether two keyed jagged tensors hold the same features, bags, values and weights.
 
     Args:
@@ -39,7 +39,7 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
 
     Returns:
         Whether keys (in order), values, weights, lengths, strides and inverse indices are equal,
-        whichever of lengths and offsets was given.
+        whichever of lengths and offsets was given. False if one is no KeyedJaggedTensor.
 
     Example:
         >>> a = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([1, 1]))
@@ -47,6 +47,8 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
         >>> kjt_is_equal(a, b)
         True
     """
+    if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
+        return False
     return _have_equal_leaves(leaves_of_keyed_jagged(kjt_1), leaves_of_keyed_jagged(kjt_2))
 
 

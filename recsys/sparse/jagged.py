@@ -154,6 +154,7 @@ class JaggedTensor(Bags):
             torch.empty(0, dtype=values_dtype, device=device),
             torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
             lengths=torch.empty(0, dtype=lengths_dtype, device=device),
+            offsets=torch.zeros(1, dtype=lengths_dtype, device=device),
         )
 
     @staticmethod

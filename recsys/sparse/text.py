@@ -101,7 +101,7 @@ def _bags_by_part(jt: JaggedTensor, *, is_top: bool = False) -> str:
 
 
 def _braces(name: str, body: str) -> str:
-    return f"{name}({{\n{_indented(body)}\n}})" if body else f"{name}()"
+    return f"{name}({{\n{_indented(body)}\n}})\n" if body else f"{name}()\n"
 
 
 def _indented(text: str) -> str:

@@ -56,31 +56,31 @@ def test_a_broken_one_can_still_be_printed():
 
 def test_print_shows_the_documented_layout():
     ids, lengths = torch.tensor([5, 7, 1]), torch.tensor([1, 2])
-    assert str(JaggedTensor(ids, lengths=lengths)) == "JaggedTensor({\n    [[5], [7, 1]]\n})"
+    assert str(JaggedTensor(ids, lengths=lengths)) == "JaggedTensor({\n    [[5], [7, 1]]\n})\n"
     weights = torch.tensor([0.5, 1.0, 2.0])
     assert str(JaggedTensor(ids, weights, lengths)) == (
-        'JaggedTensor({\n    "values": [[5], [7, 1]],\n    "weights": [[0.5], [1.0, 2.0]]\n})'
+        'JaggedTensor({\n    "values": [[5], [7, 1]],\n    "weights": [[0.5], [1.0, 2.0]]\n})\n'
     )
     plain = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([1, 1, 0, 1]))
-    assert str(plain) == 'KeyedJaggedTensor({\n    "a": [[5], [7]],\n    "b": [[], [1]]\n})'
+    assert str(plain) == 'KeyedJaggedTensor({\n    "a": [[5], [7]],\n    "b": [[], [1]]\n})\n'
     weighted = KeyedJaggedTensor(["a"], ids, weights, lengths)
     assert str(weighted) == (
         'KeyedJaggedTensor({\n    "a": {\n        "values": [[5], [7, 1]],\n'
-        '        "weights": [[0.5], [1.0, 2.0]]\n    }\n})'
+        '        "weights": [[0.5], [1.0, 2.0]]\n    }\n})\n'
     )
     kt = KeyedTensor(["x", "y"], [1, 2], torch.arange(6.0).view(2, 3))
     assert str(kt) == (
-        'KeyedTensor({\n    "x": [[0.0], [3.0]],\n    "y": [[1.0, 2.0], [4.0, 5.0]]\n})'
+        'KeyedTensor({\n    "x": [[0.0], [3.0]],\n    "y": [[1.0, 2.0], [4.0, 5.0]]\n})\n'
     )
 
 
 def test_print_of_what_is_empty_large_broken_or_not_there():
     assert str(KeyedJaggedTensor([], torch.tensor([]), lengths=torch.tensor([]))) == (
-        "KeyedJaggedTensor()"
+        "KeyedJaggedTensor()\n"
     )
     keys = [f"f{i}" for i in range(100)]
     many = KeyedJaggedTensor(keys, torch.arange(200), lengths=torch.ones(200, dtype=torch.int64))
-    assert str(many).endswith('    "f7": [[14], [15]],\n    ...\n})')
+    assert str(many).endswith('    "f7": [[14], [15]],\n    ...\n})\n')
     broken = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1]))
     assert "invalid: KeyedJaggedTensor.lengths must add up" in str(broken)
     for made in (many, many["f1"], KeyedTensor(["x"], [2], torch.ones(1, 2))):
