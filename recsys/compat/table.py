@@ -915,6 +915,7 @@ _LAYOUT = "A sharded collection's `layout` says what is where, for all sharding 
 _LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
 _HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
 _PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
+_SEMISYNC = "Replicas that average now and then are a DMPCollection: docs/two_dimensional.md."
 _TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
 
 INSTEAD: dict[str, str] = {
@@ -956,6 +957,8 @@ INSTEAD: dict[str, str] = {
     "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
     "recsys.inference.quant_prep.set_pruning_data.",
     "torchrec.modules.mc_": _HASH,
+    "torchrec.optim.SemisyncOptimizer": _SEMISYNC,
+    "torchrec.optim.semi_sync": _SEMISYNC,
     "torchrec.modules.sorted_index_select": "Call torch.index_select: a lookup sorts what its "
     "gradients are added to by itself.",
 }

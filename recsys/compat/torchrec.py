@@ -24,6 +24,8 @@ from types import ModuleType
 from typing import final
 
 from recsys.compat.table import HOMES, PEER_VERSION, home_of, reason_of
+from recsys.distributed.placement import fused_params
+from recsys.kernels.types import EmbOptimType
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -79,6 +81,8 @@ _FINDER = _Finder()
 def install() -> None:
     """Make `import torchrec` and `torchrec.x.y` resolve to our objects in this process.
 
+    From then on `fused_params` that name no optimizer mean SGD, with a warning.
+
     Calling it again does nothing. Processes started by `spawn` import the main module anew, and
     so need the call at its top level.
 
@@ -102,6 +106,7 @@ def install() -> None:
             "Call install() at the top of the main script, above its other imports."
         )
     sys.meta_path.insert(0, _FINDER)
+    fused_params.unnamed_optimizer = EmbOptimType.EXACT_SGD
 
 
 def uninstall() -> None:
@@ -109,6 +114,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
+    fused_params.unnamed_optimizer = None
     for path in HOMES:
         sys.modules.pop(path, None)
 
