@@ -5,16 +5,20 @@ from __future__ import annotations
 import abc
 import copy
 import functools
+import queue
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.compat.planner.types import ShardingOption
+from recsys.distributed.module_tree import outermost
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
 from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
@@ -22,7 +26,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense
 from recsys.distributed.train_pipeline.pipelines import TrainPipelineBase
-from recsys.distributed.types import ModuleSharder, ShardingPlan
+from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
 from recsys.inference import QuantEmbeddingBagCollection, QuantEmbeddingCollection
 from recsys.inference.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
@@ -251,3 +255,92 @@ class TrainPipelinePT2(TrainPipelineBase[Any, Any]):
                 after(self._model)
         self._steps_done += 1
         return super().progress(dataloader_iter)
+
+
+def get_unsharded_module_names(model: nn.Module) -> list[str]:
+    """Return the paths of the outermost modules in which nothing is sharded.
+
+    Args:
+        model: with sharded modules in it; of one without there are none.
+    """
+    if not _has_sharded(model):
+        return []
+    return [path for path, _ in outermost(model, lambda child: not _has_sharded(child))]
+
+
+def _has_sharded(module: nn.Module) -> bool:
+    return any(isinstance(child, ShardedModule) for child in module.modules())
+
+
+class DataLoadingThread(threading.Thread, Generic[T]):
+    """Reads batches ahead, one at a time, and moves them to a device.
+
+    Args:
+        device: where batches go.
+        dataloader_iter: of batches that have `to`.
+        to_device_non_blocking: whether copies from page-locked memory overlap with what follows.
+        memcpy_stream_priority: means nothing: batches are copied on the current stream.
+        memcpy_stream: a stream to copy on; the current one if None.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dataloader_iter: Iterator[Any],
+        to_device_non_blocking: bool,
+        memcpy_stream_priority: int = 0,
+        memcpy_stream: torch.Stream | None = None,
+    ) -> None:
+        super().__init__(daemon=True)
+        self._device, self._source = device, dataloader_iter
+        self._is_non_blocking, self._copies = to_device_non_blocking, memcpy_stream
+        self._read: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._is_stopped = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Read until there are no more batches, or `stop` is called."""
+        try:
+            for batch in self._source:
+                with nullcontext() if self._copies is None else self._copies:
+                    moved = batch.to(self._device, non_blocking=self._is_non_blocking)
+                self._give(moved)
+                if self._is_stopped.is_set():
+                    return
+        except BaseException as error:
+            self._error = error
+        self._is_stopped.set()
+
+    def _give(self, batch: Any) -> None:
+        while not self._is_stopped.is_set():
+            try:
+                return self._read.put(batch, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def stop(self) -> None:
+        """End the thread; batches that were read are dropped."""
+        self._is_stopped.set()
+
+    def get_next_batch(self, none_throws: bool = False) -> T | None:
+        """Return the next batch, None after the last.
+
+        Args:
+            none_throws: whether to raise StopIteration after the last.
+
+        Raises:
+            Exception: what reading raised.
+        """
+        while True:
+            is_last = self._is_stopped.is_set()
+            try:
+                batch: T = self._read.get(timeout=0.0 if is_last else 0.1)
+                return batch
+            except queue.Empty:
+                if is_last:
+                    break
+        if self._error is not None:
+            raise self._error
+        if none_throws:
+            raise StopIteration
+        return None

@@ -160,7 +160,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.utils",
         "recsys.compat.distributed",
-        "add_prefix_to_state_dict, append_prefix, filter_state_dict, init_parameters",
+        "add_prefix_to_state_dict, append_prefix, filter_state_dict, get_unsharded_module_names, "
+        "init_parameters",
     ),
     (
         "torchrec.distributed.types",
@@ -170,7 +171,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torchrec.distributed.train_pipeline",
         "recsys.compat.distributed",
-        "TorchCompileConfig, TrainPipelinePT2",
+        "DataLoadingThread, TorchCompileConfig, TrainPipelinePT2",
     ),
     (
         "torchrec.distributed.planner.planners",
@@ -739,6 +740,22 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.datasets.criteo", "recsys.datasets.rows", "criteo_kaggle, criteo_terabyte"),
     ("torchrec.datasets.criteo", "recsys.datasets.utils", "PATH_MANAGER_KEY"),
+    (
+        "torchrec.datasets.utils",
+        "recsys.compat.datasets",
+        "Limit, LoadFiles, ParallelReadConcat, ReadLinesFromCSV, idx_split_train_val, "
+        "rand_split_train_val, safe_cast, train_filter, val_filter",
+    ),
+    ("torchrec.datasets.test_utils.criteo_test_utils", "recsys.compat.testing", "CriteoTest"),
+    ("torchrec.optim.test_utils", "recsys.compat.testing", "DummyKeyedOptimizer"),
+    ("torchrec.sparse.test_utils", "recsys.compat.testing", "keyed_jagged_tensor_equals"),
+    (
+        "torchrec.test_utils",
+        "recsys.compat.testing",
+        "assert_state_buffers_parameters_equal, get_free_port, get_state_buffers_parameters, "
+        "init_distributed_single_host, is_asan, is_asan_or_tsan, is_tsan, seed_and_log, "
+        "skip_if_asan, skip_if_asan_class",
+    ),
     (
         "torchrec.datasets.movielens",
         "recsys.datasets.rows",

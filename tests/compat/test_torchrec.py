@@ -181,8 +181,8 @@ def test_star_import(torchrec: Any) -> None:
             "what differs: docs/migrating.md.",
         ),
         (
-            "from torchrec.distributed.train_pipeline.utils import DataLoadingThread",
-            "no counterpart of torchrec.distributed.train_pipeline.utils.DataLoadingThread. The",
+            "from torchrec.distributed.train_pipeline.utils import _rewrite_model",
+            "no counterpart of torchrec.distributed.train_pipeline.utils._rewrite_model. The",
         ),
         (
             "from torchrec.modules.mc_modules import ManagedCollisionModule",
