@@ -9,15 +9,17 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.compat.planner.types import ShardingOption
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.module_tree import outermost
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
@@ -266,6 +268,21 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
     if not _has_sharded(model):
         return []
     return [path for path, _ in outermost(model, lambda child: not _has_sharded(child))]
+
+
+@contextmanager
+def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
+    """Let `copy.deepcopy` of a DistributedModelParallel, within, put the copy on a device.
+
+    Args:
+        device: where copies go; where the model is if None.
+    """
+
+    def copied(model: DistributedModelParallel, memo: dict[int, Any]) -> DistributedModelParallel:
+        return model.copy(model.device if device is None else torch.device(device))
+
+    with mock.patch.object(DistributedModelParallel, "__deepcopy__", copied):
+        yield
 
 
 def _has_sharded(module: nn.Module) -> bool:

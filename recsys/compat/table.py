@@ -161,7 +161,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torchrec.distributed.utils",
         "recsys.compat.distributed",
         "add_prefix_to_state_dict, append_prefix, filter_state_dict, get_unsharded_module_names, "
-        "init_parameters",
+        "init_parameters, sharded_model_copy",
     ),
     (
         "torchrec.distributed.types",
@@ -932,7 +932,7 @@ _LAYOUT = "A sharded collection's `layout` says what is where, for all sharding 
 _LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
 _HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
 _PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
-_SEMISYNC = "Replicas that average now and then are a DMPCollection: docs/two_dimensional.md."
+_SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
 _TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
 
 INSTEAD: dict[str, str] = {
@@ -967,8 +967,6 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.train_pipeline.tracing.": _PIPELINES,
     "torchrec.distributed.train_pipeline.utils.": "The pipelines inside are others: "
     "docs/pipelines.md.",
-    "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
-    "DistributedModelParallel.copy(device).",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
     "torchrec.modules.hash_mc_": _HASH,
     "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
