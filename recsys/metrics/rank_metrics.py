@@ -30,6 +30,7 @@ class WindowMetric(RecMetric):
     """What metrics of the window's samples have in common."""
 
     ranks_rows = True
+    result_dtype = torch.float32
     name: ClassVar[MetricName]
     """Of its result over all samples."""
     grouped_name: ClassVar[MetricName]
@@ -192,6 +193,7 @@ class HindsightTargetPRMetric(SumMetric):
     """
 
     namespace = MetricNamespace.HINDSIGHT_TARGET_PR
+    gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {"target_precision": 0.5}
 
     def _prepare(self) -> None:

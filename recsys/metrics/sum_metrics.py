@@ -50,9 +50,7 @@ SQUARED_ERROR_OF_ONES = Quantity(
 )
 SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
-    "weighted_samples",
-    lambda batch: (batch.weights != 0).double().masked_fill_(batch.weights.isnan(), torch.nan),
-    is_weighted=False,
+    "weighted_samples", lambda batch: (batch.weights != 0).double(), is_weighted=False
 )
 LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda batch: batch.labels, is_weighted=False)
 NEGATIVE_UNWEIGHTED = Quantity(
@@ -212,6 +210,8 @@ class SegmentedNEMetric(SumMetric):
     """
 
     namespace = MetricNamespace.SEGMENTED_NE
+    result_dtype = torch.float32
+    gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {
         "include_logloss": False,
         "num_groups": 1,
@@ -656,9 +656,9 @@ def total_examples(count_T: torch.Tensor) -> Value:
         count_T: `[T]`.
 
     Returns:
-        The result.
+        The result, int64.
     """
-    return Value(MetricName.TOTAL_EXAMPLES, count_T, prefix=MetricPrefix.DEFAULT)
+    return Value(MetricName.TOTAL_EXAMPLES, count_T.long(), prefix=MetricPrefix.DEFAULT)
 
 
 def _check_rate(options: Mapping[str, Any]) -> None:
