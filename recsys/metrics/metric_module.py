@@ -274,25 +274,20 @@ class RecMetricModule(torch.nn.Module):
         self.compute_count += 1
         self._adjust_compute_interval()
         results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.compute())
-        return results | self._others()
-
-    def local_compute(self) -> dict[str, torch.Tensor | float]:
-        """Compute all results over this rank's samples.
-
-        Returns:
-            As `compute` does, with `local_` at the beginning of metrics' names.
-        """
-        results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.local_compute())
-        return results | self._others()
-
-    def _others(self) -> dict[str, torch.Tensor | float]:
-        results: dict[str, torch.Tensor | float] = {}
         if self.throughput_metric is not None:
             results.update(self.throughput_metric.compute())
         for namespace, metric in self.state_metrics.items():
             for name, value in metric.get_metrics().items():
                 results[compose_customized_metric_key(namespace, name)] = value
         return results
+
+    def local_compute(self) -> dict[str, torch.Tensor | float]:
+        """Compute all results over this rank's samples.
+
+        Returns:
+            Metrics' results as `compute` returns them; the names begin with `local_`.
+        """
+        return dict(self.rec_metrics.local_compute())
 
     def sync(self) -> None:
         """Take in what all ranks have seen, until `unsync`; every rank must call it.
