@@ -30,6 +30,8 @@ from recsys.metrics.ranking import (
 
 Formula = Callable[..., Any]
 
+# Formulas of sums
+
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole == 0, 0.0, part / whole).double()
@@ -44,63 +46,80 @@ def _narrow_share(hits: Tensor, others: Tensor) -> Tensor:
 
 
 def _r_squared(error: Tensor, weight: Tensor, label: Tensor, squared_label: Tensor) -> Tensor:
-    around_mean = (squared_label - label.square() / weight).double()
-    return 1.0 - error / around_mean
+    return 1.0 - error / (squared_label - label.square() / weight).double()
 
 
-def _sum(value: Formula) -> Formula:
-    """Sum `value(labels, predictions, ...)` times the weights."""
-
-    def weighted_sum(labels: Tensor, predictions: Tensor, weights: Tensor, *more: Any) -> Tensor:
-        result: Tensor = (value(labels, predictions, *more) * weights).sum(-1)
-        return result
-
-    return weighted_sum
-
-
-def _entropy(labels: Tensor, predictions: Tensor, weights: Tensor, eta: float) -> Tensor:
-    return _positive_entropy(labels, predictions, weights, eta) + _positive_entropy(
-        1.0 - labels, 1.0 - predictions.double(), weights, eta
-    )
-
-
-def _positive_entropy(labels: Tensor, predictions: Tensor, weights: Tensor, eta: float) -> Tensor:
-    return -weights * labels * predictions.double().clamp(eta, 1.0).log2()
-
-
-def _logloss(entropy: Tensor, positive: Tensor, negative: Tensor, eta: float) -> Tensor:
-    return entropy / (positive + negative).clamp(min=eta)
-
-
-def _label_entropy(weight: Tensor, positive: Tensor, negative: Tensor, eta: float) -> Tensor:
-    mean = (positive / weight).double().clamp(eta, 1.0 - eta)
+def _entropy_of_mean(mean: Tensor, positive: Tensor, negative: Tensor, eta: float) -> Tensor:
+    mean = mean.double().clamp(eta, 1.0 - eta)
     return -(positive * mean.log2() + negative * (1.0 - mean).log2())
 
 
-def _ne(
-    entropy: Tensor, weight: Tensor, positive: Tensor, negative: Tensor, eta: float,
-    allow_missing: bool = False,
-) -> Tensor:  # fmt: skip
-    ne = entropy / _label_entropy(weight, positive, negative, eta)
-    return ne.masked_fill(weight == 0, eta) if allow_missing else ne
+def _ne(loss: Tensor, weight: Tensor, positive: Tensor, *options: Any) -> Tensor:
+    negative, eta, *allows_missing = options
+    ne = loss / _entropy_of_mean(positive / weight, positive, negative, eta)
+    return ne.masked_fill(weight == 0, eta) if any(allows_missing) else ne
 
 
-def _cali_free_ne(
-    entropy: Tensor, weight: Tensor, positive: Tensor, negative: Tensor, predicted: Tensor,
-    eta: float, allow_missing: bool = False,
-) -> Tensor:  # fmt: skip
-    mean = (predicted / weight).clamp(eta, 1.0 - eta)
-    of_mean = -(positive * mean.log2() + negative * (1.0 - mean).log2())
-    ne = _ne(entropy, weight, positive, negative, eta, allow_missing)
-    return (ne / of_mean).masked_fill((weight == 0) & allow_missing, eta)
+def _cali_free_ne(loss: Tensor, weight: Tensor, positive: Tensor, *options: Any) -> Tensor:
+    negative, predicted, eta, allows_missing = options
+    ne = _ne(loss, weight, positive, negative, eta)
+    ne = ne / _entropy_of_mean(predicted / weight, positive, negative, eta)
+    return ne.masked_fill(weight == 0, eta) if allows_missing else ne
 
 
 def _segmented_ne(*sums: Any) -> Tensor:
     return _ne(*sums[:4], sums[-1]).float()
 
 
-def _states(**formulas: Formula) -> Formula:
-    """Compute sums by name."""
+def _first_threshold(hits: Tensor, others: Tensor, target: float) -> int:
+    reached = (_share(hits, others) >= target).nonzero()
+    return int(reached[0]) if len(reached) else THRESHOLD_GRANULARITY - 1
+
+
+# Formulas of batches: labels, predictions, weights and more
+
+
+def _positive_loss(labels: Tensor, predictions: Tensor, weights: Tensor, eta: float) -> Tensor:
+    return -weights * labels * predictions.double().clamp(eta, 1.0).log2()
+
+
+def _loss(labels: Tensor, predictions: Tensor, weights: Tensor, eta: float) -> Tensor:
+    negative = _positive_loss(1.0 - labels, 1.0 - predictions.double(), weights, eta)
+    return negative + _positive_loss(labels, predictions, weights, eta)
+
+
+def _sum(value: Formula) -> Formula:
+    """Sum `value(labels, predictions, ...)` times the weights."""
+    return lambda labels, predictions, weights, *more: (
+        value(labels, predictions, *more) * weights
+    ).sum(-1)
+
+
+def _at_thresholds(value: Formula) -> Formula:
+    def compute(labels: Tensor, predictions: Tensor, weights: Tensor) -> Any:
+        limits = torch.linspace(0.0, 1.0, THRESHOLD_GRANULARITY).to(predictions).unsqueeze(-1)
+        return _sum(value)(labels, predictions, weights, limits).double()
+
+    return compute
+
+
+def _in_groups(of: Formula) -> Formula:
+    """Sum `of(labels, predictions, weights, eta)`, `[..., N]`, over each group."""
+
+    def compute(labels: Tensor, *batch: Any) -> Tensor:
+        predictions, weights, keys, eta, num_groups, *_ = batch
+        values = of(labels, predictions, weights, eta)
+        values = values.double() if values.dim() > 1 else values.float()
+        sums: Tensor = values.new_zeros(*values.shape[:-1], num_groups)
+        return sums.index_add_(-1, keys.long(), values)
+
+    return compute
+
+
+def _states(row: str) -> Formula:
+    """Compute sums by name; a name may be followed by the name of its formula."""
+    pairs = [name.partition("=") for name in row.split()]
+    formulas = {name: SUMS[formula or name] for name, _, formula in pairs}
 
     def compute(labels: Tensor, predictions: Tensor, weights: Tensor | None, *more: Any) -> Any:
         weights = torch.ones_like(predictions) if weights is None else weights
@@ -109,38 +128,24 @@ def _states(**formulas: Formula) -> Formula:
     return compute
 
 
-def _in_groups(of: Formula) -> Formula:
-    """Sum `of(labels, predictions, weights, eta)` `[..., N]` over each group."""
-
-    def compute(
-        labels: Tensor, predictions: Tensor, weights: Tensor, keys: Tensor, eta: float, size: int,
-        *_: int,
-    ) -> Tensor:  # fmt: skip
-        values = of(labels, predictions, weights, eta)
-        values = values.double() if values.dim() > 1 else values.float()
-        return values.new_zeros(*values.shape[:-1], size).index_add_(-1, keys.long(), values)
-
-    return compute
-
-
-def _in_order(ranked: Ranked) -> Tensor:
-    size_G = ranked.groups.size_G.double()
-    ones_N = torch.ones_like(ranked.weights)
-    inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones_N, ranked.groups)
-    return 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
-
-
 def _mean_of_groups(score: Callable[[Ranked], Tensor], undefined: float) -> Formula:
     """Compute each task's mean of the scores of groups; `undefined` stands for NaN."""
 
-    def compute(_: int, *tensors: Any, keys: Tensor | None = None) -> Tensor:
-        rows = [torch.cat(list(t), -1) if isinstance(t, Sequence) else t for t in tensors]
-        groups = one_group(rows[0][0]) if keys is None else group_samples(keys.reshape(-1))
+    def compute(_: int, *tensors: Any) -> Tensor:
+        rows = [torch.cat(list(t), -1) if isinstance(t, Sequence) else t for t in tensors[:3]]
+        keys = tensors[3:]
+        groups = group_samples(keys[0].reshape(-1)) if keys else one_group(rows[0][0])
         tasks = zip(rows[0], rows[1].double(), rows[2].double(), strict=True)
         scores = [score(Ranked(*task, groups)).nan_to_num(undefined) for task in tasks]
         return torch.stack(scores)[:, groups.size_G > 0].mean(1).float()
 
     return compute
+
+
+def _in_order(ranked: Ranked) -> Tensor:
+    size_G, ones_N = ranked.groups.size_G.double(), torch.ones_like(ranked.weights)
+    inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones_N, ranked.groups)
+    return 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
 
 
 def _auc_states(labels: Tensor, predictions: Tensor, weights: Tensor, sizes: Tensor) -> Any:
@@ -150,193 +155,175 @@ def _auc_states(labels: Tensor, predictions: Tensor, weights: Tensor, sizes: Ten
     return {"auc_sum": areas.nansum(1).float(), "num_samples": (~areas.isnan()).sum(1)}
 
 
-def _ordered_pairs(labels: Tensor, predictions: Tensor, weights: Tensor) -> Tensor:
-    of_labels, of_predictions = (
-        (values.unsqueeze(-1) - values.unsqueeze(-2)).sign() for values in (labels, predictions)
-    )
-    right = (of_labels == of_predictions).double() * weights.unsqueeze(-1) * weights.unsqueeze(-2)
-    return right.triu(1).sum((-1, -2))
+def _ordered_pairs(labels: Tensor, predictions: Tensor, weights: Tensor) -> Any:
+    signs = [(values[..., None] - values[..., None, :]).sign() for values in (labels, predictions)]
+    weights_of_pairs = weights[..., None] * weights[..., None, :]
+    return ((signs[0] == signs[1]).double() * weights_of_pairs).triu(1).sum((-1, -2))
 
 
-def _pairs(weights: Tensor) -> Tensor:
+def _found_at_k(predictions: Tensor, labels: Tensor, weights: Tensor, _: int) -> Any:
+    is_found = predictions.argsort(dim=-1, descending=True) == labels.unsqueeze(-1)
+    return (is_found.to(weights) * weights.unsqueeze(-1)).sum(-2).cumsum(-1)
+
+
+def _hit(labels: Tensor, predictions: Tensor, limit: Any = 0.5) -> Any:
+    return labels * (predictions.double() >= limit)
+
+
+def _false_hit(labels: Tensor, predictions: Tensor, limit: Any = 0.5) -> Any:
+    return _hit(1.0 - labels, predictions, limit)
+
+
+def _miss(labels: Tensor, predictions: Tensor, limit: Any = 0.5) -> Any:
+    return labels * (predictions.double() <= limit)
+
+
+THRESHOLD_GRANULARITY = 1000
+
+SUMS: dict[str, Formula] = {
+    "absolute_error_sum": _sum(lambda labels, guesses: (guesses.double() - labels).abs()),
+    "accuracy_sum": _sum(lambda labels, guesses, limit=0.5: (guesses.double() >= limit) == labels),
+    "const_pred_error_sum": _sum(lambda labels, _: (1.0 - labels.double()).square()),
+    "cross_entropy_positive_sum": lambda *batch: _positive_loss(*batch).sum(-1),
+    "cross_entropy_sum": lambda *batch: _loss(*batch).sum(-1),
+    "false_neg_sum": _sum(_miss),
+    "false_neg_sums": _at_thresholds(_miss),
+    "false_pos_sum": _sum(_false_hit),
+    "false_pos_sums": _at_thresholds(_false_hit),
+    "group_labels": _in_groups(lambda labels, _, weights, eta: labels * weights),
+    "group_loss": _in_groups(_loss),
+    "group_negatives": _in_groups(lambda labels, _, weights, eta: (1.0 - labels) * weights),
+    "group_weights": _in_groups(lambda labels, _, weights, eta: weights),
+    "label_squared_sum": _sum(lambda labels, _: labels.square()),
+    "label_sum": _sum(lambda labels, *_: labels),
+    "missing_label_sum": _sum(lambda labels, _: labels.isnan()),
+    "neg_labels": _sum(lambda labels, *_: 1.0 - labels),
+    "ordered_pairs_sum": _ordered_pairs,
+    "prediction_sum": _sum(lambda _, predictions, *more: predictions),
+    "squared_error_sum": _sum(lambda labels, guesses: (guesses.double() - labels).square()),
+    "true_pos_sum": _sum(_hit),
+    "true_pos_sums": _at_thresholds(_hit),
+    "weighted_num_pairs": lambda labels, predictions, weights: _pairs(weights),
+    "weighted_num_samples": _sum(lambda labels, *_: torch.ones_like(labels)),
+    "weighted_pos_sum": _sum(lambda labels, _: labels.nan_to_num(0.0)),
+}
+"""Sums over a batch, `[T, N]` to `[T]`."""
+
+
+def _pairs(weights: Tensor) -> Any:
     return (weights.sum(-1).square() - weights.square().sum(-1)) / 2.0
 
 
-def _found_at_k(predictions: Tensor, labels: Tensor, weights: Tensor, _: int) -> Tensor:
-    places_ = predictions.argsort(dim=-1, descending=True)
-    found = (places_ == labels.unsqueeze(-1)).to(weights) * weights.unsqueeze(-1)
-    return found.sum(-2).cumsum(-1)
-
-
-def _at_thresholds(is_hit: Formula) -> Formula:
-    def compute(labels: Tensor, predictions: Tensor, weights: Tensor) -> Tensor:
-        thresholds = torch.linspace(0.0, 1.0, 1000).to(predictions).unsqueeze(-1)
-        return (is_hit(labels, predictions, thresholds) * weights).sum(-1).double()
-
-    return compute
-
-
-def _first_threshold(hits: Tensor, others: Tensor, target: float) -> int:
-    reached = (_share(hits, others) >= target).nonzero()
-    return int(reached[0]) if len(reached) else 999
-
-
-def _hit(labels: Tensor, predictions: Tensor, threshold: Any = 0.5) -> Tensor:
-    return labels * (predictions.double() >= threshold)
-
-
-def _false_hit(labels: Tensor, predictions: Tensor, threshold: Any = 0.5) -> Tensor:
-    return (1.0 - labels) * (predictions.double() >= threshold)
-
-
-def _miss(labels: Tensor, predictions: Tensor, threshold: Any = 0.5) -> Tensor:
-    return labels * (predictions.double() <= threshold)
-
-
-_RIGHT = _sum(lambda labels, predictions, limit=0.5: (predictions.double() >= limit) == labels)
-_WEIGHT = _sum(lambda labels, *_: torch.ones_like(labels))
-_LABEL = _sum(lambda labels, *_: labels)
-_NEGATIVE = _sum(lambda labels, *_: 1.0 - labels)
-_PREDICTION = _sum(lambda labels, predictions, *_: predictions)
-_SQUARED_LABEL = _sum(lambda labels, *_: labels.square())
-_ERROR = _sum(lambda labels, predictions: (predictions.double() - labels).abs())
-_SQUARED_ERROR = _sum(lambda labels, predictions: (predictions.double() - labels).square())
-_ERROR_OF_ONES = _sum(lambda labels, _: (1.0 - labels.double()).square())
-_MISSING = _sum(lambda labels, _: labels.isnan())
-_PRESENT = _sum(lambda labels, _: labels.nan_to_num(0.0))
-_MSE = {
-    "error_sum": _SQUARED_ERROR, "weighted_num_samples": _WEIGHT, "label_sum": _LABEL,
-    "label_squared_sum": _SQUARED_LABEL,
-}  # fmt: skip
-_NE = {
-    "cross_entropy_sum": lambda *batch: _entropy(*batch).sum(-1), "weighted_num_samples": _WEIGHT,
-    "pos_labels": _LABEL, "neg_labels": _NEGATIVE,
-}  # fmt: skip
-_NE_POSITIVE = {
-    "cross_entropy_positive_sum": lambda *batch: _positive_entropy(*batch).sum(-1), **_NE
-}  # fmt: skip
-del _NE_POSITIVE["cross_entropy_sum"]
-_SEGMENTED = {
-    "cross_entropy_sum": _in_groups(_entropy),
-    "weighted_num_samples": _in_groups(lambda labels, _, weights, eta: weights),
-    "pos_labels": _in_groups(lambda labels, _, weights, eta: labels * weights),
-    "neg_labels": _in_groups(lambda labels, _, weights, eta: (1.0 - labels) * weights),
-}
-_AUC, _AUPRC, _RAUC = (
-    _mean_of_groups(areas_under_roc, 0.5),
-    _mean_of_groups(average_precisions, 0.0),
-    _mean_of_groups(_in_order, 1.0),
+_AUC = _mean_of_groups(areas_under_roc, 0.5)
+_AUPRC = _mean_of_groups(average_precisions, 0.0)
+_RAUC = _mean_of_groups(_in_order, 1.0)
+_NE_STATES = "cross_entropy_sum weighted_num_samples pos_labels=label_sum neg_labels"
+_MSE_STATES = "error_sum=squared_error_sum weighted_num_samples label_sum label_squared_sum"
+_SEGMENTED = _states(
+    "cross_entropy_sum=group_loss weighted_num_samples=group_weights "
+    "pos_labels=group_labels neg_labels=group_negatives"
 )
-_ROWS, _ROWS_ETA = "labels, predictions, weights", "labels, predictions, weights, eta"
-_ROWS_LIMIT = "labels, predictions, weights, threshold=0.5"
+_ROWS, _SUMS = "labels, predictions, weights", "weighted_num_samples, pos_labels, neg_labels"
+_LIMIT = f"{_ROWS}, threshold=0.5"
 _TASKS = "n_tasks, predictions, labels, weights"
-_NE_SUMS = "weighted_num_samples, pos_labels, neg_labels"
 _ALLOW = "eta, allow_missing_label_with_zero_weight=False"
 
 FUNCTIONS: dict[str, Formula] = {
+    f"absolute_error_sum({_ROWS})": SUMS["absolute_error_sum"],
     "compute_accuracy(accuracy_sum, weighted_num_samples)": _ratio,
-    f"compute_accuracy_sum({_ROWS_LIMIT})": _RIGHT,
-    f"get_accuracy_states({_ROWS_LIMIT})": _states(
-        accuracy_sum=_RIGHT, weighted_num_samples=_WEIGHT
-    ),
+    f"compute_accuracy_sum({_LIMIT})": SUMS["accuracy_sum"],
     f"compute_auc({_TASKS}, apply_bin=False)": lambda *rows: _AUC(*rows[:4]),
-    f"compute_auc_per_group({_TASKS}, grouping_keys)": lambda *r: _AUC(*r[:4], keys=r[4]),
+    f"compute_auc_per_group({_TASKS}, grouping_keys)": _AUC,
     f"compute_auprc({_TASKS})": _AUPRC,
-    f"compute_auprc_per_group({_TASKS}, grouping_keys)": lambda *r: _AUPRC(*r[:4], keys=r[4]),
-    f"compute_rauc({_TASKS})": _RAUC,
-    f"compute_rauc_per_group({_TASKS}, grouping_keys)": lambda *r: _RAUC(*r[:4], keys=r[4]),
-    f"get_auc_states({_ROWS}, num_candidates)": _auc_states,
-    "compute_window_auc(auc, num_samples)": lambda auc, num: {
-        "gauc": torch.where(num == 0, 0.5, auc / num), "num_samples": num
-    },
+    f"compute_auprc_per_group({_TASKS}, grouping_keys)": _AUPRC,
     "compute_average(weighted_sum, weighted_num_samples)": _ratio,
-    f"get_average_states({_ROWS})": _states(
-        label_sum=_LABEL, prediction_sum=_PREDICTION, weighted_num_samples=_WEIGHT
-    ),
+    f"compute_cali_free_ne(ce_sum, {_SUMS}, weighted_sum_predictions, {_ALLOW})": _cali_free_ne,
     "compute_calibration(calibration_num, calibration_denom)": _ratio,
-    f"get_calibration_states({_ROWS})": _states(
-        calibration_num=_PREDICTION, calibration_denom=_LABEL
-    ),
+    f"compute_cross_entropy({_ROWS}, eta)": _loss,
+    f"compute_cross_entropy_positive({_ROWS}, eta)": _positive_loss,
     "compute_ctr(ctr_num, ctr_denom)": _ratio,
-    f"get_ctr_states({_ROWS})": _states(ctr_num=_LABEL, ctr_denom=_WEIGHT),
+    f"compute_false_neg_sum({_LIMIT})": SUMS["false_neg_sum"],
+    f"compute_false_pos_sum({_LIMIT})": SUMS["false_pos_sum"],
+    "compute_logloss(ce_sum, pos_labels, neg_labels, eta)": (
+        lambda loss, positive, negative, eta: loss / (positive + negative).clamp(min=eta)
+    ),
     "compute_mae(error_sum, weighted_num_samples)": _ratio,
-    f"absolute_error_sum({_ROWS})": _ERROR,
-    f"get_mae_states({_ROWS})": _states(error_sum=_ERROR, weighted_num_samples=_WEIGHT),
+    f"compute_missing_label_sum({_ROWS})": SUMS["missing_label_sum"],
     "compute_mse(error_sum, weighted_num_samples)": _ratio,
-    "compute_rmse(error_sum, weighted_num_samples)": lambda *sums: _ratio(*sums).sqrt(),
-    "compute_r_squared(error_sum, weighted_num_samples, label_sum, label_squared_sum)": _r_squared,
-    f"squared_error_sum({_ROWS})": _SQUARED_ERROR,
-    f"get_mse_states({_ROWS})": _states(**_MSE),
-    "compute_norm(model_error_sum, baseline_error_sum)": _ratio,
-    f"get_norm_mse_states({_ROWS})": _states(**_MSE, const_pred_error_sum=_ERROR_OF_ONES),
-    "compute_precision(num_true_positives, num_false_positives)": _share,
-    "compute_recall(num_true_positives, num_false_negitives)": _narrow_share,
     "compute_multi_label_precision(num_true_positives, num_false_positives)": _narrow_share,
-    f"compute_true_pos_sum({_ROWS_LIMIT})": _sum(_hit),
-    f"compute_false_pos_sum({_ROWS_LIMIT})": _sum(_false_hit),
-    f"compute_false_neg_sum({_ROWS_LIMIT})": _sum(_miss),
-    f"get_precision_states({_ROWS_LIMIT})": _states(
-        true_pos_sum=_sum(_hit), false_pos_sum=_sum(_false_hit)
-    ),
-    f"get_recall_states({_ROWS_LIMIT})": _states(
-        true_pos_sum=_sum(_hit), false_neg_sum=_sum(_miss)
-    ),
-    f"true_pos_sums({_ROWS})": _at_thresholds(_hit),
-    f"false_pos_sums({_ROWS})": _at_thresholds(_false_hit),
-    f"false_neg_sums({_ROWS})": _at_thresholds(_miss),
-    f"get_pr_states({_ROWS})": _states(
-        true_pos_sum=_at_thresholds(_hit),
-        false_pos_sum=_at_thresholds(_false_hit),
-        false_neg_sum=_at_thresholds(_miss),
-    ),
+    "compute_multiclass_recall_at_k(tp_at_k, total_weights)": lambda hits, n: hits / n[..., None],
+    f"compute_ne(ce_sum, {_SUMS}, {_ALLOW})": _ne,
+    f"compute_ne_fused(ce_sum, {_SUMS}, num_groups, n_tasks, eta)": _segmented_ne,
+    f"compute_ne_helper(ce_sum, {_SUMS}, eta)": _ne,
+    f"compute_ne_positive(ce_positive_sum, {_SUMS}, {_ALLOW})": _ne,
+    "compute_norm(model_error_sum, baseline_error_sum)": _ratio,
+    "compute_precision(num_true_positives, num_false_positives)": _share,
+    "compute_r_squared(error_sum, weighted_num_samples, label_sum, label_squared_sum)": _r_squared,
+    f"compute_rauc({_TASKS})": _RAUC,
+    f"compute_rauc_per_group({_TASKS}, grouping_keys)": _RAUC,
+    "compute_recall(num_true_positives, num_false_negitives)": _narrow_share,
+    "compute_rmse(error_sum, weighted_num_samples)": lambda *sums: _ratio(*sums).sqrt(),
     "compute_threshold_idx(num_true_positives, num_false_positives, target_precision)": (
         _first_threshold
     ),
-    "compute_multiclass_recall_at_k(tp_at_k, total_weights)": lambda hits, weight: (
-        hits / weight.unsqueeze(-1)
-    ),
+    f"compute_true_pos_sum({_LIMIT})": SUMS["true_pos_sum"],
     "compute_true_positives_at_k(predictions, labels, weights, n_classes)": _found_at_k,
-    "get_multiclass_recall_states(predictions, labels, weights, n_classes)": lambda *batch: {
-        "tp_at_k": _found_at_k(*batch), "total_weights": batch[2].sum(-1)
-    },
-    f"compute_cross_entropy({_ROWS_ETA})": _entropy,
-    "compute_logloss(ce_sum, pos_labels, neg_labels, eta)": _logloss,
-    f"compute_ne(ce_sum, {_NE_SUMS}, {_ALLOW})": _ne,
-    f"get_ne_states({_ROWS_ETA})": _states(**_NE),
-    f"get_unweighted_ne_states({_ROWS_ETA})": lambda labels, predictions, _, eta: (
-        _states(**_NE)(labels, predictions, None, eta)
-    ),
-    f"compute_cross_entropy_positive({_ROWS_ETA})": _positive_entropy,
-    f"compute_ne_positive(ce_positive_sum, {_NE_SUMS}, {_ALLOW})": _ne,
-    f"get_ne_positive_states({_ROWS_ETA})": _states(**_NE_POSITIVE),
-    f"compute_cali_free_ne(ce_sum, {_NE_SUMS}, weighted_sum_predictions, {_ALLOW})": _cali_free_ne,
-    f"get_cali_free_ne_states({_ROWS_ETA})": _states(**_NE, weighted_sum_predictions=_PREDICTION),
-    f"segmented_ne(ce_sum, {_NE_SUMS}, num_groups, eta)": _segmented_ne,
-    f"compute_ne_fused(ce_sum, {_NE_SUMS}, num_groups, n_tasks, eta)": _segmented_ne,
-    f"compute_ne_helper(ce_sum, {_NE_SUMS}, eta)": _ne,
-    f"get_segemented_ne_states({_ROWS}, grouping_keys, eta, num_groups)": _states(**_SEGMENTED),
-    f"get_segemented_ne_states_fused({_ROWS}, grouping_keys, eta, num_groups, n_tasks)": _states(
-        **_SEGMENTED
-    ),
-    f"compute_missing_label_sum({_ROWS})": _MISSING,
-    f"get_num_missing_labels_states({_ROWS})": _states(missing_label_sum=_MISSING),
-    f"compute_weighted_pos_sum({_ROWS})": _PRESENT,
-    f"get_num_positive_sample_states({_ROWS})": _states(weighted_pos_sum=_PRESENT),
-    f"compute_weighted_sum({_ROWS})": _WEIGHT,
-    f"get_weighted_sum_states({_ROWS})": _states(weighted_sum=_WEIGHT),
-    f"compute_weighted_predictions_sum({_ROWS})": _PREDICTION,
-    f"get_weighted_sum_prediction_states({_ROWS})": _states(weighted_predictions_sum=_PREDICTION),
-    "get_mean(value_sum, num_samples)": lambda value, num: value / num,
-    f"ordered_pairs_sum({_ROWS})": _ordered_pairs,
     "compute_weighted_num_pairs(weights)": _pairs,
+    f"compute_weighted_pos_sum({_ROWS})": SUMS["weighted_pos_sum"],
+    f"compute_weighted_predictions_sum({_ROWS})": SUMS["prediction_sum"],
+    f"compute_weighted_sum({_ROWS})": SUMS["weighted_num_samples"],
+    "compute_window_auc(auc, num_samples)": (
+        lambda auc, n: {"gauc": torch.where(n == 0, 0.5, auc / n), "num_samples": n}
+    ),
     "compute_xauc(error_sum, weighted_num_pairs)": _ratio,
-    f"get_xauc_states({_ROWS})": _states(
-        error_sum=_ordered_pairs, weighted_num_pairs=lambda _l, _p, weights: _pairs(weights)
+    f"false_neg_sums({_ROWS})": SUMS["false_neg_sums"],
+    f"false_pos_sums({_ROWS})": SUMS["false_pos_sums"],
+    f"get_accuracy_states({_LIMIT})": _states("accuracy_sum weighted_num_samples"),
+    f"get_auc_states({_ROWS}, num_candidates)": _auc_states,
+    f"get_average_states({_ROWS})": _states("label_sum prediction_sum weighted_num_samples"),
+    f"get_cali_free_ne_states({_ROWS}, eta)": _states(
+        f"{_NE_STATES} weighted_sum_predictions=prediction_sum"
     ),
-    "ranking_within_session(predictions, session)": lambda predictions, session: (
-        places(-predictions, group_samples(session))[1]
+    f"get_calibration_states({_ROWS})": _states(
+        "calibration_num=prediction_sum calibration_denom=label_sum"
     ),
-}  # fmt: skip
+    f"get_ctr_states({_ROWS})": _states("ctr_num=label_sum ctr_denom=weighted_num_samples"),
+    f"get_mae_states({_ROWS})": _states("error_sum=absolute_error_sum weighted_num_samples"),
+    "get_mean(value_sum, num_samples)": lambda value, n: value / n,
+    f"get_mse_states({_ROWS})": _states(_MSE_STATES),
+    "get_multiclass_recall_states(predictions, labels, weights, n_classes)": lambda *batch: (
+        {"tp_at_k": _found_at_k(*batch), "total_weights": batch[2].sum(-1)}
+    ),
+    f"get_ne_positive_states({_ROWS}, eta)": _states(
+        _NE_STATES.replace("entropy", "entropy_positive")
+    ),
+    f"get_ne_states({_ROWS}, eta)": _states(_NE_STATES),
+    f"get_norm_mse_states({_ROWS})": _states(f"{_MSE_STATES} const_pred_error_sum"),
+    f"get_num_missing_labels_states({_ROWS})": _states("missing_label_sum"),
+    f"get_num_positive_sample_states({_ROWS})": _states("weighted_pos_sum"),
+    f"get_pr_states({_ROWS})": _states(
+        "true_pos_sum=true_pos_sums false_pos_sum=false_pos_sums false_neg_sum=false_neg_sums"
+    ),
+    f"get_precision_states({_LIMIT})": _states("true_pos_sum false_pos_sum"),
+    f"get_recall_states({_LIMIT})": _states("true_pos_sum false_neg_sum"),
+    f"get_segemented_ne_states({_ROWS}, grouping_keys, eta, num_groups)": _SEGMENTED,
+    f"get_segemented_ne_states_fused({_ROWS}, grouping_keys, eta, num_groups, n_tasks)": _SEGMENTED,
+    f"get_unweighted_ne_states({_ROWS}, eta)": (
+        lambda labels, predictions, _, eta: _states(_NE_STATES)(labels, predictions, None, eta)
+    ),
+    f"get_weighted_sum_prediction_states({_ROWS})": _states(
+        "weighted_predictions_sum=prediction_sum"
+    ),
+    f"get_weighted_sum_states({_ROWS})": _states("weighted_sum=weighted_num_samples"),
+    f"get_xauc_states({_ROWS})": _states("error_sum=ordered_pairs_sum weighted_num_pairs"),
+    f"ordered_pairs_sum({_ROWS})": _ordered_pairs,
+    "ranking_within_session(predictions, session)": (
+        lambda predictions, session: places(-predictions, group_samples(session))[1]
+    ),
+    f"segmented_ne(ce_sum, {_SUMS}, num_groups, eta)": _segmented_ne,
+    f"squared_error_sum({_ROWS})": SUMS["squared_error_sum"],
+    f"true_pos_sums({_ROWS})": SUMS["true_pos_sums"],
+}
 """Formulas of TorchRec's functions; those of one name and several meanings are renamed here."""
 
 
@@ -376,8 +363,5 @@ globals().update({name: name.lower() for name in CONSTANTS.split()})
 MODEL_METRIC_LABEL = "model"
 NUM_FALSE_NEGATIVE = "num_false_neg"
 SESSION_KEY = "session_id"
-STATE_METRICS_NAMESPACE_MAPPING = {
-    kind: MetricNamespace(kind.value) for kind in StateMetricEnum
-}  # fmt: skip
-THRESHOLD_GRANULARITY = 1000
+STATE_METRICS_NAMESPACE_MAPPING = {kind: MetricNamespace(kind.value) for kind in StateMetricEnum}
 WARMUP_STEPS = 100

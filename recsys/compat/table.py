@@ -932,6 +932,15 @@ INSTEAD: dict[str, str] = {
     "docs/engine.md.",
     "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
     "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
+    "torchrec.metrics.rec_metric.": "Metrics here are formulas of sums: derive from "
+    "recsys.metrics.sum_metrics.SumMetric, as docs/metrics.md shows.",
+    "torchrec.metrics.output": "Use TensorWeightedAvgMetric for the mean of any output.",
+    "torchrec.metrics.segmented_ne.GroupingKeyConfig": "Build a metric per grouping key.",
+    "torchrec.metrics.cpu_": "An update is cheap enough for the training thread: RecMetricModule.",
+    "torchrec.metrics.deferrable_metrics": "compute() returns a dict.",
+    "torchrec.metrics.metric_job_types": "An update needs no other thread: RecMetricModule.",
+    "torchrec.metrics.metric_state_snapshot": "Use state_dict().",
+    "torchrec.metrics.noop_metric_module": "Use EmptyMetricsConfig.",
     "torchrec.distributed.planner.estimator.estimator.": "Subclass ShardEstimator, as "
     "docs/planner.md shows.",
 }

@@ -153,7 +153,7 @@ def entropies_of_batches() -> Any:
     rows = _rows()
     edge = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]]), torch.ones(1, 3)
     found: list[Any] = [
-        getattr(_module(module), "compute_cross_entropy")(*batch, ETA)
+        _module(module).compute_cross_entropy(*batch, ETA)
         for module in ("ne", "cali_free_ne", "unweighted_ne", "segmented_ne")
         for batch in (rows, edge)
     ]
