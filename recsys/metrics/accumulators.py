@@ -126,7 +126,7 @@ class _TaskGroup:
             sums.append(torch.stack([q.sums(batch) for q in self.narrow], dim=2))
         if self.wide:
             sums.append(torch.stack(wide, dim=1))
-        sums_TBK = torch.cat(sums, dim=2)
+        sums_TBK = torch.cat(sums, dim=2).double()
         self.lifetime += sums_TBK.sum(1)
         for sums_TK in sums_TBK.unbind(1):
             for window in self.windows.values():

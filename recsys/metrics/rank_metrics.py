@@ -30,7 +30,6 @@ class WindowMetric(RecMetric):
     """What metrics of the window's samples have in common."""
 
     ranks_rows = True
-    result_dtype = torch.float32
     name: ClassVar[MetricName]
     """Of its result over all samples."""
     grouped_name: ClassVar[MetricName]
@@ -68,13 +67,13 @@ class WindowMetric(RecMetric):
     def window_values(self, rows: MetricBatch) -> Iterator[Value]:
         """Compute the results."""
         of_tasks = [self.scores(ranked) for ranked in rows.ranked(None)]
-        yield Value(self.name, torch.cat(of_tasks))
+        yield Value(self.name, torch.cat(of_tasks).float())
         for grouping in self.get_required_inputs():
             means = []
             for ranked in rows.ranked(grouping):
                 counts_G = self.is_defined(ranked)
                 means.append(self.scores(ranked).where(counts_G, 0.0).sum() / counts_G.sum())
-            yield Value(self.grouped_name, torch.stack(means))
+            yield Value(self.grouped_name, torch.stack(means).float())
 
 
 @final

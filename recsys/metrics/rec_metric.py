@@ -170,8 +170,6 @@ class RecMetric(_Measured, abc.ABC):
     """What comes first in the names of its results."""
     _namespace: ClassVar[MetricNamespaceBase]
     """The same, under TorchRec's name."""
-    result_dtype: ClassVar[torch.dtype] = torch.float64
-    """The dtype of its results that are not whole numbers."""
     gives_scalars: ClassVar[bool] = False
     """Whether results are scalars even if tasks are not fused."""
     arguments: ClassVar[Mapping[str, Any]] = {}
@@ -235,16 +233,14 @@ class RecMetric(_Measured, abc.ABC):
         """Check the options."""
 
     def shaped(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Bring results into the shape and dtype that `compute` returns.
+        """Bring results into the shape that `compute` returns.
 
         Args:
-            values_T: `[T]` or `[T, ...]`, float64 or int64.
+            values_T: `[T]` or `[T, ...]`.
 
         Returns:
             `[T, 1]` or `[T, 1, ...]`, or alike if tasks are fused.
         """
-        if values_T.is_floating_point():
-            values_T = values_T.to(self.result_dtype)
         is_fused = self.compute_mode is not RecComputeMode.UNFUSED_TASKS_COMPUTATION
         return values_T if is_fused or self.gives_scalars else values_T.unsqueeze(1)
 

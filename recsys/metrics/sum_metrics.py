@@ -248,22 +248,23 @@ class SegmentedNEMetric(SumMetric):
 
     Arguments: `num_groups` segments, numbered from 0 by the model output `grouping_keys` (the
     argument names it), and `include_logloss` for `logloss_0`, ... in bits. A number that is
-    none of a segment leaves its sample out.
+    none of a segment leaves its sample out. `cast_keys_to_int` has no effect: fractions are cut.
     """
 
     namespace = MetricNamespace.SEGMENTED_NE
-    result_dtype = torch.float32
     gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {
         "include_logloss": False,
         "num_groups": 1,
         "grouping_keys": "grouping_keys",
+        "cast_keys_to_int": False,
     }
 
     def _prepare(self) -> None:
         flag("include_logloss", self.options["include_logloss"])
         whole("num_groups", self.options["num_groups"])
         text("grouping_keys", self.options["grouping_keys"])
+        flag("cast_keys_to_int", self.options["cast_keys_to_int"])
 
     def get_required_inputs(self) -> set[str]:
         """Name the model outputs that are needed."""
@@ -291,7 +292,7 @@ class SegmentedNEMetric(SumMetric):
         log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities())
         entropies, weight = normalize_entropy(log_loss, label, negative), label + negative
         for place in range(self.options["num_groups"]):
-            yield Value(MetricName.SEGMENTED_NE, entropies[:, place], f"_{place}")
+            yield Value(MetricName.SEGMENTED_NE, entropies[:, place].float(), f"_{place}")
             if self.options["include_logloss"]:
                 bits = log_loss[:, place] / weight[:, place] / math.log(2.0)
                 yield Value(MetricName.LOG_LOSS, bits, f"_{place}")

@@ -152,7 +152,8 @@ def areas_of_groups() -> Any:
 def segments() -> Any:
     results = []
     for is_fused in (False, True):
-        metric = _build("segmented_ne", "SegmentedNEMetric", is_fused=is_fused, num_groups=2)
+        options = {"num_groups": 2, "include_logloss": True, "cast_keys_to_int": is_fused}
+        metric = _build("segmented_ne", "SegmentedNEMetric", is_fused=is_fused, **options)
         batch: dict[str, Any] = _batch()
         batch["labels"] = {name: (torch.arange(12) % 3 == 0).float() for name in NAMES}
         keys = torch.arange(12) // 6
@@ -165,6 +166,7 @@ def sessions() -> Any:
     return [
         _results("ndcg", "NDCGMetric", exponential_gain=True, session_key="session"),
         _results("ndcg", "NDCGMetric", k=2, report_ndcg_as_decreasing_curve=False),
+        _results("ndcg", "NDCGMetric", exponential_gain=True, scale_by_weights_tensor=True),
         _results("recall_session", "RecallSessionMetric"),
         _results("precision_session", "PrecisionSessionMetric"),
         _results("xauc", "XAUCMetric"),
@@ -237,6 +239,36 @@ def local_results_and_reset() -> Any:
     metric.reset()
     metric.update(**_batch())
     return [local, metric.compute()]
+
+
+def batches_without_weights_are_left_out() -> Any:
+    metric = _build("mse", "MSEMetric", should_validate_update=True)
+    metric.update(**_batch())
+    zeros = {name: torch.zeros(12) for name in NAMES}
+    metric.update(**{**_batch(), "weights": zeros})
+    return metric.compute()
+
+
+def lists_of_metrics() -> Any:
+    from torchrec.metrics.rec_metric import RecMetricList
+
+    metrics = RecMetricList(
+        [
+            _build("ne", "NEMetric"),
+            _build("auc", "AUCMetric", grouped_auc=True),
+            _build("calibration", "CalibrationMetric", is_fused=True),
+        ]
+    )
+    batch: dict[str, Any] = _batch()
+    batch["labels"] = {name: (torch.arange(12) % 3 == 0).float() for name in NAMES}
+    metrics.update(**batch, required_inputs={"grouping_keys": torch.arange(12) // 6})
+    return [
+        len(metrics),
+        metrics.get_required_inputs(),
+        metrics.compute(),
+        metrics.local_compute(),
+        metrics[2].compute(),
+    ]
 
 
 def results_without_weights() -> Any:
