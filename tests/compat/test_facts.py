@@ -103,7 +103,7 @@ DIFFERENT = {
     r"EnumerableShardingSpec\.(build_metadata|shard)": "of torch's ShardedTensor",
     r"ShardedTensor[.(]\w+(\(\w+)?\)?": "torch's class; ours is ShardedTable",
     (
-        r"\w+Metric\.(LABELS|PREDICTIONS|WEIGHTS|clone_update_inputs|get_memory_usage|"
+        r"\w+Metric\.(LABELS|PREDICTIONS|WEIGHTS|clone_update_inputs|"
         r"load_state_dict_hook|state_dict_hook)"
     ): "of how states are held, which is another way",
     (

@@ -24,6 +24,10 @@ ROOMS = (
     "torchrec.models.deepfm.",
     "torchrec.modules.feature_processor.",
     "torchrec.distributed.planner.",
+    "torchrec.metrics.hindsight_target_pr.",
+    "torchrec.metrics.mae.",
+    "torchrec.metrics.segmented_ne.",
+    "torchrec.metrics.xauc.",
 )
 
 
