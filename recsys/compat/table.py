@@ -13,187 +13,105 @@ from typing import NamedTuple, final
 PEER_VERSION = "1.8.0"
 """The TorchRec release whose module paths these are."""
 
-_METRICS: tuple[tuple[str, str, str], ...] = (
-    ("accuracy", "metrics.sum_metrics", "AccuracyMetric"),
-    (
-        "accuracy",
-        "compat.metrics",
-        "THRESHOLD, compute_accuracy, compute_accuracy_sum, get_accuracy_states",
-    ),
-    ("auc", "metrics.rank_metrics", "AUCMetric"),
-    (
-        "auc",
-        "compat.metrics",
-        "GROUPING_KEYS, LABELS, PREDICTIONS, REQUIRED_INPUTS, WEIGHTS, compute_auc, "
-        "compute_auc_per_group",
-    ),
-    ("auprc", "metrics.rank_metrics", "AUPRCMetric"),
-    ("auprc", "compat.metrics", "compute_auprc, compute_auprc_per_group"),
-    ("average", "metrics.sum_metrics", "AverageMetric"),
-    (
-        "average",
-        "compat.metrics",
-        "LABEL_SUM, PREDICTION_SUM, WEIGHTED_NUM_SAMPLES, compute_average, get_average_states",
-    ),
-    ("cali_free_ne", "metrics.sum_metrics", "CaliFreeNEMetric"),
-    (
-        "cali_free_ne",
-        "compat.metrics",
-        "compute_cali_free_ne, compute_cross_entropy, get_cali_free_ne_states",
-    ),
-    ("calibration", "metrics.sum_metrics", "CalibrationMetric"),
-    (
-        "calibration",
-        "compat.metrics",
-        "CALIBRATION_DENOM, CALIBRATION_NUM, compute_calibration, get_calibration_states",
-    ),
-    ("calibration_with_recalibration", "metrics.sum_metrics", "RecalibratedCalibrationMetric"),
-    ("ctr", "metrics.sum_metrics", "CTRMetric"),
-    ("ctr", "compat.metrics", "CTR_DENOM, CTR_NUM, compute_ctr, get_ctr_states"),
-    ("gauc", "metrics.session_metrics", "GAUCMetric"),
-    ("gauc", "compat.metrics", "compute_window_auc, get_auc_states"),
-    ("hindsight_target_pr", "metrics.rank_metrics", "HindsightTargetPRMetric"),
-    (
-        "hindsight_target_pr",
-        "compat.metrics",
-        "TARGET_PRECISION, THRESHOLD_GRANULARITY, compute_precision, compute_recall, "
-        "compute_threshold_idx, false_neg_sums as compute_false_neg_sum, "
-        "false_pos_sums as compute_false_pos_sum, get_pr_states, "
-        "true_pos_sums as compute_true_pos_sum",
-    ),
-    ("mae", "metrics.sum_metrics", "MAEMetric"),
-    (
-        "mae",
-        "compat.metrics",
-        "ERROR_SUM, absolute_error_sum as compute_error_sum, compute_mae, get_mae_states",
-    ),
-    (
-        "metric_module",
-        "metrics.metric_module",
-        "REC_METRICS_MAPPING, RecMetricModule, StateMetric, generate_metric_module",
-    ),
-    ("metric_module", "compat.metrics", "MODEL_METRIC_LABEL, STATE_METRICS_NAMESPACE_MAPPING"),
-    (
-        "metrics_config",
-        "metrics.metrics_config",
-        "BatchSizeStage, DefaultMetricsConfig, DefaultTaskInfo, EmptyMetricsConfig, "
-        "MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum, RecMetricEnumBase, "
-        "RecTaskInfo, SessionMetricDef, StateMetricEnum, ThroughputDef, validate_batch_size_stages",
-    ),
-    (
-        "metrics_namespace",
-        "metrics.metrics_namespace",
-        "MetricName, MetricNameBase, MetricNamespace, MetricNamespaceBase, MetricPrefix, "
-        "StrValueMixin, compose_customized_metric_key, compose_metric_key, "
-        "compose_metric_namespace, task_wildcard_metrics_pattern",
-    ),
-    (
-        "model_utils",
-        "metrics.model_utils",
-        "is_empty_signals, parse_model_outputs, parse_required_inputs, parse_task_model_outputs, "
-        "session_ids_to_tensor",
-    ),
-    ("mse", "metrics.sum_metrics", "MSEMetric"),
-    (
-        "mse",
-        "compat.metrics",
-        "LABEL_SQUARED_SUM, compute_mse, compute_r_squared, compute_rmse, get_mse_states, "
-        "squared_error_sum as compute_error_sum",
-    ),
-    ("multi_label_precision", "metrics.sum_metrics", "MultiLabelPrecisionMetric"),
-    ("multi_label_precision", "compat.metrics", "compute_multi_label_precision"),
-    ("multiclass_recall", "metrics.sum_metrics", "MulticlassRecallMetric"),
-    (
-        "multiclass_recall",
-        "compat.metrics",
-        "compute_multiclass_recall_at_k, compute_true_positives_at_k, get_multiclass_recall_states",
-    ),
-    ("ndcg", "metrics.session_metrics", "NDCGMetric"),
-    ("ndcg", "compat.metrics", "NUM_SESSIONS, SESSION_KEY, SUM_NDCG"),
-    ("ne", "metrics.sum_metrics", "NEMetric"),
-    ("ne", "compat.metrics", "compute_logloss, compute_ne, get_ne_states"),
-    ("ne_positive", "metrics.sum_metrics", "NEPositiveMetric"),
-    (
-        "ne_positive",
-        "compat.metrics",
-        "compute_cross_entropy_positive, compute_ne_positive, get_ne_positive_states",
-    ),
-    ("ne_with_recalibration", "metrics.sum_metrics", "RecalibratedNEMetric"),
-    ("nmse", "metrics.sum_metrics", "NMSEMetric"),
-    (
-        "nmse",
-        "compat.metrics",
-        "CONST_PRED_ERROR_SUM, compute_norm, get_norm_mse_states, "
-        "squared_error_sum as compute_error_sum",
-    ),
-    ("num_missing_labels", "metrics.sum_metrics", "NumMissingLabelsMetric"),
-    (
-        "num_missing_labels",
-        "compat.metrics",
-        "compute_missing_label_sum, get_num_missing_labels_states",
-    ),
-    ("num_positive_samples", "metrics.sum_metrics", "NumPositiveSamplesMetric"),
-    (
-        "num_positive_samples",
-        "compat.metrics",
-        "compute_weighted_pos_sum, get_num_positive_sample_states",
-    ),
-    ("precision", "metrics.sum_metrics", "PrecisionMetric"),
-    (
-        "precision",
-        "compat.metrics",
-        "compute_false_pos_sum, compute_true_pos_sum, get_precision_states",
-    ),
-    ("precision_session", "metrics.session_metrics", "PrecisionSessionMetric"),
-    ("precision_session", "compat.metrics", "NUM_FALSE_POS, NUM_TRUE_POS"),
-    ("rauc", "metrics.rank_metrics", "RAUCMetric"),
-    ("rauc", "compat.metrics", "compute_rauc, compute_rauc_per_group"),
-    ("rec_metric", "metrics.rec_metric", "RecMetric, RecMetricList"),
-    ("rec_metric", "metrics.errors", "RecMetricException"),
-    ("recall", "metrics.sum_metrics", "RecallMetric"),
-    (
-        "recall",
-        "compat.metrics",
-        "compute_false_neg_sum, compute_true_pos_sum, get_recall_states",
-    ),
-    ("recall_session", "metrics.session_metrics", "RecallSessionMetric"),
-    ("recall_session", "compat.metrics", "NUM_FALSE_NEGATIVE, ranking_within_session"),
-    ("scalar", "metrics.sum_metrics", "ScalarMetric"),
-    ("segmented_ne", "metrics.sum_metrics", "SegmentedNEMetric"),
-    (
-        "segmented_ne",
-        "compat.metrics",
-        "compute_ne_fused, compute_ne_helper, get_segemented_ne_states, "
-        "get_segemented_ne_states_fused, segmented_ne as compute_ne",
-    ),
-    ("serving_calibration", "metrics.sum_metrics", "ServingCalibrationMetric"),
-    ("serving_calibration", "compat.metrics", "NUM_EXAMPLES"),
-    ("serving_ne", "metrics.sum_metrics", "ServingNEMetric"),
-    ("sum_weights", "metrics.sum_metrics", "SumWeightsMetric"),
-    ("sum_weights", "compat.metrics", "compute_weighted_sum, get_weighted_sum_states"),
-    ("tensor_weighted_avg", "metrics.sum_metrics", "TensorWeightedAvgMetric"),
-    ("tensor_weighted_avg", "compat.metrics", "get_mean"),
-    ("throughput", "metrics.throughput", "ThroughputMetric"),
-    ("tower_qps", "metrics.throughput", "TowerQPSMetric"),
-    ("tower_qps", "compat.metrics", "TIME_LAPSE, WARMUP_EXAMPLES, WARMUP_STEPS"),
-    ("unweighted_ne", "metrics.sum_metrics", "UnweightedNEMetric"),
-    ("unweighted_ne", "compat.metrics", "get_unweighted_ne_states"),
-    ("weighted_avg", "metrics.sum_metrics", "WeightedAvgMetric"),
-    ("weighted_sum_predictions", "metrics.sum_metrics", "WeightedSumPredictionsMetric"),
-    (
-        "weighted_sum_predictions",
-        "compat.metrics",
-        "compute_weighted_predictions_sum, get_weighted_sum_prediction_states",
-    ),
-    ("xauc", "metrics.session_metrics", "XAUCMetric"),
-    (
-        "xauc",
-        "compat.metrics",
-        "WEIGHTED_NUM_PAIRS, compute_weighted_num_pairs, compute_xauc, get_xauc_states, "
-        "ordered_pairs_sum as compute_error_sum",
-    ),
-)
-"""The rows of `torchrec.metrics`, without the names of the packages."""
+_METRICS = """\
+accuracy metrics.sum_metrics AccuracyMetric
+accuracy compat.metrics THRESHOLD, compute_accuracy, compute_accuracy_sum, get_accuracy_states
+auc metrics.rank_metrics AUCMetric
+auc compat.metrics GROUPING_KEYS, LABELS, PREDICTIONS, REQUIRED_INPUTS, WEIGHTS, compute_auc,
+  compute_auc_per_group
+auprc metrics.rank_metrics AUPRCMetric
+auprc compat.metrics compute_auprc, compute_auprc_per_group
+average metrics.sum_metrics AverageMetric
+average compat.metrics LABEL_SUM, PREDICTION_SUM, WEIGHTED_NUM_SAMPLES, compute_average,
+  get_average_states
+cali_free_ne metrics.sum_metrics CaliFreeNEMetric
+cali_free_ne compat.metrics compute_cali_free_ne, compute_cross_entropy, get_cali_free_ne_states
+calibration metrics.sum_metrics CalibrationMetric
+calibration compat.metrics CALIBRATION_DENOM, CALIBRATION_NUM, compute_calibration,
+  get_calibration_states
+calibration_with_recalibration metrics.sum_metrics RecalibratedCalibrationMetric
+ctr metrics.sum_metrics CTRMetric
+ctr compat.metrics CTR_DENOM, CTR_NUM, compute_ctr, get_ctr_states
+gauc metrics.session_metrics GAUCMetric
+gauc compat.metrics compute_window_auc, get_auc_states
+hindsight_target_pr metrics.rank_metrics HindsightTargetPRMetric
+hindsight_target_pr compat.metrics TARGET_PRECISION, THRESHOLD_GRANULARITY, compute_precision,
+  compute_recall, compute_threshold_idx, false_neg_sums as compute_false_neg_sum, false_pos_sums as
+  compute_false_pos_sum, get_pr_states, true_pos_sums as compute_true_pos_sum
+mae metrics.sum_metrics MAEMetric
+mae compat.metrics ERROR_SUM, absolute_error_sum as compute_error_sum, compute_mae, get_mae_states
+metric_module metrics.metric_module REC_METRICS_MAPPING, RecMetricModule, StateMetric,
+  generate_metric_module
+metric_module compat.metrics MODEL_METRIC_LABEL, STATE_METRICS_NAMESPACE_MAPPING
+metrics_config metrics.metrics_config BatchSizeStage, DefaultMetricsConfig, DefaultTaskInfo,
+  EmptyMetricsConfig, MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum,
+  RecMetricEnumBase, RecTaskInfo, SessionMetricDef, StateMetricEnum, ThroughputDef,
+  validate_batch_size_stages
+metrics_namespace metrics.metrics_namespace MetricName, MetricNameBase, MetricNamespace,
+  MetricNamespaceBase, MetricPrefix, StrValueMixin, compose_customized_metric_key,
+  compose_metric_key, compose_metric_namespace, task_wildcard_metrics_pattern
+model_utils metrics.model_utils is_empty_signals, parse_model_outputs, parse_required_inputs,
+  parse_task_model_outputs, session_ids_to_tensor
+mse metrics.sum_metrics MSEMetric
+mse compat.metrics LABEL_SQUARED_SUM, compute_mse, compute_r_squared, compute_rmse, get_mse_states,
+  squared_error_sum as compute_error_sum
+multi_label_precision metrics.sum_metrics MultiLabelPrecisionMetric
+multi_label_precision compat.metrics compute_multi_label_precision
+multiclass_recall metrics.sum_metrics MulticlassRecallMetric
+multiclass_recall compat.metrics compute_multiclass_recall_at_k, compute_true_positives_at_k,
+  get_multiclass_recall_states
+ndcg metrics.session_metrics NDCGMetric
+ndcg compat.metrics NUM_SESSIONS, SESSION_KEY, SUM_NDCG
+ne metrics.sum_metrics NEMetric
+ne compat.metrics compute_logloss, compute_ne, get_ne_states
+ne_positive metrics.sum_metrics NEPositiveMetric
+ne_positive compat.metrics compute_cross_entropy_positive, compute_ne_positive,
+  get_ne_positive_states
+ne_with_recalibration metrics.sum_metrics RecalibratedNEMetric
+nmse metrics.sum_metrics NMSEMetric
+nmse compat.metrics CONST_PRED_ERROR_SUM, compute_norm, get_norm_mse_states, squared_error_sum as
+  compute_error_sum
+num_missing_labels metrics.sum_metrics NumMissingLabelsMetric
+num_missing_labels compat.metrics compute_missing_label_sum, get_num_missing_labels_states
+num_positive_samples metrics.sum_metrics NumPositiveSamplesMetric
+num_positive_samples compat.metrics compute_weighted_pos_sum, get_num_positive_sample_states
+precision metrics.sum_metrics PrecisionMetric
+precision compat.metrics compute_false_pos_sum, compute_true_pos_sum, get_precision_states
+precision_session metrics.session_metrics PrecisionSessionMetric
+precision_session compat.metrics NUM_FALSE_POS, NUM_TRUE_POS
+rauc metrics.rank_metrics RAUCMetric
+rauc compat.metrics compute_rauc, compute_rauc_per_group
+rec_metric metrics.rec_metric RecMetric, RecMetricList
+rec_metric metrics.errors RecMetricException
+recall metrics.sum_metrics RecallMetric
+recall compat.metrics compute_false_neg_sum, compute_true_pos_sum, get_recall_states
+recall_session metrics.session_metrics RecallSessionMetric
+recall_session compat.metrics NUM_FALSE_NEGATIVE, ranking_within_session
+scalar metrics.sum_metrics ScalarMetric
+segmented_ne metrics.sum_metrics SegmentedNEMetric
+segmented_ne compat.metrics compute_ne_fused, compute_ne_helper, get_segemented_ne_states,
+  get_segemented_ne_states_fused, segmented_ne as compute_ne
+serving_calibration metrics.sum_metrics ServingCalibrationMetric
+serving_calibration compat.metrics NUM_EXAMPLES
+serving_ne metrics.sum_metrics ServingNEMetric
+sum_weights metrics.sum_metrics SumWeightsMetric
+sum_weights compat.metrics compute_weighted_sum, get_weighted_sum_states
+tensor_weighted_avg metrics.sum_metrics TensorWeightedAvgMetric
+tensor_weighted_avg compat.metrics get_mean
+throughput metrics.throughput ThroughputMetric
+tower_qps metrics.throughput TowerQPSMetric
+tower_qps compat.metrics TIME_LAPSE, WARMUP_EXAMPLES, WARMUP_STEPS
+unweighted_ne metrics.sum_metrics UnweightedNEMetric
+unweighted_ne compat.metrics get_unweighted_ne_states
+weighted_avg metrics.sum_metrics WeightedAvgMetric
+weighted_sum_predictions metrics.sum_metrics WeightedSumPredictionsMetric
+weighted_sum_predictions compat.metrics compute_weighted_predictions_sum,
+  get_weighted_sum_prediction_states
+xauc metrics.session_metrics XAUCMetric
+xauc compat.metrics WEIGHTED_NUM_PAIRS, compute_weighted_num_pairs, compute_xauc, get_xauc_states,
+  ordered_pairs_sum as compute_error_sum
+"""
+"""Rows of `torchrec.metrics`: its module, our module, names. Continuation lines are indented."""
 
 TABLE: tuple[tuple[str, str, str], ...] = (
     # the package itself
@@ -945,7 +863,12 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("torchrec.datasets.random", "recsys.datasets.random", "RandomRecDataset"),
     ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch, PATH_MANAGER_KEY"),
-    *((f"torchrec.metrics.{theirs}", f"recsys.{ours}", names) for theirs, ours, names in _METRICS),
+    *(
+        (f"torchrec.metrics.{theirs}", f"recsys.{ours}", names)
+        for theirs, ours, names in (
+            row.split(maxsplit=2) for row in _METRICS.replace("\n  ", " ").splitlines()
+        )
+    ),
 )
 
 

@@ -94,9 +94,9 @@ def sums_of_batches() -> Any:
 
 
 def sums_at_a_threshold() -> Any:
-    labels = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0, 0.0]])
-    predictions = torch.tensor([[0.3, 0.3, 0.7, 0.7, 0.1, 0.9]])
-    rows = labels, predictions, 2.0 ** torch.arange(6).unsqueeze(0)
+    labels = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]])
+    predictions = torch.tensor([[0.3, 0.3, 0.7, 0.7, 0.1, 0.9, 0.5, 0.5]])
+    rows = labels, predictions, 2.0 ** torch.arange(8).unsqueeze(0)
     functions = (
         ("accuracy", "compute_accuracy_sum"),
         ("precision", "compute_true_pos_sum"),
