@@ -5,7 +5,7 @@ Two lines at the top of a script, before anything imports TorchRec::
     import recsys.compat.torchrec as compat
     compat.install()
 
-From then on `torchrec` and the modules of `TABLE` hold our objects. TorchRec's modules also hold
+From then on `torchrec` and the modules of names.txt hold our objects. TorchRec's modules also hold
 what they import from each other, and scripts import it from there. Here, too, a script can import
 any name of the table from any of its modules. A name that we do not have raises ImportError where
 it is imported: nothing half-works. An installed TorchRec is neither needed nor touched; it is
@@ -128,7 +128,7 @@ def _missing(path: str, name: str) -> str:
     dotted = f"{path}.{name}"
     return (
         f"recsys has no counterpart of {dotted}. {reason_of(dotted) or _nearest(path, name)} "
-        f"All names that are there: recsys.compat.table.TABLE; what differs: {_DOCS}."
+        f"All names that are there: recsys/compat/names.txt; what differs: {_DOCS}."
     )
 
 

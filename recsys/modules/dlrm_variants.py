@@ -154,7 +154,9 @@ class InteractionTransformerArch(nn.Module):
         check_num_sparse(num_sparse_features)
         self.F: int = num_sparse_features
         layer = nn.TransformerEncoderLayer(embedding_dim, nhead)
-        self.interarch_TE = nn.TransformerEncoder(layer, ntransformer_layers)
+        self.interarch_TE = nn.TransformerEncoder(
+            layer, ntransformer_layers, enable_nested_tensor=False
+        )
 
     def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
         """Attend.
@@ -321,6 +323,18 @@ class DLRM_Transformer(DLRM):
 
     Raises:
         ValueError: as in `DLRM`.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.sparse import KeyedJaggedTensor
+        >>> films = EmbeddingBagConfig(
+        ...     name="films", embedding_dim=4, num_embeddings=10, feature_names=["film"]
+        ... )
+        >>> tables = EmbeddingBagCollection(tables=[films])
+        >>> model = DLRM_Transformer(tables, 13, [8, 4], [8, 1], nhead=2, ntransformer_layers=1)
+        >>> ids = KeyedJaggedTensor(["film"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1]))
+        >>> model(torch.ones(2, 13), ids).shape
+        torch.Size([2, 1])
     """
 
     @checked

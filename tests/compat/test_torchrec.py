@@ -177,7 +177,7 @@ def test_star_import(torchrec: Any) -> None:
         (
             "from torchrec.sparse.jagged_tensor import _zxqj",
             "no counterpart of torchrec.sparse.jagged_tensor._zxqj. "
-            "Nothing is close to it. All names that are there: recsys.compat.table.TABLE; "
+            "Nothing is close to it. All names that are there: recsys/compat/names.txt; "
             "what differs: docs/migrating.md.",
         ),
         (
