@@ -390,6 +390,8 @@ def _find(
     found: _Found,
 ) -> None:
     """Find what is to be replaced, the outermost module of each branch."""
+    if isinstance(module, TableCollection) and not module.configs():
+        return  # there is nothing to quantize
     unsharded = getattr(module, "unsharded_module_type", nn.Module)
     bases = (*type(module).__mro__, *unsharded.__mro__)
     kind = next((base for base in bases if base in mapping), None)
