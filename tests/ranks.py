@@ -39,6 +39,7 @@ def _serve(conn: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", "TBE B200 optimization")  # FBGEMM 1.6's kernels, once each
     num_modules = 0
     while True:
         try:

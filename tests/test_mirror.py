@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 BROAD = {
     "datasets/test_workers.py",
     "distributed/test_job.py",
+    "compat/test_answers.py",
     "compat/test_facts.py",
     "compat/test_own_pipeline.py",
     "compat/test_scripts.py",
@@ -43,6 +44,12 @@ BROAD = {
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
+    "compat/datasets.py": "compat/test_answers.py",
+    "compat/decisions.py": "compat/test_answers.py",
+    "compat/metrics.py": "compat/test_answers.py",
+    "compat/modules.py": "compat/test_answers.py",
+    "compat/planner/annotations.py": "compat/test_answers.py",
+    "compat/testing.py": "compat/test_answers.py",
     "distributed/train_pipeline/batches.py": "distributed/train_pipeline/test_even_batches.py",
     "distributed/state/moves.py": "distributed/test_reshard.py",
     "contact.py": "distributed/ranks/test_comm.py",

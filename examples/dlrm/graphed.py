@@ -1,8 +1,8 @@
 """The dense parts of a DLRM as CUDA graphs: one launch each way in place of one per kernel.
 
 With small batches a GPU waits for the host, which launches the kernels of the MLPs one by one. The
-lookup and the exchanges stay as they are: the numbers of ids differ from batch to batch. No GPU has
-run this yet; `python -m benchmarks.gpu` measures a step with it and without.
+lookup and the exchanges stay as they are: the numbers of ids differ from batch to batch.
+`python -m benchmarks.gpu` measures a step with it and without.
 """
 
 from collections.abc import Callable

@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         "--tf32", action=argparse.BooleanOptionalAction, default=True, help="of a GPU's matmuls"
     )
     parser.add_argument(
-        "--graph-dense", action="store_true", help="launch dense parts as CUDA graphs (untried)"
+        "--graph-dense", action="store_true", help="launch dense parts as CUDA graphs"
     )
     arguments = parser.parse_args()
     if arguments.graph_dense and not torch.cuda.is_available():

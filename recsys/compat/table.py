@@ -1,764 +1,16 @@
-"""Which of our objects stands for which TorchRec name, as one table.
+"""Which of our objects stands for which TorchRec name, read from the table in names.txt.
 
-A row reads as two import statements: what users write, `from <TorchRec module> import <names>`,
-is served by `from <our module> import <names>`. `Ours as Theirs` renames. A module may have
-several rows. Only public names that exist here are in it, so whatever is missing fails at import.
+Only public names that exist here are in the table, so whatever is missing fails at import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, final
 
 PEER_VERSION = "1.8.0"
 """The TorchRec release whose module paths these are."""
-
-TABLE: tuple[tuple[str, str, str], ...] = (
-    # the package itself
-    ("torchrec", "recsys.sparse", "JaggedTensor, KeyedJaggedTensor, KeyedTensor"),
-    (
-        "torchrec",
-        "recsys.modules.embedding_configs",
-        "DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType",
-    ),
-    (
-        "torchrec",
-        "recsys.modules.embedding_modules",
-        "EmbeddingBagCollection, EmbeddingBagCollectionInterface, EmbeddingCollection",
-    ),
-    ("torchrec.types", "recsys.modules.embedding_configs", "DataType"),
-    ("torchrec", "recsys.streamable", "Multistreamable, Pipelineable"),
-    ("torchrec.streamable", "recsys.streamable", "Multistreamable, Pipelineable"),
-    (
-        "torchrec.optim.fused",
-        "recsys.optim.fused",
-        "EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule",
-    ),
-    (
-        "torchrec.distributed.planner.constants",
-        "recsys.distributed.planner.constants",
-        "BATCH_SIZE, BIGINT_DTYPE, NUM_POOLINGS, POOLING_FACTOR, UVM_CACHING_RATIO",
-    ),
-    (
-        "torchrec.distributed.planner.utils",
-        "recsys.distributed.planner.constants",
-        "bytes_to_gb, bytes_to_mb, gb_to_bytes, mb_to_bytes, sharder_name",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.planner.constants",
-        "sharder_name",
-    ),
-    ("torchrec.distributed.planner.types", "recsys.distributed.planner.types", "PlannerErrorType"),
-    ("torchrec.fx", "recsys.fx", "Tracer, symbolic_trace"),
-    ("torchrec.fx.tracer", "recsys.fx", "Tracer, symbolic_trace"),
-    ("torchrec.fx.utils", "recsys.tracing", "assert_fx_safe"),
-    (
-        "torchrec.pt2.checks",
-        "recsys.tracing",
-        "is_non_strict_exporting, is_pt2_compiling, is_torchdynamo_compiling",
-    ),
-    # sparse
-    (
-        "torchrec.sparse.jagged_tensor_validator",
-        "recsys.sparse.jagged_tensor_validator",
-        "validate_keyed_jagged_tensor",
-    ),
-    (
-        "torchrec.sparse.jagged_tensor",
-        "recsys.sparse",
-        "JaggedTensor, KeyedJaggedTensor, KeyedTensor, jt_is_equal, kjt_is_equal",
-    ),
-    (
-        "torchrec.sparse.jagged_tensor",
-        "recsys.sparse.conversions",
-        "ComputeJTDictToKJT, ComputeKJTToJTDict, permute_multi_embedding, regroup_kts",
-    ),
-    ("torchrec.distributed.embedding", "recsys.sparse.conversions", "pad_vbe_kjt_lengths"),
-    ("torchrec.distributed.types", "recsys.compat.planner.values", "KeyValueParams, PipelineType"),
-    (
-        "torchrec.distributed.sharding_plan",
-        "recsys.compat.planner.values",
-        "column_shards as _calculate_cw_shard_sizes_and_offsets, "
-        "uneven_row_shards as _calculate_uneven_rw_shard_sizes_and_offsets",
-    ),
-    # modules
-    (
-        "torchrec.modules.embedding_configs",
-        "recsys.modules.embedding_configs",
-        "BaseEmbeddingConfig, DATA_TYPE_NUM_BITS, DataType, EmbeddingBagConfig, EmbeddingConfig, "
-        "EmbeddingTableConfig, PoolingType, QuantConfig, data_type_to_dtype, dtype_to_data_type, "
-        "pooling_type_to_pooling_mode, pooling_type_to_str",
-    ),
-    (
-        "torchrec.modules.embedding_modules",
-        "recsys.modules.embedding_modules",
-        "EmbeddingBagCollection, EmbeddingBagCollectionInterface, EmbeddingCollection, "
-        "EmbeddingCollectionInterface, get_embedding_names_by_table",
-    ),
-    ("torchrec.modules.activation", "recsys.modules.activation", "SwishLayerNorm"),
-    (
-        "torchrec.modules.crossnet",
-        "recsys.modules.crossnet",
-        "CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet",
-    ),
-    ("torchrec.modules.deepfm", "recsys.modules.deepfm", "DeepFM, FactorizationMachine"),
-    (
-        "torchrec.modules.embedding_tower",
-        "recsys.modules.embedding_tower",
-        "EmbeddingTower, EmbeddingTowerCollection, tower_input_params",
-    ),
-    (
-        "torchrec.modules.fused_embedding_modules",
-        "recsys.modules.fused_embedding_modules",
-        "FusedEmbeddingBagCollection, FusedEmbeddingCollection, fuse_embedding_optimizer",
-    ),
-    (
-        "torchrec.modules.feature_processor",
-        "recsys.modules.feature_processor",
-        "BaseFeatureProcessor, BaseGroupedFeatureProcessor, PositionWeightedProcessor",
-    ),
-    (
-        "torchrec.modules.feature_processor_",
-        "recsys.modules.feature_processor",
-        "FeatureProcessor, FeatureProcessorsCollection, PositionWeightedModule, "
-        "PositionWeightedModuleCollection",
-    ),
-    (
-        "torchrec.modules.fp_embedding_modules",
-        "recsys.modules.fp_embedding_modules",
-        "FeatureProcessedEmbeddingBagCollection, FeatureProcessorDictWrapper",
-    ),
-    ("torchrec.modules.mlp", "recsys.modules.mlp", "MLP, Perceptron"),
-    ("torchrec.modules.regroup", "recsys.modules.regroup", "KTRegroupAsDict"),
-    (
-        "torchrec.models.dlrm",
-        "recsys.modules.dlrm",
-        "DLRM, DLRMTrain, DenseArch, InteractionArch, OverArch, SparseArch",
-    ),
-    (
-        "torchrec.models.dlrm",
-        "recsys.modules.dlrm_variants",
-        "DLRM_DCN, DLRM_Projection, InteractionDCNArch, InteractionProjectionArch",
-    ),
-    (
-        "torchrec.models.deepfm",
-        "recsys.modules.deepfm_model",
-        "DenseArch, FMInteractionArch, OverArch, SimpleDeepFMNN, SparseArch",
-    ),
-    # optim
-    (
-        "torchrec.optim",
-        "recsys.optim",
-        "Adagrad, Adam, CombinedOptimizer, GradientClipping, GradientClippingOptimizer, "
-        "KeyedOptimizer, KeyedOptimizerWrapper, LAMB, LarsSGD, OptimizerWrapper, "
-        "PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad, SGD, WarmupOptimizer, "
-        "WarmupPolicy, WarmupStage, apply_optimizer_in_backward",
-    ),
-    (
-        "torchrec.optim.apply_optimizer_in_backward",
-        "recsys.optim.apply_optimizer_in_backward",
-        "apply_optimizer_in_backward",
-    ),
-    (
-        "torchrec.optim.clipping",
-        "recsys.optim.clipping",
-        "GradientClipping, GradientClippingOptimizer",
-    ),
-    (
-        "torchrec.optim.keyed",
-        "recsys.optim.keyed",
-        "CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper",
-    ),
-    (
-        "torchrec.optim.optimizers",
-        "recsys.optim.optimizers",
-        "Adagrad, Adam, LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, SGD, "
-        "in_backward_optimizer_filter",
-    ),
-    ("torchrec.optim.rowwise_adagrad", "recsys.optim.rowwise_adagrad", "RowWiseAdagrad"),
-    (
-        "torchrec.optim.warmup",
-        "recsys.optim.warmup",
-        "WarmupOptimizer, WarmupPolicy, WarmupStage",
-    ),
-    # distributed
-    (
-        "torchrec.distributed",
-        "recsys.distributed.model_parallel",
-        "DistributedModelParallel",
-    ),
-    (
-        "torchrec.distributed",
-        "recsys.distributed.types",
-        "Awaitable, ModuleSharder, NoWait, ParameterSharding, ShardedModule, ShardingEnv",
-    ),
-    ("torchrec.distributed", "recsys.distributed.ranks.node", "get_local_rank, get_local_size"),
-    (
-        "torchrec.distributed.types",
-        "recsys.distributed.state.sharded_table",
-        "Shard, ShardedTable as ShardedTensor, ShardedTensorMetadata",
-    ),
-    (
-        "torchrec.distributed.types",
-        "recsys.distributed.types",
-        "Awaitable, CacheParams, EmbeddingModuleShardingPlan, EnumerableShardingSpec, "
-        "LazyAwaitable, LazyNoWait, ModuleSharder, NoWait, ParameterSharding, ShardMetadata, "
-        "ShardedModule, ShardingEnv, ShardingPlan, ShardingType",
-    ),
-    (
-        "torchrec.distributed.types",
-        "recsys.distributed.ranks.lazy_items",
-        "GetItemLazyAwaitable, LazyGetItemMixin",
-    ),
-    ("torchrec.distributed.types", "recsys.distributed.dmp_collection", "DMPCollectionConfig"),
-    ("torchrec.distributed.types", "recsys.distributed.ranks.wire", "CommOp, QuantizedCommCodecs"),
-    ("torchrec.distributed.types", "recsys.kernels.types", "BoundsCheckMode"),
-    (
-        "torchrec.distributed.embedding_types",
-        "recsys.distributed.types",
-        "EmbeddingComputeKernel, ShardingType, compute_kernel_to_embedding_location",
-    ),
-    ("torchrec.distributed.embedding_types", "recsys.sparse.kjt_list", "KJTList"),
-    (
-        "torchrec.distributed.utils",
-        "recsys.distributed.placement.fused_params",
-        "add_params_from_parameter_sharding, convert_to_fbgemm_types, merge_fused_params",
-    ),
-    ("torchrec.distributed.utils", "recsys.distributed.types", "copy_to_device"),
-    ("torchrec.distributed.utils", "recsys.optim.specs", "optimizer_type_to_emb_opt_type"),
-    (
-        "torchrec.distributed.embedding_types",
-        "recsys.modules.feature_processor",
-        "BaseGroupedFeatureProcessor",
-    ),
-    (
-        "torchrec.distributed.embeddingbag",
-        "recsys.distributed.embeddingbag",
-        "EmbeddingBagCollectionAwaitable, EmbeddingBagCollectionSharder, "
-        "ShardedEmbeddingBagCollection",
-    ),
-    (
-        "torchrec.distributed.embeddingbag",
-        "recsys.distributed.nn_embeddingbag",
-        "EmbeddingBagSharder, ShardedEmbeddingBag",
-    ),
-    (
-        "torchrec.distributed.fused_embeddingbag",
-        "recsys.distributed.fused_embedding",
-        "FusedEmbeddingBagCollectionSharder",
-    ),
-    (
-        "torchrec.distributed.fused_embedding",
-        "recsys.distributed.fused_embedding",
-        "FusedEmbeddingCollectionSharder",
-    ),
-    (
-        "torchrec.distributed.embedding",
-        "recsys.distributed.embedding",
-        "EmbeddingCollectionAwaitable, EmbeddingCollectionSharder, ShardedEmbeddingCollection",
-    ),
-    (
-        "torchrec.distributed.embedding",
-        "recsys.distributed.stages.input_dist",
-        "Trip as EmbeddingCollectionContext",
-    ),
-    (
-        "torchrec.distributed.embeddingbag",
-        "recsys.distributed.stages.input_dist",
-        "Trip as EmbeddingBagCollectionContext",
-    ),
-    (
-        "torchrec.distributed.model_parallel",
-        "recsys.distributed.model_parallel",
-        "DataParallelWrapper, DefaultDataParallelWrapper, DistributedModelParallel, "
-        "get_default_sharders, get_module, get_unwrapped_module",
-    ),
-    ("torchrec.distributed.model_parallel", "recsys.distributed.dmp_collection", "DMPCollection"),
-    ("torchrec.distributed.model_parallel", "recsys.distributed.types", "ShardedModule"),
-    (
-        "torchrec.distributed.fp_embeddingbag",
-        "recsys.distributed.fp_embeddingbag",
-        "FeatureProcessedEmbeddingBagCollectionSharder, "
-        "ShardedFeatureProcessedEmbeddingBagCollection",
-    ),
-    (
-        "torchrec.distributed.fbgemm_qcomm_codec",
-        "recsys.distributed.ranks.wire",
-        "CommType, QCommsConfig, get_qcomm_codecs_registry",
-    ),
-    (
-        "torchrec.distributed.shard",
-        "recsys.distributed.shard",
-        "shard, shard_modules, shard_modules as _shard_modules",
-    ),
-    (
-        "torchrec.distributed.sharding_plan",
-        "recsys.distributed.default_sharders",
-        "get_default_sharders, get_module_to_default_sharders",
-    ),
-    (
-        "torchrec.distributed.sharding_plan",
-        "recsys.distributed.sharding_plan",
-        "ParameterShardingGenerator, apply_to_all, calculate_shard_sizes_and_offsets, column_wise, "
-        "construct_module_sharding_plan, data_parallel, get_sharding_constructor_from_type, "
-        "grid_shard, placement, placement_helper, row_wise, table_row_wise, table_wise",
-    ),
-    (
-        "torchrec.distributed.comm",
-        "recsys.distributed.ranks.node",
-        "get_local_rank, get_local_size, intra_and_cross_node_pg",
-    ),
-    # distributed.planner
-    (
-        "torchrec.distributed.planner",
-        "recsys.compat.planner.planners",
-        "EmbeddingShardingPlanner",
-    ),
-    ("torchrec.distributed.planner", "recsys.compat.planner.topology", "Topology"),
-    ("torchrec.distributed.planner", "recsys.distributed.planner.types", "ParameterConstraints"),
-    (
-        "torchrec.distributed.planner.constants",
-        "recsys.compat.planner.shard_estimators",
-        "KV_CACHING_RATIO",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.planner.types",
-        "ParameterConstraints",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.types",
-        "EmbeddingComputeKernel",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.modules.embedding_tower",
-        "EmbeddingTower, EmbeddingTowerCollection",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.compat.planner.enumerators",
-        "EmbeddingEnumerator, GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES, "
-        "get_partition_by_type",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.compat.planner.types",
-        "Enumerator, PartitionByType, Shard, ShardEstimator, SharderDataMap, ShardingOption",
-    ),
-    (
-        "torchrec.distributed.planner.partitioners",
-        "recsys.compat.planner.partitioners",
-        "GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy",
-    ),
-    (
-        "torchrec.distributed.planner.perf_models",
-        "recsys.compat.planner.perf_models",
-        "NoopPerfModel, NoopStorageModel",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.sharding_plan",
-        "calculate_shard_sizes_and_offsets",
-    ),
-    (
-        "torchrec.distributed.planner.planners",
-        "recsys.compat.planner.planners",
-        "EmbeddingShardingPlanner, to_sharding_plan",
-    ),
-    (
-        "torchrec.distributed.planner.proposers",
-        "recsys.compat.planner.proposers",
-        "DynamicProgrammingProposer, GreedyProposer, GridSearchProposer, UniformProposer, "
-        "proposers_to_proposals_list",
-    ),
-    (
-        "torchrec.distributed.planner.shard_estimators",
-        "recsys.compat.planner.shard_estimators",
-        "EmbeddingPerfEstimator, EmbeddingStorageEstimator, KV_CACHING_RATIO, "
-        "calculate_shard_storages",
-    ),
-    (
-        "torchrec.distributed.planner.shard_estimators",
-        "recsys.compat.planner.types",
-        "get_num_poolings",
-    ),
-    (
-        "torchrec.distributed.planner.estimator.estimator",
-        "recsys.compat.planner.shard_estimators",
-        "EmbeddingPerfEstimator",
-    ),
-    (
-        "torchrec.distributed.planner.estimator.types",
-        "recsys.compat.planner.estimator_types",
-        "HardwarePerfConfig, ShardPerfContext",
-    ),
-    (
-        "torchrec.distributed.planner.stats",
-        "recsys.compat.planner.stats",
-        "EmbeddingStats, NoopEmbeddingStats",
-    ),
-    (
-        "torchrec.distributed.planner.storage_reservations",
-        "recsys.compat.planner.storage_reservations",
-        "FixedAbsoluteStorageReservation, FixedPercentageStorageReservation, "
-        "HeuristicalStorageReservation, InferenceStorageReservation",
-    ),
-    (
-        "torchrec.distributed.planner.types",
-        "recsys.compat.planner.topology",
-        "DeviceHardware, Perf, Storage, Topology",
-    ),
-    (
-        "torchrec.distributed.planner.types",
-        "recsys.compat.planner.types",
-        "Enumerator, PartitionByType, Partitioner, PerfModel, Proposer, Shard, ShardEstimator, "
-        "SharderData, SharderDataMap, ShardingOption, Stats, StorageReservation",
-    ),
-    (
-        "torchrec.distributed.planner.types",
-        "recsys.distributed.planner",
-        "CustomTopologyData",
-    ),
-    (
-        "torchrec.distributed.planner.types",
-        "recsys.distributed.planner.types",
-        "ParameterConstraints, PlannerError",
-    ),
-    ("torchrec.distributed.planner.types", "recsys.distributed.types", "ShardingPlan"),
-    (
-        "torchrec.distributed.planner.utils",
-        "recsys.compat.planner.shard_estimators",
-        "build_sharder_data_map",
-    ),
-    (
-        "torchrec.distributed.planner.utils",
-        "recsys.compat.planner.types",
-        "get_num_poolings, reset_shard_rank, storage_repr_in_gb",
-    ),
-    (
-        "torchrec.distributed.planner.constants",
-        "recsys.compat.planner.constants",
-        "BATCHED_COPY_PERF_FACTOR, BWD_COMPUTE_MULTIPLIER, CROSS_NODE_BANDWIDTH, DDR_CAP, "
-        "DDR_MEM_BW, DEFAULT_PERF_ESTIMATOR, DP_ELEMENTWISE_KERNELS_PERF_FACTOR, "
-        "FULL_BLOCK_EMB_DIM, HALF_BLOCK_PENALTY, HBM_CAP, HBM_MEM_BW, HBM_TO_DDR_MEM_BW, "
-        "HUNDRED_GB, INTRA_NODE_BANDWIDTH, MAX_SIZE, MIN_CW_DIM, QUARTER_BLOCK_PENALTY, "
-        "SSD_CAP, SSD_MEM_BW, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER, "
-        "WEIGHTED_KERNEL_MULTIPLIER",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.distributed.planner.constants",
-        "POOLING_FACTOR",
-    ),
-    (
-        "torchrec.distributed.planner.enumerators",
-        "recsys.compat.planner.constants",
-        "DEFAULT_PERF_ESTIMATOR",
-    ),
-    (
-        "torchrec.distributed.planner.estimator.types",
-        "recsys.distributed.planner.constants",
-        "BIGINT_DTYPE",
-    ),
-    (
-        "torchrec.distributed.planner.estimator.types",
-        "recsys.compat.planner.constants",
-        "BWD_COMPUTE_MULTIPLIER, DDR_MEM_BW, HBM_MEM_BW, SSD_MEM_BW, "
-        "WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER, WEIGHTED_KERNEL_MULTIPLIER",
-    ),
-    (
-        "torchrec.distributed.planner.planners",
-        "recsys.distributed.planner.constants",
-        "BATCH_SIZE",
-    ),
-    (
-        "torchrec.distributed.planner.planners",
-        "recsys.compat.planner.constants",
-        "MAX_SIZE",
-    ),
-    (
-        "torchrec.distributed.planner.proposers",
-        "recsys.compat.planner.constants",
-        "MAX_PROPOSALS",
-    ),
-    (
-        "torchrec.distributed.planner.shard_estimators",
-        "recsys.distributed.planner.constants",
-        "BIGINT_DTYPE, NUM_POOLINGS, UVM_CACHING_RATIO",
-    ),
-    (
-        "torchrec.distributed.planner.storage_reservations",
-        "recsys.distributed.planner.constants",
-        "BIGINT_DTYPE, POOLING_FACTOR",
-    ),
-    (
-        "torchrec.distributed.planner.types",
-        "recsys.distributed.planner.constants",
-        "BATCH_SIZE, POOLING_FACTOR",
-    ),
-    (
-        "torchrec.distributed.planner.types",
-        "recsys.compat.planner.constants",
-        "BWD_COMPUTE_MULTIPLIER, CROSS_NODE_BANDWIDTH, DDR_CAP, DDR_MEM_BW, HBM_CAP, "
-        "HBM_MEM_BW, HBM_TO_DDR_MEM_BW, HUNDRED_GB, INTRA_NODE_BANDWIDTH, SSD_CAP, "
-        "SSD_MEM_BW, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER",
-    ),
-    (
-        "torchrec.distributed.planner.utils",
-        "math",
-        "prod",
-    ),
-    (
-        "torchrec.distributed.planner.utils",
-        "recsys.distributed.placement.strategies",
-        "placement",
-    ),
-    # pipelines
-    (
-        "torchrec.distributed.train_pipeline.train_pipelines",
-        "recsys.distributed.train_pipeline.pipelines",
-        "EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist, TrainPipeline, "
-        "TrainPipelineBase, TrainPipelineFusedSparseDist, TrainPipelineSemiSync, "
-        "TrainPipelineSparseDist",
-    ),
-    (
-        "torchrec.distributed.train_pipeline",
-        "recsys.distributed.train_pipeline.pipelines",
-        "EvalPipelineSparseDist, In, Out, PrefetchTrainPipelineSparseDist, TrainPipeline, "
-        "TrainPipelineBase, TrainPipelineContext, TrainPipelineFusedSparseDist, "
-        "TrainPipelineSparseDist",
-    ),
-    (
-        "torchrec.distributed.train_pipeline.pipeline_context",
-        "recsys.distributed.train_pipeline.pipelines",
-        "In, Out, TrainPipelineContext",
-    ),
-    (
-        "torchrec.distributed",
-        "recsys.distributed.train_pipeline.pipelines",
-        "EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist, TrainPipeline, "
-        "TrainPipelineBase, TrainPipelineSparseDist",
-    ),
-    (
-        "torchrec.distributed.train_pipeline",
-        "recsys.distributed.train_pipeline.staged",
-        "SparseDataDistUtil, StageOut, StagedTrainPipeline",
-    ),
-    (
-        "torchrec.distributed.train_pipeline.train_pipelines",
-        "recsys.distributed.train_pipeline.staged",
-        "StagedTrainPipeline",
-    ),
-    (
-        "torchrec.distributed.train_pipeline.pipeline_stage",
-        "recsys.distributed.train_pipeline.staged",
-        "PipelineStage, SparseDataDistUtil, StageOut",
-    ),
-    (
-        "torchrec.distributed.train_pipeline",
-        "recsys.distributed.train_pipeline.gradient_accumulation",
-        "GradientAccumulationConfig, GradientAccumulationWrapper",
-    ),
-    (
-        "torchrec.distributed.train_pipeline.gradient_accumulation",
-        "recsys.distributed.train_pipeline.gradient_accumulation",
-        "GradientAccumulationConfig, GradientAccumulationWrapper",
-    ),
-    (
-        "torchrec.distributed.train_pipeline",
-        "recsys.fx",
-        "Tracer",
-    ),
-    (
-        "torchrec.distributed.train_pipeline.utils",
-        "recsys.fx",
-        "Tracer",
-    ),
-    (
-        "torchrec.distributed.train_pipeline.tracing",
-        "recsys.fx",
-        "Tracer",
-    ),
-    # inference
-    (
-        "torchrec.inference.state_dict_transform",
-        "recsys.inference.state_dict_transform",
-        "state_dict_all_gather_keys, state_dict_gather, state_dict_to_device",
-    ),
-    (
-        "torchrec.inference.modules",
-        "recsys.inference",
-        "QuantEmbeddingBagCollection, QuantEmbeddingCollection, "
-        "QuantFeatureProcessedEmbeddingBagCollection, quantize_embeddings, "
-        "quantize_inference_model, shard_quant_model",
-    ),
-    (
-        "torchrec.inference.modules",
-        "recsys.inference.modules",
-        "BatchingMetadata, PredictFactory, PredictModule, QualNameMetadata, "
-        "assign_weights_to_tbe, get_table_to_weights_from_tbe, quantize_dense, quantize_feature, "
-        "trim_torch_package_prefix_from_typename",
-    ),
-    (
-        "torchrec.inference.model_packager",
-        "recsys.inference.model_packager",
-        "PredictFactoryPackager, load_config_text, load_pickle_config",
-    ),
-    ("torchrec.inference.modules", "recsys.inference.quant_prep", "set_pruning_data"),
-    (
-        "torchrec.distributed.quant_embeddingbag",
-        "recsys.inference.quant_sharders",
-        "QuantEmbeddingBagCollectionSharder, QuantFeatureProcessedEmbeddingBagCollectionSharder",
-    ),
-    (
-        "torchrec.distributed.quant_embedding",
-        "recsys.inference.quant_sharders",
-        "QuantEmbeddingCollectionSharder",
-    ),
-    (
-        "torchrec.quant",
-        "recsys.inference",
-        "QuantEmbeddingBagCollection as EmbeddingBagCollection",
-    ),
-    (
-        "torchrec.quant.embedding_modules",
-        "recsys.inference",
-        "QuantEmbeddingBagCollection as EmbeddingBagCollection, "
-        "QuantEmbeddingCollection as EmbeddingCollection, "
-        "QuantFeatureProcessedEmbeddingBagCollection as FeatureProcessedEmbeddingBagCollection",
-    ),
-    ("torchrec.quant.embedding_modules", "recsys.inference.quantize", "quantize_state_dict"),
-    (
-        "torchrec.quant.embedding_modules",
-        "recsys.inference.quant_prep",
-        "quant_prep_customize_row_alignment, quant_prep_enable_cache_features_order, "
-        "quant_prep_enable_quant_state_dict_split_scale_bias, "
-        "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
-    ),
-    # datasets, metrics
-    (
-        "torchrec.datasets.criteo",
-        "recsys.datasets.criteo",
-        "CAT_FEATURE_COUNT, DAYS, DEFAULT_CAT_NAMES, DEFAULT_COLUMN_NAMES, DEFAULT_INT_NAMES, "
-        "DEFAULT_LABEL_NAME, INT_FEATURE_COUNT, TOTAL_TRAINING_SAMPLES",
-    ),
-    (
-        "torchrec.datasets.criteo",
-        "recsys.datasets.criteo_binary",
-        "InMemoryBinaryCriteoIterDataPipe",
-    ),
-    (
-        "torchrec.datasets.criteo",
-        "recsys.datasets.criteo_utils",
-        "BinaryCriteoUtils, FREQUENCY_THRESHOLD",
-    ),
-    ("torchrec.datasets.criteo", "recsys.datasets.rows", "criteo_kaggle, criteo_terabyte"),
-    ("torchrec.datasets.criteo", "recsys.datasets.utils", "PATH_MANAGER_KEY"),
-    (
-        "torchrec.datasets.movielens",
-        "recsys.datasets.rows",
-        "DEFAULT_MOVIES_COLUMN_NAMES, DEFAULT_RATINGS_COLUMN_NAMES, movielens_20m, movielens_25m",
-    ),
-    ("torchrec.datasets.random", "recsys.datasets.random", "RandomRecDataset"),
-    ("torchrec.datasets.utils", "recsys.datasets.utils", "Batch, PATH_MANAGER_KEY"),
-    ("torchrec.metrics.accuracy", "recsys.metrics.sum_metrics", "AccuracyMetric"),
-    ("torchrec.metrics.auc", "recsys.metrics.rank_metrics", "AUCMetric"),
-    ("torchrec.metrics.auprc", "recsys.metrics.rank_metrics", "AUPRCMetric"),
-    ("torchrec.metrics.average", "recsys.metrics.sum_metrics", "AverageMetric"),
-    ("torchrec.metrics.cali_free_ne", "recsys.metrics.sum_metrics", "CaliFreeNEMetric"),
-    ("torchrec.metrics.calibration", "recsys.metrics.sum_metrics", "CalibrationMetric"),
-    (
-        "torchrec.metrics.calibration_with_recalibration",
-        "recsys.metrics.sum_metrics",
-        "RecalibratedCalibrationMetric",
-    ),
-    ("torchrec.metrics.ctr", "recsys.metrics.sum_metrics", "CTRMetric"),
-    ("torchrec.metrics.gauc", "recsys.metrics.session_metrics", "GAUCMetric"),
-    (
-        "torchrec.metrics.hindsight_target_pr",
-        "recsys.metrics.rank_metrics",
-        "HindsightTargetPRMetric",
-    ),
-    ("torchrec.metrics.mae", "recsys.metrics.sum_metrics", "MAEMetric"),
-    (
-        "torchrec.metrics.metric_module",
-        "recsys.metrics.metric_module",
-        "REC_METRICS_MAPPING, RecMetricModule, StateMetric, generate_metric_module",
-    ),
-    (
-        "torchrec.metrics.metrics_config",
-        "recsys.metrics.metrics_config",
-        "BatchSizeStage, DefaultMetricsConfig, DefaultTaskInfo, EmptyMetricsConfig, MetricsConfig, "
-        "RecComputeMode, RecMetricDef, RecMetricEnum, RecMetricEnumBase, RecTaskInfo, "
-        "SessionMetricDef, StateMetricEnum, ThroughputDef, validate_batch_size_stages",
-    ),
-    (
-        "torchrec.metrics.metrics_namespace",
-        "recsys.metrics.metrics_namespace",
-        "MetricName, MetricNameBase, MetricNamespace, MetricNamespaceBase, MetricPrefix, "
-        "StrValueMixin, compose_customized_metric_key, compose_metric_key, "
-        "compose_metric_namespace, task_wildcard_metrics_pattern",
-    ),
-    ("torchrec.metrics.mse", "recsys.metrics.sum_metrics", "MSEMetric"),
-    (
-        "torchrec.metrics.multi_label_precision",
-        "recsys.metrics.sum_metrics",
-        "MultiLabelPrecisionMetric",
-    ),
-    ("torchrec.metrics.multiclass_recall", "recsys.metrics.sum_metrics", "MulticlassRecallMetric"),
-    ("torchrec.metrics.ndcg", "recsys.metrics.session_metrics", "NDCGMetric"),
-    ("torchrec.metrics.ne", "recsys.metrics.sum_metrics", "NEMetric"),
-    ("torchrec.metrics.ne_positive", "recsys.metrics.sum_metrics", "NEPositiveMetric"),
-    (
-        "torchrec.metrics.ne_with_recalibration",
-        "recsys.metrics.sum_metrics",
-        "RecalibratedNEMetric",
-    ),
-    ("torchrec.metrics.nmse", "recsys.metrics.sum_metrics", "NMSEMetric"),
-    ("torchrec.metrics.num_missing_labels", "recsys.metrics.sum_metrics", "NumMissingLabelsMetric"),
-    (
-        "torchrec.metrics.num_positive_samples",
-        "recsys.metrics.sum_metrics",
-        "NumPositiveSamplesMetric",
-    ),
-    ("torchrec.metrics.precision", "recsys.metrics.sum_metrics", "PrecisionMetric"),
-    (
-        "torchrec.metrics.precision_session",
-        "recsys.metrics.session_metrics",
-        "PrecisionSessionMetric",
-    ),
-    ("torchrec.metrics.rauc", "recsys.metrics.rank_metrics", "RAUCMetric"),
-    ("torchrec.metrics.rec_metric", "recsys.metrics.rec_metric", "RecMetric, RecMetricList"),
-    ("torchrec.metrics.recall", "recsys.metrics.sum_metrics", "RecallMetric"),
-    ("torchrec.metrics.recall_session", "recsys.metrics.session_metrics", "RecallSessionMetric"),
-    ("torchrec.metrics.scalar", "recsys.metrics.sum_metrics", "ScalarMetric"),
-    ("torchrec.metrics.segmented_ne", "recsys.metrics.sum_metrics", "SegmentedNEMetric"),
-    (
-        "torchrec.metrics.serving_calibration",
-        "recsys.metrics.sum_metrics",
-        "ServingCalibrationMetric",
-    ),
-    ("torchrec.metrics.serving_ne", "recsys.metrics.sum_metrics", "ServingNEMetric"),
-    ("torchrec.metrics.sum_weights", "recsys.metrics.sum_metrics", "SumWeightsMetric"),
-    (
-        "torchrec.metrics.tensor_weighted_avg",
-        "recsys.metrics.sum_metrics",
-        "TensorWeightedAvgMetric",
-    ),
-    ("torchrec.metrics.throughput", "recsys.metrics.throughput", "ThroughputMetric"),
-    ("torchrec.metrics.tower_qps", "recsys.metrics.throughput", "TowerQPSMetric"),
-    ("torchrec.metrics.unweighted_ne", "recsys.metrics.sum_metrics", "UnweightedNEMetric"),
-    ("torchrec.metrics.weighted_avg", "recsys.metrics.sum_metrics", "WeightedAvgMetric"),
-    (
-        "torchrec.metrics.weighted_sum_predictions",
-        "recsys.metrics.sum_metrics",
-        "WeightedSumPredictionsMetric",
-    ),
-    ("torchrec.metrics.xauc", "recsys.metrics.session_metrics", "XAUCMetric"),
-)
 
 
 @final
@@ -769,14 +21,38 @@ class Home(NamedTuple):
     name: str
 
 
+def _read_table(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield a TorchRec module, one of ours, and the words that say what it gets from it."""
+    theirs = ours = ""
+    words: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        is_more = line.startswith("    ")
+        if words and not is_more:
+            yield theirs, ours, words
+            words = []
+        if is_more:
+            words += line.split()
+        elif line.startswith("  "):
+            ours, _, names = line.strip().partition(": ")
+            words = names.split()
+        elif not line.startswith("#"):
+            theirs = line
+
+
+TABLE: tuple[tuple[str, str, list[str]], ...] = tuple(
+    _read_table(Path(__file__).with_name("names.txt").read_text())
+)
+"""Rows of the table: a TorchRec module, one of ours, and names, as `ours=theirs` if they differ."""
+
+
 def _build_homes() -> dict[str, dict[str, Home]]:
     homes: dict[str, dict[str, Home]] = {}
-    for theirs, ours, names in TABLE:
+    for theirs, ours, words in TABLE:
         module = homes.setdefault(theirs, {})
         for parent in _parents(theirs):
             homes.setdefault(parent, {})
-        for clause in names.split(", "):
-            name, _, alias = clause.partition(" as ")
+        for word in words:
+            name, _, alias = word.partition("=")
             assert (alias or name) not in module, f"{theirs} lists {alias or name} twice"
             module[alias or name] = Home(ours, name)
     return homes
@@ -827,28 +103,78 @@ def home_of(module: str, name: str) -> Home | None:
     return None if dotted in HOMES or dotted in _OTHERS else _FIRST_HOMES.get(name)
 
 
+_ENGINE = "The engine inside is another one: docs/engine.md."
+_EXCHANGE = "Batches are exchanged by recsys.distributed.stages.input_dist.InputDist."
+_LAYOUT = "A sharded collection's `layout` says what is where, for all sharding types."
+_LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
+_HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
+_PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
+_SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
+_TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
+
 INSTEAD: dict[str, str] = {
-    "torchrec.distributed.embedding_types.": "The engine inside is another one: docs/engine.md.",
+    "torchrec.distributed.batched_embedding_kernel": _LOOKUP,
+    "torchrec.distributed.comm._": "Call intra_and_cross_node_pg(), which makes the groups once.",
+    "torchrec.distributed.comm_ops": _ENGINE,
+    "torchrec.distributed.composable.table_batched_embedding_slice": "A table's weight is a view "
+    "of its lookup's storage: ebc.embedding_bags[name].weight.",
+    "torchrec.distributed.dist_data": _EXCHANGE,
+    "torchrec.distributed.embedding_kernel": _LOOKUP,
+    "torchrec.distributed.embedding_lookup": _LOOKUP,
+    "torchrec.distributed.embedding_sharding": _EXCHANGE,
+    "torchrec.distributed.embedding_sharding.EmbeddingSharding": _LAYOUT,
+    "torchrec.distributed.embedding_types.": _ENGINE,
+    "torchrec.distributed.embedding_types.GroupedEmbeddingConfig": _LAYOUT,
+    "torchrec.distributed.embedding_types.ShardedEmbeddingTable": _LAYOUT,
+    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "A lookup divides sums by "
+    "the lengths of its bags.",
+    "torchrec.distributed.mc_": _HASH,
+    "torchrec.distributed.model_tracker": _TRACKER,
+    "torchrec.distributed.planner.dry_run": "To plan for another machine, describe it: "
+    "docs/planner.md.",
+    "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
+    "planned as all others.",
+    "torchrec.distributed.planner.estimator.": "Set speeds or coefficients, or write a "
+    "forward_compute: docs/planner.md.",
+    "torchrec.distributed.sharding.": _LAYOUT,
+    "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
+    "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,
+    "torchrec.distributed.train_pipeline.TrainPipelineSparseDistCompAutograd": "Autograd that is "
+    "compiled misses tables that update in backward: use TrainPipelineSparseDist.",
+    "torchrec.distributed.train_pipeline.tracing.": _PIPELINES,
     "torchrec.distributed.train_pipeline.utils.": "The pipelines inside are others: "
     "docs/pipelines.md.",
-    "torchrec.modules.mc_modules": "Ids must be in their table: hash them before the model, "
-    "by recsys.sparse.hash_ids.",
-    "torchrec.modules.mc_embedding_modules": "Use EmbeddingBagCollection or EmbeddingCollection, "
-    "and hash ids before the model by recsys.sparse.hash_ids.",
-    "torchrec.modules.hash_mc_": "Hash ids before the model by recsys.sparse.hash_ids.",
-    "torchrec.distributed.mc_": "Use EmbeddingBagCollection or EmbeddingCollection, and hash ids "
-    "before the model.",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
-    "torchrec.distributed.utils.sharded_model_copy": "Call copy.deepcopy(model), or "
-    "DistributedModelParallel.copy(device).",
-    "torchrec.distributed.embedding_sharding": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.embedding_lookup": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.embedding_kernel": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.batched_embedding_kernel": "The engine inside is another one: "
-    "docs/engine.md.",
-    "torchrec.distributed.dist_data": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.sharding": "The engine inside is another one: docs/engine.md.",
-    "torchrec.distributed.planner.estimator.estimator.": "Subclass ShardEstimator, as "
-    "docs/planner.md shows.",
+    "torchrec.modules.hash_mc_": _HASH,
+    "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
+    "recsys.inference.quant_prep.set_pruning_data.",
+    "torchrec.modules.mc_": _HASH,
+    "torchrec.optim.SemisyncOptimizer": _SEMISYNC,
+    "torchrec.optim.semi_sync": _SEMISYNC,
+    "torchrec.modules.sorted_index_select": "Call torch.index_select: a lookup sorts what its "
+    "gradients are added to by itself.",
+    "torchrec.metrics.rec_metric.": "Metrics here are formulas of sums: derive from "
+    "recsys.metrics.sum_metrics.SumMetric, as docs/metrics.md shows.",
+    "torchrec.metrics.output": "Use TensorWeightedAvgMetric for the mean of any output.",
+    "torchrec.metrics.segmented_ne.GroupingKeyConfig": "Build a metric per grouping key.",
+    "torchrec.metrics.cpu_": "An update is cheap enough for the training thread: RecMetricModule.",
+    "torchrec.metrics.deferrable_metrics": "compute() returns a dict.",
+    "torchrec.metrics.metric_job_types": "An update needs no other thread: RecMetricModule.",
+    "torchrec.metrics.metric_state_snapshot": "Use state_dict().",
+    "torchrec.metrics.noop_metric_module": "Use EmptyMetricsConfig.",
 }
 """What to write instead of a name that is not here, by how its dotted name begins."""
+
+
+def reason_of(dotted: str) -> str | None:
+    """Return why recsys has no counterpart of a TorchRec name; None if nothing says so.
+
+    Args:
+        dotted: module and name.
+
+    Example:
+        >>> reason_of("torchrec.distributed.dist_data.SplitsAllToAllAwaitable")
+        'Batches are exchanged by recsys.distributed.stages.input_dist.InputDist.'
+    """
+    starts = [start for start in INSTEAD if dotted.startswith(start)]
+    return INSTEAD[max(starts, key=len)] if starts else None

@@ -5,7 +5,7 @@ Two lines at the top of a script, before anything imports TorchRec::
     import recsys.compat.torchrec as compat
     compat.install()
 
-From then on `torchrec` and the modules of `TABLE` hold our objects. TorchRec's modules also hold
+From then on `torchrec` and the modules of names.txt hold our objects. TorchRec's modules also hold
 what they import from each other, and scripts import it from there. Here, too, a script can import
 any name of the table from any of its modules. A name that we do not have raises ImportError where
 it is imported: nothing half-works. An installed TorchRec is neither needed nor touched; it is
@@ -23,7 +23,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import final
 
-from recsys.compat.table import HOMES, INSTEAD, PEER_VERSION, home_of
+from recsys.compat.table import HOMES, PEER_VERSION, home_of, reason_of
+from recsys.distributed.placement import fused_params
+from recsys.kernels.types import EmbOptimType
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -79,6 +81,8 @@ _FINDER = _Finder()
 def install() -> None:
     """Make `import torchrec` and `torchrec.x.y` resolve to our objects in this process.
 
+    From then on `fused_params` that name no optimizer mean SGD, with a warning.
+
     Calling it again does nothing. Processes started by `spawn` import the main module anew, and
     so need the call at its top level.
 
@@ -102,6 +106,7 @@ def install() -> None:
             "Call install() at the top of the main script, above its other imports."
         )
     sys.meta_path.insert(0, _FINDER)
+    fused_params.unnamed_optimizer = EmbOptimType.EXACT_SGD
 
 
 def uninstall() -> None:
@@ -109,6 +114,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
+    fused_params.unnamed_optimizer = None
     for path in HOMES:
         sys.modules.pop(path, None)
 
@@ -120,10 +126,9 @@ def is_installed() -> bool:
 
 def _missing(path: str, name: str) -> str:
     dotted = f"{path}.{name}"
-    advice = [text for start, text in INSTEAD.items() if dotted.startswith(start)]
     return (
-        f"recsys has no counterpart of {dotted}. {advice[-1] if advice else _nearest(path, name)} "
-        f"All names that are there: recsys.compat.table.TABLE; what differs: {_DOCS}."
+        f"recsys has no counterpart of {dotted}. {reason_of(dotted) or _nearest(path, name)} "
+        f"All names that are there: recsys/compat/names.txt; what differs: {_DOCS}."
     )
 
 

@@ -28,7 +28,7 @@ from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import check_made_for, replace_modules, resolve_device
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharder import ModuleSharder, has_tables
 from recsys.distributed.state.replica_average import average_over_ranks
 from recsys.kernels.arguments import setting, wrong_type
 from recsys.kernels.checked import checked
@@ -420,7 +420,7 @@ def _joined(
         check_made_for(given, group)
     paths = {
         path: type(child)
-        for path, child in outermost(module, lambda child: type(child) in sharders)
+        for path, child in outermost(module, lambda child: has_tables(child, sharders))
     }
     joined = dict(plan.plan)
     for config in configs:

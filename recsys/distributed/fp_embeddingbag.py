@@ -6,7 +6,7 @@ it does unsharded. The weights travel with the ids, and their gradients come bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, final
 
 import torch
@@ -20,27 +20,28 @@ from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharder import ModuleSharder, ShardedModule
 from recsys.distributed.stages.input_dist import Trip
 from recsys.kernels.checked import checked
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 
 @final
-class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
+class ShardedFeatureProcessedEmbeddingBagCollection(ShardedModule):
     """The processors of a collection on every rank, before its tables on many.
 
-    Not a `ShardedModule`, but it has one: the processors are dense
-    parameters, which DistributedModelParallel replicates with those of the rest of the model. Names
-    in the state dict are those of the unsharded collection.
+    The processors are dense parameters, which DistributedModelParallel replicates with those of the
+    rest of the model. Names in the state dict are those of the unsharded collection.
 
     Args:
         feature_processors: the processors.
         embedding_bag_collection: the tables.
     """
 
+    answers_for_all = False
     unsharded_module_type: ClassVar[type[nn.Module]] = FeatureProcessedEmbeddingBagCollection
     """What it takes the place of."""
 
@@ -52,6 +53,21 @@ class ShardedFeatureProcessedEmbeddingBagCollection(nn.Module):
         super().__init__()
         self._embedding_bag_collection = embedding_bag_collection
         self._feature_processors = feature_processors
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """The keyed optimizer of the tables that update themselves; names as in the state dict."""
+        tables = "_embedding_bag_collection"
+        return CombinedOptimizer([(tables, self._embedding_bag_collection.fused_optimizer)])
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Yield the names of the tables; processors are the same on every rank.
+
+        Args:
+            prefix: the module's path, which leads every name.
+        """
+        path = f"{prefix}._embedding_bag_collection" if prefix else "_embedding_bag_collection"
+        yield from self._embedding_bag_collection.sharded_parameter_names(path)
 
     def split(self) -> tuple[FeatureProcessorsCollection, ShardedEmbeddingBagCollection]:
         """Return the processors and the tables."""

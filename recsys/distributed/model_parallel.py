@@ -36,6 +36,7 @@ from recsys.distributed.sharder import (
     ModuleSharder,
     ShardedModule,
     copy_around_sharded,
+    is_sharded,
     refuse_to_pickle,
 )
 from recsys.distributed.train_pipeline.ahead import InputsAhead
@@ -179,7 +180,7 @@ class DistributedModelParallel(nn.Module):
         )
 
     def init_data_parallel(self) -> None:
-        """Wrap the dense parts for data-parallel training; doe nothing the second time."""
+        """Wrap the dense parts for data-parallel training; does nothing the second time."""
         self.env.check_can_exchange()
         self._check_exchange()
         self._wrapper.wrap(self, self.env, self.device)
@@ -187,8 +188,8 @@ class DistributedModelParallel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
         """Let the sharded modules refuse a move before a dense one has made it."""
         for child in self.module.modules():
-            if isinstance(child, ShardedModule):
-                child._apply(fn)  # type: ignore[no-untyped-call]
+            if is_sharded(child):
+                child._apply(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -27,7 +27,13 @@ from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded_collection import canonical_device, default_device
-from recsys.distributed.sharder import ModuleSharder, ShardedModule, move_parts
+from recsys.distributed.sharder import (
+    ModuleSharder,
+    ShardedModule,
+    has_tables,
+    is_sharded,
+    move_parts,
+)
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
     apply_to_all,
@@ -278,9 +284,9 @@ def replace_modules(
     _check_plan_paths(module, plan, sharders)
 
     def is_leaf(child: nn.Module) -> bool:
-        return type(child) in sharders or isinstance(child, ShardedModule)
+        return has_tables(child, sharders) or is_sharded(child)
 
-    given = {p: m for p, m in outermost(module, is_leaf) if not isinstance(m, ShardedModule)}
+    given = {p: m for p, m in outermost(module, is_leaf) if not is_sharded(m)}
     tables = [
         weight
         for child in given.values()
@@ -348,7 +354,7 @@ def _put_in(
 def _check_plan_paths(
     module: nn.Module, plan: ShardingPlan, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]
 ) -> None:
-    shardable = dict(outermost(module, lambda child: type(child) in sharders))
+    shardable = dict(outermost(module, lambda child: has_tables(child, sharders)))
     for path, child in walk(module, lambda child: type(child) in sharders):
         if type(child) not in sharders and isinstance(child, tuple(sharders)):
             raise ValueError(
@@ -360,7 +366,7 @@ def _check_plan_paths(
 
 def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ShardedModule]]:
     """Yield, by path, the sharded modules of a model that are not inside another one."""
-    for path, child in outermost(module, _is_sharded):
+    for path, child in outermost(module, is_sharded):
         yield path, cast(ShardedModule, child)
 
 
@@ -418,13 +424,9 @@ def names_excluded_from_ddp(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, ShardedModule)
-
-
 def _stays(module: nn.Module) -> bool:
     """Return whether a module is where a plan put it; quantized collections are no others."""
-    return _is_sharded(module) or getattr(module, "is_placed", False)
+    return is_sharded(module) or getattr(module, "is_placed", False)
 
 
 def materialize_dense(module: nn.Module, device: torch.device) -> None:

@@ -31,9 +31,12 @@ class ShardedModule(nn.Module, abc.ABC):
     """A module whose tables are placed on ranks by a plan.
 
     It answers for all that is below it: nobody else replicates, moves, copies or updates that. If a
-    part of yours is to be replicated, let `sharded_parameter_names` leave it out, or let the
-    sharder return a plain module that contains the sharded one.
+    part of yours is to be replicated, let `sharded_parameter_names` leave it out, or set
+    `answers_for_all` to False.
     """
+
+    answers_for_all: ClassVar[bool] = True
+    """False for a module of which only the sharded modules inside are placed by a plan."""
 
     @property
     @abc.abstractmethod
@@ -258,3 +261,14 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
     def _options(self) -> dict[str, Any]:
         """Return what else the sharded collection is made with."""
         return {}
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is a `ShardedModule` that answers for all that is below it."""
+    return isinstance(module, ShardedModule) and module.answers_for_all
+
+
+def has_tables(module: nn.Module, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]) -> bool:
+    """Return whether a module has tables that one of the sharders can place."""
+    kind = type(module)
+    return kind in sharders and bool(sharders[kind].shardable_parameters(module))

@@ -20,7 +20,7 @@ from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.agreement import agree, stable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import ShardedModule
+from recsys.distributed.sharder import is_sharded
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
@@ -390,6 +390,8 @@ def _find(
     found: _Found,
 ) -> None:
     """Find what is to be replaced, the outermost module of each branch."""
+    if isinstance(module, TableCollection) and not module.configs():
+        return  # there is nothing to quantize
     unsharded = getattr(module, "unsharded_module_type", nn.Module)
     bases = (*type(module).__mro__, *unsharded.__mro__)
     kind = next((base for base in bases if base in mapping), None)
@@ -399,7 +401,7 @@ def _find(
     is_left = isinstance(module, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface)
     if isinstance(module, QuantizedCollection) or not mapping.keys() >= _COLLECTIONS.keys():
         is_left = False
-    if isinstance(module, ShardedModule) or is_left:
+    if is_sharded(module) or is_left:
         raise ValueError(
             f"{type(module).__name__} {path!r} cannot be quantized: it is none of "
             f"{[known.__name__ for known in mapping]}. Another collection needs a class that is "

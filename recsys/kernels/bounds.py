@@ -135,6 +135,7 @@ def bad_id_message(
     )
 
 
+_FEW = 8  # results are copied as they are: any() would be one kernel more
 _LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[Tensor], None]]
 """A result in pinned memory; the event after which it has arrived; and what reads it."""
 
@@ -157,7 +158,8 @@ class LateChecks:
             bad: [any] on the device, bool or int32, not 0 where something is bad.
             complain: Called, when it has arrived and is not 0, to raise or warn.
         """
-        self.send(bad.sum(), lambda count: complain() if int(count) else None)
+        few = bad if bad.numel() <= _FEW else bad.any()
+        self.send(few, lambda copied: complain() if bool(copied.any()) else None)
 
     def send(self, result: Tensor, read: Callable[[Tensor], None]) -> None:
         """Start copying the result of a check to the host.

@@ -96,7 +96,6 @@ class QuantizedLookup(nn.Module):
         )
         self._least_alignment = row_alignment
         self.pooling_mode = POOLING_CODES[pooling]
-        self.output_type = OUTPUT_CODES[output_dtype]
         self.total_dim = sum(dims[t] for t in feature_table_map)
         self.widest = [  # as FBGEMM takes it
             max((d for d, b in zip(dims, bits, strict=True) if b == of), default=0)
@@ -131,6 +130,12 @@ class QuantizedLookup(nn.Module):
         self.device_type = device.type
         settings = self.settings = replace(self.settings, device=device, location=None)
         self.backend, self.backend_reason, self._kernel = choose_backend(settings, "lookup")
+        # FBGEMM 1.6's CUDA kernel writes wrong float32 values for rows of 2 bits (seen on an H100);
+        # it computes in float16 whatever it returns
+        self.is_widened = (
+            device.type == "cuda" and settings.output_dtype is torch.float32 and 2 in settings.bits
+        )
+        self.output_type = OUTPUT_CODES[torch.float16 if self.is_widened else settings.output_dtype]
 
         def register(name: str, values: list[int], dtype: torch.dtype) -> None:
             self.register_buffer(name, torch.tensor(values, dtype=dtype, device=device), False)
@@ -213,7 +218,7 @@ class QuantizedLookup(nn.Module):
             self.no_cache_locations,
             self.row_alignment,
         )
-        return found
+        return found.float() if self.is_widened else found
 
     @torch.jit.unused
     def stored_tables(self) -> list[Tensor]:

@@ -126,7 +126,7 @@ class _TaskGroup:
             sums.append(torch.stack([q.sums(batch) for q in self.narrow], dim=2))
         if self.wide:
             sums.append(torch.stack(wide, dim=1))
-        sums_TBK = torch.cat(sums, dim=2)
+        sums_TBK = torch.cat(sums, dim=2).double()
         self.lifetime += sums_TBK.sum(1)
         for sums_TK in sums_TBK.unbind(1):
             for window in self.windows.values():
@@ -192,6 +192,23 @@ class _TaskGroup:
                 column = slice(int(first[0]), int(first[-1]) + 1) if first.dim() else int(first)
                 yield f"{task.name}.{name}", place, column
 
+    def entries_of(
+        self, sums: Mapping[str, torch.Tensor], zeros: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the entries of a state dict of some quantities, with empty windows."""
+        lifetime = torch.zeros_like(self.lifetime)
+        for name, columns in self.named(lifetime).items():
+            if name in sums:
+                columns.copy_(sums[name].reshape(columns.shape))
+        for key, place, column in self.entries():
+            if key[len(self.tasks[place].name) + 1 :] in zeros | sums.keys():
+                yield f"lifetime.{key}", lifetime[place, column]
+                for size in self.windows:
+                    yield f"window_{size}.{key}", lifetime[:0, column]
+        for size in self.windows:
+            for task in self.tasks:
+                yield f"window_{size}.{task.name}.part_sizes", torch.zeros(0, dtype=torch.int64)
+
     def reset(self) -> None:
         self.pending.clear()
         self.lifetime = torch.zeros_like(self.lifetime)
@@ -215,7 +232,7 @@ class Accumulators(torch.nn.Module):
         together: dict[Any, list[RecMetric]] = {}
         for metric in metrics:
             together.setdefault((metric.tasks, metric.num_classes), []).append(metric)
-        self._groups = [_TaskGroup(metrics) for metrics in together.values()]
+        self.groups = [_TaskGroup(metrics) for metrics in together.values()]
         self._metrics = tuple(metrics)
         self._own: list[tuple[Any, ...]] | None = None
 
@@ -241,7 +258,7 @@ class Accumulators(torch.nn.Module):
         """
         if self._own is not None:
             raise RuntimeError(SYNCED)
-        for group in self._groups:
+        for group in self.groups:
             group.update(predictions, labels, weights, inputs)
 
     def update_from(
@@ -258,7 +275,7 @@ class Accumulators(torch.nn.Module):
         """
         if self._own is not None:
             raise RuntimeError(SYNCED)
-        for group in self._groups:
+        for group in self.groups:
             group.update_from(model_out, inputs)
 
     def sync(self, to_all: bool = True) -> None:
@@ -278,8 +295,8 @@ class Accumulators(torch.nn.Module):
         if self._own is not None:
             raise RuntimeError("sync() must not be called twice. Call unsync() in between.")
         self._flush()
-        self._own = [(g.lifetime, g.windows, g.rows) for g in self._groups]
-        if not self._groups or not (dist.is_available() and dist.is_initialized()):
+        self._own = [(g.lifetime, g.windows, g.rows) for g in self.groups]
+        if not self.groups or not (dist.is_available() and dist.is_initialized()):
             return
         process_group = self._metrics[0].process_group
         if dist.get_world_size(process_group) == 1:
@@ -295,21 +312,21 @@ class Accumulators(torch.nn.Module):
         import torch.distributed as dist
 
         num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        windows = [group.window_totals() for group in self._groups]
-        rows = [window for group in self._groups for window in group.rows.values()]
+        windows = [group.window_totals() for group in self.groups]
+        rows = [window for group in self.groups for window in group.rows.values()]
         # Each rank fills in its own columns: how many rows, and whether they are float64.
         sizes = torch.zeros(2, len(rows), num_ranks, dtype=torch.float64)
         for place, window in enumerate(rows):
             sizes[0, place, rank] = window.num_rows
             sizes[1, place, rank] = window.is_double
-        parts = [sizes.to(self._groups[0].lifetime.device)]
-        for group, totals in zip(self._groups, windows, strict=True):
+        parts = [sizes.to(self.groups[0].lifetime.device)]
+        for group, totals in zip(self.groups, windows, strict=True):
             parts += [group.lifetime, *totals.values()]
         packed = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(packed, group=process_group)
         summed = iter(packed.split([part.numel() for part in parts]))
         exchanges = iter(next(summed).view_as(sizes).long().transpose(0, 1).tolist())
-        for group in self._groups:
+        for group in self.groups:
             group.lifetime = next(summed).view_as(group.lifetime)
             group.windows = {size: SumWindow(size * num_ranks) for size in group.windows}
             for sums in group.windows.values():
@@ -328,7 +345,7 @@ class Accumulators(torch.nn.Module):
         """
         if self._own is None:
             raise RuntimeError("unsync() must come after sync().")
-        for group, own in zip(self._groups, self._own, strict=True):
+        for group, own in zip(self.groups, self._own, strict=True):
             group.lifetime, group.windows, group.rows = own
         self._own = None
 
@@ -340,7 +357,7 @@ class Accumulators(torch.nn.Module):
             prefix: is put before the name of each result.
 
         Returns:
-            Scalars, or a vector per result of several values, by key.
+            Results by key, shaped as each metric says.
         """
         self._flush()
         results: dict[str, torch.Tensor] = {}
@@ -353,11 +370,11 @@ class Accumulators(torch.nn.Module):
         ) -> None:
             for value in values:
                 name = f"{prefix}{value.prefix or span}{value.name}"
-                for task, of_task in zip(tasks, value.values_T, strict=True):
+                for task, of_task in zip(tasks, metric.shaped(value.values_T), strict=True):
                     key = compose_metric_namespace(metric.namespace, task.name)
                     results[compose_customized_metric_key(key, name, value.description)] = of_task
 
-        for group in self._groups:
+        for group in self.groups:
             lifetime = group.named(group.lifetime)
             windows = {size: group.named(sums) for size, sums in group.window_totals().items()}
             metrics = [m for m in group.metrics if any(m is wanted for wanted in of)]
@@ -378,20 +395,33 @@ class Accumulators(torch.nn.Module):
                         give(metric, of_task.tasks, MetricPrefix.WINDOW, values)
         return results
 
+    def kept(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors that are kept."""
+        self._flush()
+        for group in self.groups:
+            if group.quantities:
+                yield group.lifetime
+            for window in group.windows.values():
+                yield from window.sums
+            for rows in group.rows.values():
+                for kept in rows.rows() or ():
+                    if kept is not None:
+                        yield kept
+
     def _flush(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             group.flush()
 
     def reset(self) -> None:
         """Forget everything."""
         self._own = None
-        for group in self._groups:
+        for group in self.groups:
             group.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to a device; sums stay float64 whatever is asked for."""
         self._flush()
-        for group in self._groups:
+        for group in self.groups:
             device = fn(torch.empty(0, device=group.lifetime.device)).device
             group.lifetime = group.lifetime.to(device)
             for window in group.windows.values():
@@ -405,7 +435,7 @@ class Accumulators(torch.nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         self._flush()
-        for group in self._groups:
+        for group in self.groups:
             for key, task, columns in group.entries():
                 destination[f"{prefix}lifetime.{key}"] = group.lifetime[task, columns]
             for size, window in group.windows.items():
@@ -434,7 +464,7 @@ class Accumulators(torch.nn.Module):
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
         if missing:
             return
-        for group in self._groups:
+        for group in self.groups:
             for key, task, columns in group.entries():
                 group.lifetime[task, columns] = state_dict[f"{prefix}lifetime.{key}"]
             for size in group.windows:

@@ -17,6 +17,7 @@ from recsys.metrics.checks import (
     instances,
     mapping,
 )
+from recsys.metrics.errors import raises_metric_errors
 from recsys.metrics.metrics_config import (
     BatchSizeStage,
     MetricsConfig,
@@ -214,12 +215,19 @@ class RecMetricModule(torch.nn.Module):
         """
         return self.rec_metrics.get_required_inputs()
 
-    def update(self, model_out: Mapping[str, torch.Tensor], **kwargs: torch.Tensor) -> None:
+    @raises_metric_errors
+    def update(
+        self,
+        model_out: Mapping[str, torch.Tensor],
+        required_inputs: Mapping[str, torch.Tensor] | None = None,
+        **kwargs: torch.Tensor,
+    ) -> None:
         """Add a batch.
 
         Args:
             model_out: `[N]` predictions, labels and weights under the names that the tasks give
                 them, and the required inputs. What else is in it is not looked at.
+            required_inputs: more required inputs.
             **kwargs: more required inputs.
 
         Raises:
@@ -234,7 +242,7 @@ class RecMetricModule(torch.nn.Module):
             try:
                 if self._inputs:
                     inputs = {name: model_out[name] for name in self._inputs if name in model_out}
-                    inputs |= kwargs
+                    inputs |= {**(required_inputs or {}), **kwargs}
                 metrics.update_from(model_out, inputs)
             except (TypeError, IndexError):
                 mapping("model_out", model_out)
@@ -259,31 +267,27 @@ class RecMetricModule(torch.nn.Module):
         """Compute all results over all ranks; every rank must call it.
 
         Returns:
-            Metrics' results by key, such as `ne-click|window_ne`: float64 scalars, on rank 0
-            alone unless the metrics are made otherwise; throughput; what state metrics report.
+            Metrics' results by key, such as `ne-click|window_ne`, as `RecMetric` describes them,
+            on rank 0 alone unless the metrics are made otherwise; throughput; what state metrics
+            report.
         """
         self.compute_count += 1
         self._adjust_compute_interval()
         results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.compute())
-        return results | self._others()
-
-    def local_compute(self) -> dict[str, torch.Tensor | float]:
-        """Compute all results over this rank's samples.
-
-        Returns:
-            As `compute` does, with `local_` at the beginning of metrics' names.
-        """
-        results: dict[str, torch.Tensor | float] = dict(self.rec_metrics.local_compute())
-        return results | self._others()
-
-    def _others(self) -> dict[str, torch.Tensor | float]:
-        results: dict[str, torch.Tensor | float] = {}
         if self.throughput_metric is not None:
             results.update(self.throughput_metric.compute())
         for namespace, metric in self.state_metrics.items():
             for name, value in metric.get_metrics().items():
                 results[compose_customized_metric_key(namespace, name)] = value
         return results
+
+    def local_compute(self) -> dict[str, torch.Tensor | float]:
+        """Compute all results over this rank's samples.
+
+        Returns:
+            Metrics' results as `compute` returns them; the names begin with `local_`.
+        """
+        return dict(self.rec_metrics.local_compute())
 
     def sync(self) -> None:
         """Take in what all ranks have seen, until `unsync`; every rank must call it.
@@ -299,6 +303,14 @@ class RecMetricModule(torch.nn.Module):
     def reset(self) -> None:
         """Forget what metrics have seen; throughput and the count of steps stay."""
         self.rec_metrics.reset()
+
+    def get_memory_usage(self) -> dict[torch.Tensor, int]:
+        """Return the size of each tensor that metrics keep.
+
+        Returns:
+            Bytes by tensor.
+        """
+        return self.rec_metrics.get_memory_usage()
 
     def _adjust_compute_interval(self) -> None:
         """Bring the seconds between two computations into their limits."""
@@ -329,6 +341,7 @@ class RecMetricModule(torch.nn.Module):
         return total.item() / dist.get_world_size(group)
 
 
+@raises_metric_errors
 def generate_metric_module(
     metric_class: type[RecMetricModule],
     metrics_config: MetricsConfig,

@@ -118,9 +118,10 @@ class RecTaskInfo:
 
 
 class RecComputeMode(enum.Enum):
-    """How tasks are laid out in memory in TorchRec.
+    """Whether the tasks of a metric are fused.
 
-    Here all tasks of a metric are always computed at once, so it changes nothing.
+    All tasks of a metric are always computed at once. The mode decides the shape of results alone:
+    `[1]` if tasks are not fused, else scalars.
     """
 
     FUSED_TASKS_COMPUTATION = 1
@@ -206,7 +207,7 @@ class MetricsConfig:
     throughput_metric: ThroughputDef | None = None
     """Whether and how samples per second are counted."""
     rec_compute_mode: RecComputeMode = RecComputeMode.UNFUSED_TASKS_COMPUTATION
-    """Has no effect."""
+    """Whether results are of shape `[1]` or scalars."""
     fused_update_limit: int = 0
     """Has no effect: an update is one computation anyway."""
     state_metrics: list[StateMetricEnum] = field(default_factory=list)

@@ -67,13 +67,13 @@ class WindowMetric(RecMetric):
     def window_values(self, rows: MetricBatch) -> Iterator[Value]:
         """Compute the results."""
         of_tasks = [self.scores(ranked) for ranked in rows.ranked(None)]
-        yield Value(self.name, torch.cat(of_tasks))
+        yield Value(self.name, torch.cat(of_tasks).float())
         for grouping in self.get_required_inputs():
             means = []
             for ranked in rows.ranked(grouping):
                 counts_G = self.is_defined(ranked)
                 means.append(self.scores(ranked).where(counts_G, 0.0).sum() / counts_G.sum())
-            yield Value(self.grouped_name, torch.stack(means))
+            yield Value(self.grouped_name, torch.stack(means).float())
 
 
 @final
@@ -192,6 +192,7 @@ class HindsightTargetPRMetric(SumMetric):
     """
 
     namespace = MetricNamespace.HINDSIGHT_TARGET_PR
+    gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {"target_precision": 0.5}
 
     def _prepare(self) -> None:

@@ -10,9 +10,11 @@ import torch
 from recsys.kernels.arguments import choice, whole
 from recsys.metrics.accumulators import Accumulators
 from recsys.metrics.batch import MetricBatch, Quantity, TaskTensors
-from recsys.metrics.checks import check_group, check_ranks, flag, instances
+from recsys.metrics.checks import check_group, check_ranks, flag, instances, mapping
+from recsys.metrics.errors import raises_metric_errors
 from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
 from recsys.metrics.metrics_namespace import MetricNameBase, MetricNamespaceBase, MetricPrefix
+from recsys.metrics.saved_sums import read_saved_sums
 
 
 @final
@@ -35,15 +37,21 @@ class _Measured(torch.nn.Module):
 
     _accumulators: Accumulators
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(read_saved_sums)  # type: ignore[no-untyped-call]
+
     def _members(self) -> "Sequence[RecMetric]":
         raise NotImplementedError
 
+    @raises_metric_errors
     def update(
         self,
         *,
         predictions: TaskTensors,
         labels: TaskTensors,
         weights: TaskTensors | None,
+        required_inputs: Mapping[str, torch.Tensor] | None = None,
         **kwargs: torch.Tensor,
     ) -> None:
         """Add a batch of `N` samples.
@@ -52,13 +60,16 @@ class _Measured(torch.nn.Module):
             predictions: `[N]` by task name, or `[T, N]`.
             labels: like them.
             weights: like them; `None` for ones.
-            **kwargs: `[N]` the required inputs, by key.
+            required_inputs: `[N]` the required inputs, by key.
+            **kwargs: more required inputs.
 
         Raises:
             TypeError: something is no tensor.
             ValueError: something is missing, or sizes or devices differ.
             RuntimeError: it is called between `sync` and `unsync`.
         """
+        if required_inputs is not None:
+            kwargs = {**mapping("required_inputs", required_inputs), **kwargs}
         self._accumulators.update(predictions, labels, weights, kwargs)
 
     def update_from(
@@ -80,7 +91,7 @@ class _Measured(torch.nn.Module):
         """Compute the results over all ranks; every rank must call it.
 
         Returns:
-            Scalars by key, float64; nothing on ranks that get none.
+            Results by key, as `RecMetric` describes them; nothing on ranks that get none.
         """
         return compute_synced(self._accumulators, self._members())
 
@@ -88,7 +99,7 @@ class _Measured(torch.nn.Module):
         """Compute the results over this rank's samples.
 
         Returns:
-            Scalars; the names begin with `local_`.
+            Results by key, as `compute` does; the names begin with `local_`.
         """
         return self._accumulators.compute(self._members(), "local_")
 
@@ -104,6 +115,14 @@ class _Measured(torch.nn.Module):
         """Forget everything."""
         self._accumulators.reset()
 
+    def get_memory_usage(self) -> dict[torch.Tensor, int]:
+        """Return the size of each tensor that is kept; metrics of a list share tensors.
+
+        Returns:
+            Bytes by tensor.
+        """
+        return {kept: kept.numel() * kept.element_size() for kept in self._accumulators.kept()}
+
 
 class RecMetric(_Measured, abc.ABC):
     """A metric of some tasks.
@@ -111,12 +130,16 @@ class RecMetric(_Measured, abc.ABC):
     It keeps sums (`quantities`, `values`), of which it needs constant memory and which are exact
     over any number of batches and ranks, or the last rows (`ranks_rows`, `window_values`).
 
+    A result is a tensor `[1]` per task, or a scalar if tasks are fused. Its dtype is float64, for
+    AUC, AUPRC, RAUC and segmented NE float32, for numbers of samples int64. These are the shapes
+    and dtypes of TorchRec; sums are float64 in any case.
+
     Args:
         world_size: number of ranks, among which the window is divided.
         my_rank: this one.
         batch_size: samples per rank and step.
         tasks: what is measured.
-        compute_mode: has no effect.
+        compute_mode: whether tasks are fused, on which the shape of results depends.
         window_size: samples of all ranks together that the `window_` results are over.
         fused_update_limit: has no effect.
         compute_on_all_ranks: whether all ranks get results, not rank 0 alone.
@@ -139,17 +162,27 @@ class RecMetric(_Measured, abc.ABC):
         ...     labels={"click": torch.tensor([1.0, 0.0])},
         ...     weights=None,
         ... )
-        >>> metric.compute()["calibration-click|window_calibration"].item()
-        0.75
+        >>> metric.compute()["calibration-click|window_calibration"]
+        tensor([0.7500], dtype=torch.float64)
     """
 
     namespace: ClassVar[MetricNamespaceBase]
     """What comes first in the names of its results."""
+    _namespace: ClassVar[MetricNamespaceBase]
+    """The same, under TorchRec's name."""
+    gives_scalars: ClassVar[bool] = False
+    """Whether results are scalars even if tasks are not fused."""
     arguments: ClassVar[Mapping[str, Any]] = {}
     """Its own arguments and their defaults."""
     ranks_rows: ClassVar[bool] = False
     """Whether it needs the last rows themselves."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "namespace" in vars(cls):
+            cls._namespace = cls.namespace
+
+    @raises_metric_errors
     def __init__(
         self,
         world_size: int,
@@ -168,7 +201,7 @@ class RecMetric(_Measured, abc.ABC):
         check_ranks(world_size, my_rank, batch_size)
         whole("window_size", window_size)
         whole("fused_update_limit", fused_update_limit, least=0)
-        choice("compute_mode", compute_mode, RecComputeMode)
+        self.compute_mode = choice("compute_mode", compute_mode, RecComputeMode)
         check_group("process_group", process_group)
         self.tasks = tuple(instances("tasks", tasks, RecTaskInfo))
         names = [task.name for task in self.tasks]
@@ -198,6 +231,18 @@ class RecMetric(_Measured, abc.ABC):
 
     def _prepare(self) -> None:
         """Check the options."""
+
+    def shaped(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Bring results into the shape that `compute` returns.
+
+        Args:
+            values_T: `[T]` or `[T, ...]`.
+
+        Returns:
+            `[T, 1]` or `[T, 1, ...]`, or alike if tasks are fused.
+        """
+        is_fused = self.compute_mode is not RecComputeMode.UNFUSED_TASKS_COMPUTATION
+        return values_T if is_fused or self.gives_scalars else values_T.unsqueeze(1)
 
     @property
     def num_classes(self) -> int:

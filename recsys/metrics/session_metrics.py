@@ -77,7 +77,7 @@ class NDCGMetric(SessionMetric):
     a gain `2 ** label - 1` in place of the label; `k` is how many places count (-1: all);
     `report_ndcg_as_decreasing_curve` gives one less the value (times the weight);
     `remove_single_length_sessions` leaves out sessions of one sample; `scale_by_weights_tensor`
-    multiplies predictions and gains by the weights, in place of sessions.
+    multiplies predictions and labels by the weights, in place of sessions.
     """
 
     namespace = MetricNamespace.NDCG
@@ -112,11 +112,11 @@ class NDCGMetric(SessionMetric):
         sessions = group_samples(batch.input(self.options["session_key"]).long())
         scores_N, gains_N = batch.predictions[place], batch.labels[place]
         weights_N = batch.weights_or_nan[place]
-        if self.options["exponential_gain"]:
-            gains_N = gains_N.exp2() - 1.0
         if self.options["scale_by_weights_tensor"]:
             scores_N, gains_N = scores_N * weights_N, gains_N * weights_N
             weights_N = batch.ones[place].masked_fill(weights_N.isnan(), torch.nan)
+        if self.options["exponential_gain"]:
+            gains_N = gains_N.exp2() - 1.0
         found_G = self._discount(gains_N, scores_N, sessions)
         best_G = self._discount(gains_N, gains_N, sessions)
         ndcg_G = torch.where(best_G == 0, 0.0, found_G / best_G)

@@ -15,6 +15,7 @@ from recsys.kernels.arguments import finite, names, whole
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.checks import flag, text
 from recsys.metrics.entropy import (
+    EPSILON,
     cross_entropy,
     normalize_by_mean,
     normalize_entropy,
@@ -50,9 +51,7 @@ SQUARED_ERROR_OF_ONES = Quantity(
 )
 SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
-    "weighted_samples",
-    lambda batch: (batch.weights != 0).double().masked_fill_(batch.weights.isnan(), torch.nan),
-    is_weighted=False,
+    "weighted_samples", lambda batch: (batch.weights != 0).double(), is_weighted=False
 )
 LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda batch: batch.labels, is_weighted=False)
 NEGATIVE_UNWEIGHTED = Quantity(
@@ -91,24 +90,46 @@ class SumMetric(RecMetric):
             yield Value(name, formula(sums))
 
 
+ALLOW_MISSING: Mapping[str, Any] = {"allow_missing_label_with_zero_weight": False}
+"""Argument of normalized entropies."""
+
+
+def check_missing(options: Mapping[str, Any]) -> None:
+    """Check the argument of `ALLOW_MISSING`."""
+    for name in ALLOW_MISSING:
+        flag(name, options[name])
+
+
+def fill_missing(
+    ne_T: torch.Tensor, weight_T: torch.Tensor, options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Replace results of tasks without weights if `ALLOW_MISSING` asks for it."""
+    is_allowed = options["allow_missing_label_with_zero_weight"]
+    return ne_T.masked_fill(weight_T == 0, EPSILON) if is_allowed else ne_T
+
+
 class NEMetric(SumMetric):
     """Normalized entropy: log loss divided by the entropy of the labels' base rate.
 
     Results: `ne`, and with the argument `include_logloss=True` `logloss`, which is in bits
-    (`LogLossMetric` gives nats). The source is that of `recsys.metrics.normalized_entropy`.
+    (`LogLossMetric` gives nats). With `allow_missing_label_with_zero_weight=True`, `ne` is 1e-12
+    while all weights are zero, otherwise NaN. The source is that of
+    `recsys.metrics.normalized_entropy`.
     """
 
     namespace: ClassVar[MetricNamespaceBase] = MetricNamespace.NE
-    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
+    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False, **ALLOW_MISSING}
     sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, NEGATIVE)
 
     def _prepare(self) -> None:
         flag("include_logloss", self.options["include_logloss"])
+        check_missing(self.options)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
-        yield Value(MetricName.NE, normalize_entropy(log_loss, label, negative))
+        ne = normalize_entropy(log_loss, label, negative)
+        yield Value(MetricName.NE, fill_missing(ne, label + negative, self.options))
         if self.options["include_logloss"]:
             yield Value(MetricName.LOG_LOSS, log_loss / (label + negative) / math.log(2.0))
 
@@ -118,7 +139,6 @@ class ServingNEMetric(NEMetric):
     """Normalized entropy, and the number of samples with a weight: `total_examples`."""
 
     namespace = MetricNamespace.SERVING_NE
-    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
     sums = (LOG_LOSS, LABEL, NEGATIVE, WEIGHTED_SAMPLES)
 
     def values(self, sums: Sums) -> Iterator[Value]:
@@ -137,7 +157,7 @@ class RecalibratedNEMetric(NEMetric):
 
     namespace = MetricNamespace.RECALIBRATED_NE
     arguments: ClassVar[Mapping[str, Any]] = {
-        "include_logloss": False,
+        **NEMetric.arguments,
         "recalibration_coefficient": 1.0,
     }
 
@@ -158,8 +178,28 @@ class RecalibratedNEMetric(NEMetric):
         )
 
 
+class OtherNEMetric(SumMetric):
+    """What metrics of normalized entropy with one result have in common.
+
+    With the argument `allow_missing_label_with_zero_weight=True`, the result is 1e-12 while all
+    weights are zero, otherwise NaN.
+    """
+
+    arguments: ClassVar[Mapping[str, Any]] = ALLOW_MISSING
+
+    def _prepare(self) -> None:
+        check_missing(self.options)
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the result."""
+        _, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
+        for value in super().values(sums):
+            filled = fill_missing(value.values_T, label + negative, self.options)
+            yield Value(value.name, filled)
+
+
 @final
-class NEPositiveMetric(SumMetric):
+class NEPositiveMetric(OtherNEMetric):
     """The positives' share of normalized entropy: their log loss alone, divided as that is."""
 
     namespace = MetricNamespace.NE_POSITIVE
@@ -172,7 +212,7 @@ class NEPositiveMetric(SumMetric):
 
 
 @final
-class UnweightedNEMetric(SumMetric):
+class UnweightedNEMetric(OtherNEMetric):
     """Normalized entropy with all weights one."""
 
     namespace = MetricNamespace.UNWEIGHTED_NE
@@ -185,7 +225,7 @@ class UnweightedNEMetric(SumMetric):
 
 
 @final
-class CaliFreeNEMetric(SumMetric):
+class CaliFreeNEMetric(OtherNEMetric):
     """Log loss divided by that of always predicting the mean of the predictions.
 
     That is the normalized entropy divided by the one that is left if nothing but the calibration is
@@ -195,11 +235,11 @@ class CaliFreeNEMetric(SumMetric):
 
     namespace = MetricNamespace.CALI_FREE_NE
     sums = (LOG_LOSS, LABEL, NEGATIVE, PREDICTION, PREDICTED_NEGATIVE)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        needed = (sums[quantity.name] for quantity in self.quantities())
-        yield Value(MetricName.CALI_FREE_NE, normalize_by_mean(*needed))
+    results: ClassVar = {
+        MetricName.CALI_FREE_NE: lambda s: normalize_by_mean(
+            *(s[quantity.name] for quantity in CaliFreeNEMetric.sums)
+        )
+    }
 
 
 @final
@@ -208,20 +248,23 @@ class SegmentedNEMetric(SumMetric):
 
     Arguments: `num_groups` segments, numbered from 0 by the model output `grouping_keys` (the
     argument names it), and `include_logloss` for `logloss_0`, ... in bits. A number that is
-    none of a segment leaves its sample out.
+    none of a segment leaves its sample out. `cast_keys_to_int` has no effect: fractions are cut.
     """
 
     namespace = MetricNamespace.SEGMENTED_NE
+    gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {
         "include_logloss": False,
         "num_groups": 1,
         "grouping_keys": "grouping_keys",
+        "cast_keys_to_int": False,
     }
 
     def _prepare(self) -> None:
         flag("include_logloss", self.options["include_logloss"])
         whole("num_groups", self.options["num_groups"])
         text("grouping_keys", self.options["grouping_keys"])
+        flag("cast_keys_to_int", self.options["cast_keys_to_int"])
 
     def get_required_inputs(self) -> set[str]:
         """Name the model outputs that are needed."""
@@ -249,7 +292,7 @@ class SegmentedNEMetric(SumMetric):
         log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities())
         entropies, weight = normalize_entropy(log_loss, label, negative), label + negative
         for place in range(self.options["num_groups"]):
-            yield Value(MetricName.SEGMENTED_NE, entropies[:, place], f"_{place}")
+            yield Value(MetricName.SEGMENTED_NE, entropies[:, place].float(), f"_{place}")
             if self.options["include_logloss"]:
                 bits = log_loss[:, place] / weight[:, place] / math.log(2.0)
                 yield Value(MetricName.LOG_LOSS, bits, f"_{place}")
@@ -656,9 +699,9 @@ def total_examples(count_T: torch.Tensor) -> Value:
         count_T: `[T]`.
 
     Returns:
-        The result.
+        The result, int64.
     """
-    return Value(MetricName.TOTAL_EXAMPLES, count_T, prefix=MetricPrefix.DEFAULT)
+    return Value(MetricName.TOTAL_EXAMPLES, count_T.long(), prefix=MetricPrefix.DEFAULT)
 
 
 def _check_rate(options: Mapping[str, Any]) -> None:

@@ -181,14 +181,17 @@ class ThroughputMetric(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         keys = [prefix + name for name in _COUNTS]
-        missing = [key for key in keys if key not in state_dict]
+        # TorchRec saves the number of batches only if there are stages.
+        missing = [key for key in keys[: None if self._stages else -1] if key not in state_dict]
         missing_keys += missing
         if strict:
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in keys]
         if not missing:
-            total, warmup, elapsed_s, num_batch = (state_dict[key].item() for key in keys)
+            total, warmup, elapsed_s = (state_dict[key].item() for key in keys[:-1])
             self._total, self._warmup = int(total), int(warmup)
-            self._elapsed_s, self._num_batch = float(elapsed_s), int(num_batch)
+            self._elapsed_s = float(elapsed_s)
+            if keys[-1] in state_dict:
+                self._num_batch = int(state_dict[keys[-1]].item())
 
 
 @final

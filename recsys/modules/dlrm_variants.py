@@ -120,6 +120,61 @@ class InteractionProjectionArch(nn.Module):
         return torch.cat([dense_features, torch.bmm(first_BVD, second_BDV).flatten(1)], dim=1)
 
 
+class InteractionTransformerArch(nn.Module):
+    """Let all features attend to each other, by transformer encoder layers.
+
+    The layers are torch's, of Vaswani et al., "Attention Is All You Need" (NeurIPS 2017,
+    arXiv:1706.03762). As in TorchRec, they see a batch as one sequence of samples for each
+    feature: samples attend to each other, which makes an output depend on the rest of its batch.
+
+    Args:
+        num_sparse_features: `F`; with 0 the dense feature is given back.
+        embedding_dim: `D`, divisible by `nhead`.
+        nhead: attention heads.
+        ntransformer_layers: encoder layers.
+
+    Raises:
+        ValueError: the number of features is negative.
+
+    Example:
+        >>> arch = InteractionTransformerArch(2, 4, nhead=2, ntransformer_layers=1)
+        >>> arch(torch.ones(5, 4), torch.ones(5, 2, 4)).shape
+        torch.Size([5, 12])
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_sparse_features: int,
+        embedding_dim: int,
+        nhead: int = 8,
+        ntransformer_layers: int = 4,
+    ) -> None:
+        super().__init__()
+        check_num_sparse(num_sparse_features)
+        self.F: int = num_sparse_features
+        layer = nn.TransformerEncoderLayer(embedding_dim, nhead)
+        self.interarch_TE = nn.TransformerEncoder(
+            layer, ntransformer_layers, enable_nested_tensor=False
+        )
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            dense_features: `[B, D]`.
+            sparse_features: `[B, F, D]`.
+
+        Returns:
+            `[B, (F + 1) * D]`.
+        """
+        if self.F == 0:
+            return dense_features
+        features = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
+        attended: torch.Tensor = self.interarch_TE(features)
+        return attended.flatten(1)
+
+
 class DLRM_DCN(DLRM):
     """DLRM whose features are crossed by a low-rank cross network.
 
@@ -251,4 +306,56 @@ class DLRM_Projection(DLRM):
             embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
             over_arch_layer_sizes, products,
             device=dense_device, batch_norm=batch_norm, dropout=dropout,
+        )  # fmt: skip
+
+
+class DLRM_Transformer(DLRM):
+    """DLRM whose features attend to each other.
+
+    Args:
+        embedding_bag_collection: tables of one embedding dim `D`.
+        dense_in_features: columns of the dense features; see `DLRM`.
+        dense_arch_layer_sizes: of the first MLP; the last must be `D`.
+        over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
+        nhead: attention heads.
+        ntransformer_layers: encoder layers.
+        dense_device: where the dense parameters are.
+
+    Raises:
+        ValueError: as in `DLRM`.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.sparse import KeyedJaggedTensor
+        >>> films = EmbeddingBagConfig(
+        ...     name="films", embedding_dim=4, num_embeddings=10, feature_names=["film"]
+        ... )
+        >>> tables = EmbeddingBagCollection(tables=[films])
+        >>> model = DLRM_Transformer(tables, 13, [8, 4], [8, 1], nhead=2, ntransformer_layers=1)
+        >>> ids = KeyedJaggedTensor(["film"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1]))
+        >>> model(torch.ones(2, 13), ids).shape
+        torch.Size([2, 1])
+    """
+
+    @checked
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection | None,
+        dense_in_features: int,
+        dense_arch_layer_sizes: list[int],
+        over_arch_layer_sizes: list[int],
+        nhead: int = 8,
+        ntransformer_layers: int = 4,
+        dense_device: torch.device | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # DLRM's own would make an interaction that nobody needs
+
+        def attends(num_sparse: int, dim: int) -> tuple[nn.Module, int]:
+            arch = InteractionTransformerArch(num_sparse, dim, nhead, ntransformer_layers)
+            return arch.to(dense_device), (num_sparse + 1) * dim
+
+        self._build(
+            embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
+            over_arch_layer_sizes, attends,
+            device=dense_device, batch_norm=False, dropout=0.0,
         )  # fmt: skip

@@ -139,6 +139,9 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         if self.device.type == "meta" and is_on_meta(features):
             size = features.stride(), sum(self._dims)
             return KeyedTensor.from_parts(self._names, self._dims, torch.empty(size, device="meta"))
+        if not self._configs:
+            nothing = torch.empty(features.stride(), 0, device=self.device)
+            return KeyedTensor.from_parts([], [], nothing)
         groups = self._groups()
         features, are_safe = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
         weights = features.weights_or_none() if self._is_weighted else None
@@ -154,6 +157,11 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the tables, in order."""
         return list(self._configs)  # type: ignore[arg-type]
+
+    @property
+    @torch.jit.unused
+    def _embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self.embedding_bag_configs()  # training code written for TorchRec reads it
 
     def is_weighted(self) -> bool:
         """Return whether ids come with weights."""

@@ -164,6 +164,11 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             for name, feature in zip(names, config.feature_names, strict=True)
         }
 
+    @property
+    @torch.jit.unused
+    def _embedding_configs(self) -> list[EmbeddingConfig]:
+        return self.embedding_configs()  # training code written for TorchRec reads it
+
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""
         return list(self._configs)  # type: ignore[arg-type]

@@ -361,7 +361,7 @@ def check_tables(
         The tables. Each was checked once more, as configs can be changed after they were made.
 
     Raises:
-        ValueError: No tables, tables of the same name, without features, or of another dtype.
+        ValueError: Tables of the same name, without features, or of another dtype.
         TypeError: Something is not a config of that class.
     """
     found: list[_Config] = list(configs) if isinstance(configs, Iterable) else [configs]
@@ -369,8 +369,6 @@ def check_tables(
         if not isinstance(config, kind):
             wrong_type(f"{owner}.tables", f"a list of {kind.__name__}", config)
         config.__post_init__()
-    if not found:
-        raise ValueError(f"{owner} needs at least one table; received none.")
     twice = repeated(config.name for config in found)
     if twice:
         raise ValueError(

@@ -289,7 +289,7 @@ class TableCollection(nn.Module):
         self._poolings = tuple(poolings)
         reads = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
         # lists, which TorchScript reads
-        self._read, self._table_of = map(list, zip(*reads, strict=True))
+        self._read, self._table_of = [f for f, _ in reads], [t for _, t in reads]
         self._pooling_names = [pooling.name for pooling in poolings]
         self._bounds_check_mode = BoundsCheckMode[bounds_check_mode.name]
         self._device = torch.get_default_device() if device is None else torch.device(device)
@@ -342,7 +342,8 @@ class TableCollection(nn.Module):
     @torch.jit.unused
     def device(self) -> torch.device:
         """Where the tables live."""
-        return self._tables()[0].weight.device
+        tables = self._tables()
+        return tables[0].weight.device if tables else self._device
 
     def reset_parameters(self) -> None:
         """Draw new initial values for all tables, from the global generator."""

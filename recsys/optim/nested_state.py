@@ -1,7 +1,8 @@
 """Optimizer state of any depth: tensors and numbers in dictionaries, lists and tuples.
 
 Most optimizers keep one flat dictionary for each parameter. Others nest them, as Shampoo does: one
-dictionary for each block of a parameter. The leaves of such a state are named by their paths.
+dictionary for each block of a parameter. The leaves of such a state are named by their paths. A
+module in a state is there by its state dict.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def live_state(state: Any) -> Any:
         return {key: live_state(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return _sequence_like(state, map(live_state, state))
-    return state
+    return live_state(state.state_dict()) if _has_state(state) else state
 
 
 def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
@@ -96,6 +97,9 @@ def copy_into(own: Any, loaded: Any) -> Any:
     """
     if isinstance(own, Tensor):
         return own.copy_(_to_tensor("State", loaded))
+    if _has_state(own):
+        own.load_state_dict(loaded)
+        return own
     if isinstance(own, tuple):
         return _sequence_like(own, map(copy_into, own, loaded))
     if isinstance(own, Mapping | list):
@@ -121,6 +125,11 @@ def reset_steps(state: Any) -> None:
         parts = list(state) if isinstance(state, list | tuple) else []
     for part in parts:
         reset_steps(part)
+
+
+def _has_state(value: Any) -> bool:
+    """Return whether a value is a module, or keeps a state as modules do."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _leaves(state: object, path: _Path = ()) -> Iterator[tuple[_Path, object]]:

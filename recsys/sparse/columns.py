@@ -52,7 +52,7 @@ def from_columns(
 
     Example:
         >>> batch = from_columns({"user": [7, 8], "films": [[1, 2, 3], []]})
-        >>> print(batch)
+        >>> print(batch, end="")
         KeyedJaggedTensor({
             "user": [[7], [8]],
             "films": [[1, 2, 3], []]

@@ -1,7 +1,5 @@
 """Whether jagged tensors hold the same data."""
 
-from typing import cast
-
 import torch
 
 from recsys.sparse import validate
@@ -10,8 +8,8 @@ from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
 
 
-def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
-    """Return whether two jagged tensors hold the same bags, values and weights.
+def jt_is_equal(jt_1: object, jt_2: object) -> bool:
+    """Tell whether two jagged tensors hold the same bags, values and weights.
 
     Args:
         jt_1: one.
@@ -26,16 +24,14 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
         >>> b = JaggedTensor(torch.ones(2), offsets=torch.tensor([0, 1, 2]))
         >>> jt_is_equal(a, b)
         True
-        >>> jt_is_equal(a, None)
-        False
     """
-    if not all(isinstance(cast(object, given), JaggedTensor) for given in (jt_1, jt_2)):
+    if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
     return _have_equal_leaves(leaves_of_jagged(jt_1), leaves_of_jagged(jt_2))
 
 
-def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
-    """Return whether two keyed jagged tensors hold the same features, bags, values and weights.
+def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
+    """Tell whether two keyed jagged tensors hold the same features, bags, values and weights.
 
     Args:
         kjt_1: one.
@@ -51,7 +47,7 @@ def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
         >>> kjt_is_equal(a, b)
         True
     """
-    if not all(isinstance(cast(object, given), KeyedJaggedTensor) for given in (kjt_1, kjt_2)):
+    if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
     return _have_equal_leaves(leaves_of_keyed_jagged(kjt_1), leaves_of_keyed_jagged(kjt_2))
 

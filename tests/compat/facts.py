@@ -65,6 +65,18 @@ def objects_of(theirs: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", member
 
 
+def line_of(dotted: str, theirs: Any) -> str | None:
+    """The line of a name; None for what is neither a class nor a function."""
+    if not callable(theirs) or (inspect.isclass(theirs) and issubclass(theirs, enum.Enum)):
+        return None
+    words = [dotted]
+    for below, function in objects_of(theirs):
+        words += [f"{below}({a}={d})" for a, d in defaults_of(function).items()]
+    if inspect.isclass(theirs):
+        words += [f"+{member}" for member in members_of(theirs)]
+    return " ".join(words)
+
+
 def main() -> int:
     """Asks TorchRec."""
     warnings.simplefilter("ignore")
@@ -76,14 +88,8 @@ def main() -> int:
             except (ImportError, AttributeError) as error:
                 print(f"{module}.{name}: {error}", file=sys.stderr)
                 continue
-            if not callable(theirs) or (inspect.isclass(theirs) and issubclass(theirs, enum.Enum)):
-                continue
-            words = [f"{module}.{name}"]
-            for below, function in objects_of(theirs):
-                words += [f"{below}({a}={d})" for a, d in defaults_of(function).items()]
-            if inspect.isclass(theirs):
-                words += [f"+{member}" for member in members_of(theirs)]
-            lines.append(" ".join(words))
+            line = line_of(f"{module}.{name}", theirs)
+            lines += [line] if line else []
     FILE.write_text("\n".join(lines) + "\n")
     return 0
 

@@ -170,8 +170,9 @@ def _use(case: FpCase) -> None:
     ]
     assert [g["params"] for g in model.fused_optimizer.param_groups if g["params"]]
     assert list(model.fused_optimizer.params) == tables
-    (inside,) = [m for m in model.modules() if isinstance(m, ShardedModule)]
-    assert inside is model.module.fp._embedding_bag_collection
+    outer, inside = (m for m in model.modules() if isinstance(m, ShardedModule))
+    assert outer is model.module.fp
+    assert inside is outer._embedding_bag_collection
     copied, loaded = model.copy(CPU), shard(case, sharders=SHARDERS)
     copied.init_data_parallel()
     loaded.load_state_dict(whole_state(model))

@@ -20,6 +20,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
+from tests.distributed import cases
 from tests.distributed.cases import FEATURES, Case, train, whole_state
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -65,8 +66,12 @@ def test_trains_as_the_unsharded_model(
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_tables_in_host_memory_train_as_the_unsharded_model(
-    nccl: torch.device, seed: int, kernel: EmbeddingComputeKernel
+    nccl: torch.device,
+    seed: int,
+    kernel: EmbeddingComputeKernel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cases, "DIMS", (4, 8, 12))  # FBGEMM alone has tables there: multiples of 4
     case = Case(seed, 1, types=(ShardingType.TABLE_WISE,), optimizer=RowWiseAdagrad)
     _train_both(case, nccl, kernel)
 
@@ -142,24 +147,26 @@ def test_what_is_wrong_with_a_batch_is_raised_later(nccl: torch.device, fault: s
     assert torch.equal(model(batch).values(), before)
 
 
-def test_one_read_from_the_device_per_batch(nccl: torch.device) -> None:
+def test_the_host_waits_once_per_batch(nccl: torch.device) -> None:
     case = Case(3, 1, types=(ShardingType.TABLE_WISE, ShardingType.ROW_WISE))
     model = _shard(case, nccl).module.ebc
     batch = case.batches(1)[0].to(nccl)
     for _ in range(2):  # index tensors and placements are built on first use
         model(batch).values().sum().backward()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         model(batch).values().sum().backward()
-    reads = [event for event in profile.events() if "Memcpy DtoH" in event.name]
-    assert len(reads) == 1, [event.name for event in reads]
+    names = [event.name for event in profile.events()]
+    waits = [name for name in names if name in ("cudaStreamSynchronize", "cudaEventSynchronize")]
+    assert len(waits) <= 1, waits
+    assert not [name for name in names if "DtoH (Device -> Pageable)" in name]
 
 
 def test_checkpoint_of_the_gpu_loads_on_the_cpu(nccl: torch.device, tmp_path) -> None:
     case = Case(1, 1, optimizer=RowWiseAdagrad)
     model = _shard(case, nccl)
     train(case, model, range(2), rank=0)
-    save_checkpoint(tmp_path / "c", model)
+    save_checkpoint(tmp_path / "c", model, model.fused_optimizer)
     unsharded = case.model()
     load_checkpoint(tmp_path / "c", unsharded)
     state = whole_state(model)

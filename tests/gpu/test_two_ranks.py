@@ -26,7 +26,7 @@ def _train_both(case: Case, device: str, folder: Path) -> None:
     received = train(case, sharded, range(3), rank=rank)
     for step, (joined, own) in enumerate(zip(expected, received, strict=True)):
         torch.testing.assert_close(own.cpu(), case.parts(joined, step)[rank], **CLOSE)
-    save_checkpoint(folder, sharded)
+    save_checkpoint(folder, sharded, sharded.fused_optimizer)
     unsharded = case.model()
     load_checkpoint(folder, unsharded)
     assert_same(unsharded.state_dict(), dict(reference.state_dict()), **CLOSE)

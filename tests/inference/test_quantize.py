@@ -474,3 +474,15 @@ def test_a_state_dict_that_cannot_be_quantized() -> None:
         quantize_state_dict(trained, {}, {"a": DataType.INT4})
     with pytest.raises(TypeError, match=r"takes an EmbeddingBagCollection .* received Linear"):
         quantize_state_dict(nn.Linear(2, 2), {}, {})
+
+
+def test_a_collection_without_tables_stays_what_it_is() -> None:
+    table = EmbeddingBagConfig(4, 4, "t", feature_names=["f"])
+    given = nn.ModuleList(
+        [EmbeddingBagCollection(tables=[]), EmbeddingBagCollection(tables=[table])]
+    )
+    empty, quantized = quantize_embeddings(given, torch.int8, False)
+    features = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([0, 2]))
+    assert isinstance(empty, EmbeddingBagCollection)
+    assert empty(features).values().shape == (2, 0)
+    assert isinstance(quantized, QuantEmbeddingBagCollection)

@@ -204,11 +204,14 @@ def ndcg(batches: Sequence[Rows], options: Mapping[str, Any]) -> float:
             continue
         if has_nan(rows.p, rows.y, rows.w):
             return math.nan
-        gains = [2**y - 1 if options["exponential_gain"] else y for y in rows.y]
-        scores, weight = rows.p, max(rows.w)
+        labels, scores, weight = rows.y, rows.p, max(rows.w)
         if options["scale_by_weights_tensor"]:
-            gains = [g * w for g, w in zip(gains, rows.w, strict=True)]
-            scores, weight = [p * w for p, w in zip(rows.p, rows.w, strict=True)], 1.0
+            labels, scores = (
+                [value * w for value, w in zip(values, rows.w, strict=True)]
+                for values in (rows.y, rows.p)
+            )
+            weight = 1.0
+        gains = [2**y - 1 if options["exponential_gain"] else y for y in labels]
         best = discounted(gains, gains, options["k"])
         value = discounted(gains, scores, options["k"]) / best if best else 0.0
         values.append(weight * (1 - value if options["report_ndcg_as_decreasing_curve"] else value))

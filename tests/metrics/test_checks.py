@@ -93,11 +93,16 @@ METRIC: dict[str, tuple[Any, Legal]] = {
     "should_validate_update": (False, FLAG),
     "process_group": (None, NOTHING),
 }
+MISSING: dict[str, tuple[Any, Legal]] = {"allow_missing_label_with_zero_weight": (True, FLAG)}
 OWN: dict[RecMetricEnum, dict[str, tuple[Any, Legal]]] = {
-    RecMetricEnum.NE: {"include_logloss": (True, FLAG)},
-    RecMetricEnum.SERVING_NE: {"include_logloss": (True, FLAG)},
+    RecMetricEnum.NE: {"include_logloss": (True, FLAG), **MISSING},
+    RecMetricEnum.NE_POSITIVE: MISSING,
+    RecMetricEnum.UNWEIGHTED_NE: MISSING,
+    RecMetricEnum.CALI_FREE_NE: MISSING,
+    RecMetricEnum.SERVING_NE: {"include_logloss": (True, FLAG), **MISSING},
     RecMetricEnum.RECALIBRATED_NE: {
         "include_logloss": (True, FLAG),
+        **MISSING,
         "recalibration_coefficient": (0.5, lambda value: number(value) and value > 0),
     },
     RecMetricEnum.RECALIBRATED_CALIBRATION: {
@@ -107,6 +112,7 @@ OWN: dict[RecMetricEnum, dict[str, tuple[Any, Legal]]] = {
         "include_logloss": (True, FLAG),
         "num_groups": (3, SIZE),
         "grouping_keys": ("keys", TEXT),
+        "cast_keys_to_int": (True, FLAG),
     },
     RecMetricEnum.TENSOR_WEIGHTED_AVG: {"description": ("d", optional(TEXT))},
     RecMetricEnum.MSE: {"include_r_squared": (True, FLAG)},

@@ -101,7 +101,9 @@ def compute_on_rank(seed: int) -> dict[str, Any]:
         for batch in batches_of_rank(seed, rank):
             now_s += batch["seconds"].item() if len(batch["tensor"]) else 0.0
             module.update(batch)
-    return {key: torch.as_tensor(value).tolist() for key, value in module.compute().items()}
+    return {
+        key: torch.as_tensor(value).squeeze().tolist() for key, value in module.compute().items()
+    }
 
 
 def rows_of(batches: list[Batch], *names: str) -> list[np.ndarray]:
@@ -253,7 +255,7 @@ UNREAD: dict[Any, set[str]] = {
 UNREAD_BY = {
     "label_average": {"prediction"},
     "prediction_average": {"label"},
-    "total_examples": {"prediction", "label"},
+    "total_examples": {"prediction", "label", "weight"},  # a whole number
 }
 
 

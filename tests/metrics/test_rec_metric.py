@@ -3,10 +3,22 @@ import math
 import pytest
 import torch
 
-from recsys.metrics.metrics_config import RecTaskInfo
+from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
+from recsys.metrics.rank_metrics import AUCMetric
 from recsys.metrics.rec_metric import RecMetricList
-from recsys.metrics.sum_metrics import LABEL, WEIGHT, CTRMetric, NEMetric, SumMetric
+from recsys.metrics.sum_metrics import (
+    LABEL,
+    WEIGHT,
+    CaliFreeNEMetric,
+    CTRMetric,
+    NEMetric,
+    NEPositiveMetric,
+    SegmentedNEMetric,
+    ServingNEMetric,
+    SumMetric,
+    WeightedSumPredictionsMetric,
+)
 
 
 def build(cls, tasks=("a", "b"), window_size=8, batch_size=2, **kwargs):
@@ -131,3 +143,67 @@ def test_nothing_that_is_kept_has_a_graph():
     found = metric.compute()["ne-a|window_ne"]
     assert found == pytest.approx(1.0)
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("mode", list(RecComputeMode))
+def test_results_are_of_one_element_or_scalars(mode):
+    shape = [1] if mode is RecComputeMode.UNFUSED_TASKS_COMPUTATION else []
+    for kind, dtypes in (
+        (CTRMetric, {torch.float64}),
+        (AUCMetric, {torch.float32}),
+        (ServingNEMetric, {torch.float64, torch.int64}),
+    ):
+        metric = build(kind, compute_mode=mode)
+        metric.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
+        results = metric.compute().values()
+        assert {value.dtype for value in results} == dtypes
+        assert all(list(value.shape) == shape for value in results)
+    segments = build(SegmentedNEMetric, compute_mode=mode)
+    segments.update(**batch(a=[1.0], b=[0.0]), grouping_keys=torch.zeros(1))
+    [first, *_] = segments.compute().values()
+    assert (first.dtype, first.dim()) == (torch.float32, 0)
+
+
+def test_sums_of_windows_are_float64():
+    """Float32 rounds at 2 ** 24."""
+    metric = build(WeightedSumPredictionsMetric, tasks=("a",), window_size=100)
+    for value in (2.0**24, 1.0, 1.0):
+        prediction = {"a": torch.tensor([value])}
+        metric.update(predictions=prediction, labels=prediction, weights=None)
+        metric.compute()  # adds up each batch by itself
+    found = metric.compute()["weighted_sum_predictions-a|window_weighted_sum_predictions"]
+    assert found.item() == 2.0**24 + 2
+
+
+def test_required_inputs_come_together_or_alone():
+    expected = build(AUCMetric, tasks=("a",), grouped_auc=True)
+    found = build(AUCMetric, tasks=("a",), grouped_auc=True)
+    keys = torch.tensor([0, 1, 1, 0])
+    given = batch(a=[1.0, 0.0, 1.0, 0.0]) | {"predictions": {"a": torch.rand(4)}}
+    expected.update(**given, grouping_keys=keys)
+    found.update(**given, required_inputs={"grouping_keys": keys})
+    assert found.compute() == expected.compute()
+
+
+def test_memory_usage_counts_what_is_kept():
+    metric = build(AUCMetric)
+    assert sum(metric.get_memory_usage().values()) == 0
+    metric.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
+    assert sum(metric.get_memory_usage().values()) == 3 * 2 * 2 * 4
+    metric = build(CTRMetric)
+    metric.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
+    # Two sums of two tasks, over the lifetime and over a window of one part.
+    assert sum(metric.get_memory_usage().values()) == 2 * (2 * 2 * 8)
+
+
+def test_no_weight_at_all_may_be_allowed():
+    for kind in (NEMetric, NEPositiveMetric, CaliFreeNEMetric):
+        for allowed in (False, True):
+            metric = build(kind, allow_missing_label_with_zero_weight=allowed)
+            weights = {"a": torch.zeros(2), "b": torch.ones(2)}
+            metric.update(**{**batch(a=[1.0, 0.0], b=[1.0, 0.0]), "weights": weights})
+            for key, value in metric.compute().items():
+                if "-b" in key:
+                    assert value.item() > 0.1
+                else:
+                    assert value.item() == 1e-12 if allowed else value.isnan()

@@ -65,9 +65,9 @@ def ndcg(batches: list[Batch], task: str, **arguments: Any) -> float:
     for p, y, w in sessions(batches, task):
         if arguments.get("remove_single_length_sessions") and len(p) == 1:
             continue
-        gain = 2**y - 1 if arguments.get("exponential_gain") else y
         if arguments.get("scale_by_weights_tensor"):
-            gain, p, w = gain * w, p * w, w * 0 + 1
+            y, p, w = y * w, p * w, w * 0 + 1
+        gain = 2**y - 1 if arguments.get("exponential_gain") else y
         k = arguments.get("k", -1)
         value = 0.0
         if gain.any() and len(p) > 1:
@@ -114,6 +114,7 @@ def spans(num_ranks: int) -> dict[str, list[Batch]]:
         {"exponential_gain": True, "k": 2},
         {"report_ndcg_as_decreasing_curve": False, "remove_single_length_sessions": True},
         {"scale_by_weights_tensor": True},
+        {"scale_by_weights_tensor": True, "exponential_gain": True},
     ],
 )
 def test_ndcg(arguments: dict[str, Any], ranks: RankPool) -> None:

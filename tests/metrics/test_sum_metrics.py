@@ -193,7 +193,7 @@ def test_multiclass_recall_is_for_each_k() -> None:
     expected = [
         sk.top_k_accuracy_score(label, scores, k=k, sample_weight=weight) for k in (1, 2, 3)
     ]
-    assert found.tolist() == pytest.approx([*expected, 1.0], abs=1e-6)
+    assert found.tolist() == [pytest.approx([*expected, 1.0], abs=1e-6)]
 
 
 def test_labels_that_are_missing_are_counted() -> None:

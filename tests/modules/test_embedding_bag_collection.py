@@ -291,7 +291,6 @@ def test_bounds_check_modes() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([], "needs at least one table"),
         ([TABLES[0], TABLES[0]], r"different names; received \['users'\] more than once"),
         ([EmbeddingBagConfig(3, 4, "t")], "table 't' needs feature_names"),
         ([EmbeddingBagConfig(3, 4, "", feature_names=["f"])], "needs a name without dots"),

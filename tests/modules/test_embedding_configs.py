@@ -19,6 +19,7 @@ from recsys.modules.embedding_configs import (
     pooling_type_to_str,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.sparse import KeyedJaggedTensor
 
 
 def test_fields_may_be_positional() -> None:
@@ -140,8 +141,10 @@ class TestCheckTables:
             EmbeddingBagCollection(tables=tables)
 
     def test_no_tables_at_all(self) -> None:
-        with pytest.raises(ValueError, match="at least one table; received none"):
-            EmbeddingBagCollection(tables=iter([]))
+        tables = EmbeddingBagCollection(tables=iter([]))
+        features = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([0, 2]))
+        assert tables(features).values().shape == (2, 0)
+        assert EmbeddingCollection(tables=[])(features) == {}
 
     def test_names_that_repeat_are_listed(self) -> None:
         with pytest.raises(ValueError, match=r"different names; received \['b'\] more than once"):

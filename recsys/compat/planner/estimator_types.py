@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from recsys.compat.planner.topology import Perf, Topology
 from recsys.compat.planner.types import SharderData, ShardingOption, get_num_poolings
@@ -23,6 +23,81 @@ _BANDWIDTHS = (
 )
 
 
+@dataclass
+class PerfCoefficient:
+    """What the parts of a lookup cost, over the time to move their bytes.
+
+    Args:
+        input_read_size_multiplier: of the bytes of ids.
+        lookup_size_multiplier: of the bytes of rows that are read.
+        embedding_output_multiplier: of the bytes of embeddings that are written.
+        hash_size_multiplier: of the number of rows of the shard, as if each were a byte.
+    """
+
+    input_read_size_multiplier: float = 1.0
+    lookup_size_multiplier: float = 1.0
+    embedding_output_multiplier: float = 1.0
+    hash_size_multiplier: float = 0.0
+
+    def milliseconds(self, ctx: ShardPerfContext, output_bytes: float) -> float:
+        """Return the time of a shard's lookup.
+
+        Args:
+            ctx: the shard.
+            output_bytes: of the embeddings that are written.
+        """
+        ids = ctx.batch_inputs * ctx.source_ranks
+        total = (
+            self.input_read_size_multiplier * ids * ctx.input_data_type_size
+            + self.lookup_size_multiplier * ids * ctx.emb_dim * ctx.table_data_type_size
+            + self.embedding_output_multiplier * output_bytes
+            + self.hash_size_multiplier * ctx.hash_size
+        )
+        return total / ctx.device_bw
+
+
+@dataclass
+class EstimatorPerfCoefficients:
+    """Coefficients of the lookup, and of the backward pass if it has its own.
+
+    Args:
+        fwd: of the lookup.
+        bwd: of the backward pass; a multiple of the lookup's time if None.
+    """
+
+    fwd: PerfCoefficient = field(default_factory=PerfCoefficient)
+    bwd: PerfCoefficient | None = None
+
+
+@dataclass
+class PerfCoefficientConfig:
+    """Coefficients by sharding type.
+
+    Args:
+        table_wise: of shards of this sharding type, as the next four.
+        row_wise: see there.
+        table_row_wise: see there.
+        data_parallel: see there.
+        column_wise: see there.
+        default: of the types without their own.
+        bwd_compute_multiplier: time of the backward pass over that of the lookup.
+    """
+
+    table_wise: EstimatorPerfCoefficients | None = None
+    row_wise: EstimatorPerfCoefficients | None = None
+    table_row_wise: EstimatorPerfCoefficients | None = None
+    data_parallel: EstimatorPerfCoefficients | None = None
+    column_wise: EstimatorPerfCoefficients | None = None
+    default: EstimatorPerfCoefficients = field(
+        default_factory=EstimatorPerfCoefficients, kw_only=True
+    )
+    bwd_compute_multiplier: float = field(default=2, kw_only=True)
+
+    def get_coefficients(self, sharding_type: str) -> EstimatorPerfCoefficients:
+        """Return those of a sharding type."""
+        return getattr(self, sharding_type, None) or self.default
+
+
 class HardwarePerfConfig:
     """Speeds that hold in place of the machine's. A class made from this one sets those it knows.
 
@@ -38,6 +113,8 @@ class HardwarePerfConfig:
         inter_host_bw: between nodes.
         device_bw: at which tables are read, whatever their kernel.
         kernel_device_bandwidths: the same by the kind of device and the compute kernel.
+        supported: sharding types that can be estimated; all if None.
+        coefficients: of lookups; the machine's measured or usual costs if None.
 
     Example:
         >>> class Slow(HardwarePerfConfig):
@@ -56,6 +133,66 @@ class HardwarePerfConfig:
     inter_host_bw: float | None = None
     device_bw: float | None = None
     kernel_device_bandwidths: Mapping[tuple[str, str], float] = {}
+    supported: frozenset[str] | None = None
+    coefficients: PerfCoefficientConfig | None = None
+
+    def formulas_of(self, sharding_type: str) -> dict[str, Callable[[ShardPerfContext], float]]:
+        """Return the methods of a user's own that compute parts of `Perf`, by part.
+
+        Args:
+            sharding_type: of the shards; methods for it go before those for all.
+
+        Raises:
+            ValueError: the type is not supported.
+        """
+        if self.supported is not None and sharding_type not in self.supported:
+            raise ValueError(
+                f"{type(self).__name__} is for {sorted(self.supported)}; received {sharding_type!r}"
+            )
+        found: dict[str, Callable[[ShardPerfContext], float]] = {}
+        given = self.coefficients
+        if given is not None:
+            of_type = given.get_coefficients(sharding_type)
+            found["fwd_compute"] = lambda ctx: of_type.fwd.milliseconds(ctx, self.output_bytes(ctx))
+            if of_type.bwd is not None:
+                back = of_type.bwd
+                found["bwd_compute"] = lambda ctx: back.milliseconds(
+                    ctx, self.output_bytes(ctx, is_fwd=False)
+                )
+        found |= self._marked_for(sharding_type)
+        forward = found.get("fwd_compute")
+        is_linear = given is not None or hasattr(forward, "is_linear")
+        if forward is not None and is_linear and "bwd_compute" not in found:
+            multiplier = 2.0 if given is None else given.bwd_compute_multiplier
+            found["bwd_compute"] = lambda ctx: multiplier * forward(ctx)
+        return found
+
+    def output_bytes(self, ctx: ShardPerfContext, is_fwd: bool = True) -> float:
+        """Return the bytes of embeddings that a shard's lookup writes.
+
+        Args:
+            ctx: the shard.
+            is_fwd: False for their gradients, which the backward pass reads.
+        """
+        own: Any = self._marked_for(ctx.sharding_type, "output").get("output")
+        if own is not None:
+            return float(own(ctx, is_fwd))
+        sums = ctx.sharding_type in ("row_wise", "table_row_wise")
+        kind = "sr" if sums else "a2a"
+        size = getattr(ctx, f"{'fwd' if is_fwd else 'bwd'}_{kind}_comm_data_type_size")
+        ranks = 1 if ctx.sharding_type == "data_parallel" else ctx.world_size
+        return float(ctx.batch_outputs * ranks * ctx.emb_dim * size)
+
+    def _marked_for(self, sharding_type: str, *parts: str) -> dict[str, Any]:
+        """Return the decorated methods, by what they compute."""
+        found: dict[str, Any] = {}
+        methods = [getattr(self, name) for name in dir(type(self)) if not name.startswith("__")]
+        marked = [method for method in methods if hasattr(method, "computes")]
+        for method in sorted(marked, key=lambda method: len(method.computes[1]) > 0):
+            part, kinds = method.computes
+            if (part in parts or part != "output") and (not kinds or sharding_type in kinds):
+                found[part] = method
+        return found
 
     def applied_to(self, topology: Topology) -> Topology:
         """Return a machine with these speeds."""
@@ -262,6 +399,12 @@ class ShardPerfContext:
         return math.ceil(self.world_size / self.local_world_size)
 
     num_twrw_groups = num_hosts
+
+    @property
+    def source_ranks(self) -> int:
+        """How many ranks' ids the shard serves, were those of a table spread evenly by row."""
+        whole = self.sharding_type in ("table_wise", "column_wise", "table_column_wise")
+        return self.world_size if whole else 1
 
     @property
     def batch_inputs(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from recsys.compat.planner.estimator_types import HardwarePerfConfig
+from recsys.compat.planner.estimator_types import HardwarePerfConfig, ShardPerfContext
 from recsys.compat.planner.topology import Perf, Storage, Topology
 from recsys.compat.planner.types import (
     SharderData,
@@ -97,6 +97,21 @@ class EmbeddingPerfEstimator(ShardEstimator):
             kind, kernel = _kind_of(option)
             costs = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, Cost())
             perfs = [self._perf(table, cost) for cost in costs]
+            formulas = self._config.formulas_of(option.sharding_type)
+            if formulas:
+                contexts = ShardPerfContext.build_shard_perf_contexts(
+                    self._config,
+                    sizes,
+                    option,
+                    self._topology,
+                    self._constraints,
+                    sharder_data_map[option.module_type_key],
+                    self._is_inference,
+                )
+                perfs = [
+                    replace(perf, **{part: formula(ctx) for part, formula in formulas.items()})
+                    for perf, ctx in zip(perfs, contexts, strict=True)
+                ]
             perfs = self._config.post_process_perfs(perfs, sizes, option.sharding_type)
             for shard, perf in zip(option.shards, perfs, strict=True):
                 shard.perf = perf

@@ -6,6 +6,7 @@ something, the plan's entry holds.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -35,6 +36,10 @@ __all__ = [
     "with_table_settings",
 ]
 
+unnamed_optimizer: EmbOptimType | None = None
+"""The optimizer of `fused_params` that name none; an error if None. For `recsys.compat`."""
+
+_CLIPPING = ("gradient_clipping", "max_gradient", "max_norm")
 _OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
 _OF_CACHES = {
     "cache_algorithm": "algorithm",
@@ -188,6 +193,13 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     update_mode = to_update_mode(params.pop("update_mode", UpdateMode.FUSED))
     row_state = to_row_state(params.pop("row_state", RowState.EXACT))
     names = sorted(EmbOptimType.__members__)
+    if chosen is None and unnamed_optimizer is not None:
+        warnings.warn(
+            f"fused_params name no optimizer, and so mean {unnamed_optimizer.name}, as in "
+            "TorchRec. Add 'optimizer' to say so.",
+            stacklevel=2,
+        )
+        chosen = unnamed_optimizer
     if chosen is None:
         raise ValueError(
             f"fused_params must name the optimizer that its other settings {sorted(params)} are "
@@ -202,9 +214,11 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     known = {field.name for field in fields(OptimizerSpec)} - {"algorithm"}
     unknown = sorted(params.keys() - known)
     if unknown:
+        is_clipping = not {*_CLIPPING}.isdisjoint(unknown)
+        clip = " Clip gradients by a GradientClippingOptimizer, with update_mode='deferred'."
         raise ValueError(
             f"fused_params has settings that no optimizer reads: {unknown}; known are "
-            f"{sorted({*known, 'update_mode', 'row_state'})}."
+            f"{sorted({*known, 'update_mode', 'row_state'})}.{clip * is_clipping}"
         )
     return TableOptimizer(
         spec=OptimizerSpec(algorithm=EmbOptimType[name], **params),

@@ -17,7 +17,7 @@ from recsys.distributed.planner.pooling_stats import IdSkew, PoolingStats, unifo
 from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharder import ModuleSharder, has_tables
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.kernels.support import choose_backend
@@ -57,7 +57,7 @@ def tables_of(
     stats = {} if pooling_stats is None else pooling_stats.features
     readers = [
         _ModuleReader(path, child, by_type[type(child)], device, batch_size, constraints)
-        for path, child in outermost(module, lambda found: type(found) in by_type)
+        for path, child in outermost(module, lambda found: has_tables(found, by_type))
     ]
     tables = [table for reader in readers for table in reader.tables(stats)]
     named = [(name, of) for reader in readers for name, of in reader.constraints.items()]
@@ -288,7 +288,7 @@ def check_kernels(
     """
     by_type = {sharder.module_type: sharder for sharder in sharders}
     usual = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value)
-    for path, child in outermost(module, lambda found: type(found) in by_type):
+    for path, child in outermost(module, lambda found: has_tables(found, by_type)):
         for name, sharding in plan.plan[path].items():
             there = by_type[type(child)].compute_kernels(sharding.sharding_type, device)
             if sharding.compute_kernel not in (*usual, *there):

@@ -143,7 +143,7 @@ class ParameterConstraints:
             "tables beyond device memory allow compute_kernels=['fused_uvm_caching'].",
         )
         self._check(
-            self.cache_params is None or caches,
+            self.cache_params is None or self.compute_kernels is None or caches,
             "cache_params are of fused_uvm_caching, which compute_kernels must allow; received "
             f"compute_kernels={self.compute_kernels}. Add 'fused_uvm_caching' to it.",
         )

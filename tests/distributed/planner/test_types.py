@@ -57,7 +57,10 @@ def test_a_share_lies_between_0_and_1(kind: type, share: float) -> None:
         ({"device_group": "tpu"}, "device_group must be 'cpu' or 'cuda'; received 'tpu'"),
         ({"key_value_params": object()}, "key-value store, which are not supported"),
         ({"use_virtual_table": True}, "key-value store, which are not supported.*True"),
-        ({"cache_params": CacheParams(load_factor=0.1)}, "Add 'fused_uvm_caching' to it"),
+        (
+            {"cache_params": CacheParams(load_factor=0.1), "compute_kernels": ["fused"]},
+            "Add 'fused_uvm_caching' to it",
+        ),
         (
             {"enforce_hbm": True, "compute_kernels": ["fused_uvm_caching"]},
             "enforce_hbm=True is not supported with fused_uvm_caching",

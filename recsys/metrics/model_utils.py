@@ -1,0 +1,151 @@
+"""Functions that pick what metrics need from the outputs of a model. Shape: `N` samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from recsys.metrics.checks import check_tensor
+from recsys.metrics.metrics_config import RecTaskInfo
+
+ByTask = dict[str, Tensor]
+
+
+def is_empty_signals(labels: Tensor, predictions: Tensor, weights: Tensor) -> bool:
+    """Return whether a batch has no labels, predictions and weights at all.
+
+    Example:
+        >>> is_empty_signals(torch.empty(0), torch.empty(0), torch.empty(0))
+        True
+    """
+    return not (labels.numel() or predictions.numel() or weights.numel())
+
+
+def session_ids_to_tensor(session_ids: Sequence[str], device: torch.device | None = None) -> Tensor:
+    """Convert session ids to numbers: runs of equal ids count from 1.
+
+    Args:
+        session_ids: `N` ids; samples of a session follow one another.
+        device: of the result.
+
+    Returns:
+        `[N]` int64.
+
+    Example:
+        >>> session_ids_to_tensor(["b", "b", "a"])
+        tensor([1, 1, 2])
+    """
+    starts = [place > 0 and a != session_ids[place - 1] for place, a in enumerate(session_ids)]
+    return torch.tensor(starts, device=device).long().cumsum(0) + 1
+
+
+def parse_model_outputs(
+    label_name: str, prediction_name: str, weight_name: str, model_out: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Pick labels, predictions and weights, without dimensions of size 1.
+
+    Args:
+        label_name: key of the labels.
+        prediction_name: key of the predictions; empty for none.
+        weight_name: key of the weights; empty for none.
+        model_out: outputs of the model.
+
+    Returns:
+        Labels, predictions and weights, at least one-dimensional.
+
+    Raises:
+        ValueError: an output is missing.
+        AssertionError: labels, predictions and weights differ in their number of samples.
+
+    Example:
+        >>> out = {"label": torch.ones(2, 1), "prediction": torch.zeros(2)}
+        >>> parse_model_outputs("label", "prediction", "", out)
+        (tensor([1., 1.]), tensor([0., 0.]), None)
+    """
+    found: list[Tensor | None] = []
+    for kind, name in (
+        ("label", label_name), ("prediction", prediction_name), ("weight", weight_name)
+    ):  # fmt: skip
+        if name and name not in model_out:
+            raise ValueError(
+                f"model_out must have the {kind} {name!r}; received {list(model_out)}."
+            )
+        found.append(torch.atleast_1d(model_out[name].squeeze()) if name else None)
+    sizes = {len(tensor) for tensor in found if tensor is not None}
+    if len(sizes) > 1:
+        raise AssertionError(
+            f"labels, predictions and weights must have equally many samples; received {sizes}."
+        )
+    labels, predictions, weights = found
+    assert labels is not None
+    return labels, predictions, weights
+
+
+def parse_required_inputs(
+    model_out: Mapping[str, Tensor | Sequence[str]],
+    required_inputs_list: Sequence[str],
+    ndcg_transform_input: bool = False,
+    device: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """Pick the required inputs of metrics.
+
+    Args:
+        model_out: outputs of the model.
+        required_inputs_list: keys.
+        ndcg_transform_input: whether lists of session ids are numbered.
+        device: of numbered session ids.
+
+    Returns:
+        The inputs by key, without dimensions of size 1.
+
+    Raises:
+        KeyError: an input is missing.
+        TypeError: an input is no tensor.
+
+    Example:
+        >>> parse_required_inputs({"session_id": torch.tensor([[3], [4]])}, ["session_id"])
+        {'session_id': tensor([3, 4])}
+    """
+    inputs = {}
+    for name in required_inputs_list:
+        values = model_out[name]
+        if ndcg_transform_input and not isinstance(values, Tensor):
+            values = session_ids_to_tensor(values, device)
+        check_tensor(f"model_out[{name!r}]", values)
+        inputs[name] = torch.as_tensor(values).squeeze()
+    return inputs
+
+
+def parse_task_model_outputs(
+    tasks: Sequence[RecTaskInfo],
+    model_out: Mapping[str, Tensor],
+    required_inputs_list: Sequence[str] | None = None,
+) -> tuple[ByTask, ByTask, ByTask, dict[str, Tensor]]:
+    """Pick labels, predictions and weights of tasks, and the required inputs.
+
+    Args:
+        tasks: the tasks; those whose outputs are empty are left out.
+        model_out: outputs of the model.
+        required_inputs_list: keys of required inputs.
+
+    Returns:
+        Labels, predictions and weights by task name, and required inputs by key.
+
+    Raises:
+        ValueError: an output of a task is missing.
+
+    Example:
+        >>> out = {name: torch.ones(1) for name in ("label", "prediction", "weight")}
+        >>> parse_task_model_outputs([RecTaskInfo("click")], out)[0]
+        {'click': tensor([1.])}
+    """
+    found: tuple[ByTask, ByTask, ByTask] = {}, {}, {}
+    for task in tasks:
+        names = (task.label_name, task.prediction_name, task.weight_name)
+        parsed = [t for t in parse_model_outputs(*names, model_out) if t is not None]
+        if any(tensor.numel() for tensor in parsed):
+            for by_task, tensor in zip(found, parsed, strict=True):
+                by_task[task.name] = tensor
+    return *found, parse_required_inputs(model_out, required_inputs_list or ())

@@ -1,0 +1,62 @@
+"""Helpers that TorchRec cannot run on a CPU, and what holds under the compat install alone."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.compat import torchrec as compat
+from recsys.compat.distributed import sharded_model_copy
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.placement.fused_params import optimizer_from_fused_params
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from tests.ranks import RankPool
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def _copy() -> None:
+    table = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
+    model = DistributedModelParallel(
+        nn.Sequential(EmbeddingBagCollection(tables=[table]), nn.Linear(2, 2)),
+        device=torch.device("cpu"),
+    )
+    with sharded_model_copy("cpu"):
+        copied = copy.deepcopy(model)
+    assert copied.device == torch.device("cpu")
+    assert copied.state_dict().keys() == model.state_dict().keys()
+    ours, theirs = copied.state_dict()["1.weight"], model.state_dict()["1.weight"]
+    assert torch.equal(ours, theirs)
+    assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_a_sharded_model_is_copied(ranks: RankPool) -> None:
+    ranks(1, _copy)
+
+
+def test_fused_params_must_name_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="must name the optimizer"):
+        optimizer_from_fused_params({"learning_rate": 0.1})
+    with pytest.raises(ValueError, match=r"no optimizer reads: \['max_gradient'\].*Clip gradients"):
+        optimizer_from_fused_params({"optimizer": "EXACT_SGD", "max_gradient": 1.0})
+
+
+@pytest.mark.usefixtures("installed")
+def test_under_the_install_it_is_sgd() -> None:
+    with pytest.warns(UserWarning, match="name no optimizer, and so mean SGD"):
+        optimizer = optimizer_from_fused_params({"learning_rate": 0.1})
+    assert (optimizer.spec.algorithm.name, optimizer.spec.learning_rate) == ("SGD", 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer_from_fused_params({"optimizer": "EXACT_SGD", "learning_rate": 0.1})
