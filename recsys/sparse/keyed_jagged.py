@@ -301,12 +301,15 @@ class KeyedJaggedTensor(Bags):
     @staticmethod
     @recorded
     @checked_late
-    def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
+    def from_jt_dict(
+        jt_dict: Mapping[str, JaggedTensor], force_variable_stride: bool = False
+    ) -> "KeyedJaggedTensor":
         """Put jagged tensors of several features end to end.
 
         Args:
             jt_dict: features by key, in order; all weighted or none, alike in dtypes and device.
                 Different numbers of bags make features with different batch sizes.
+            force_variable_stride: whether to keep a batch size per feature also if all are equal.
 
         Returns:
             The keyed jagged tensor.
@@ -319,7 +322,7 @@ class KeyedJaggedTensor(Bags):
             >>> KeyedJaggedTensor.from_jt_dict({"a": jt, "b": jt}).lengths()
             tensor([1, 2, 1, 2])
         """
-        return KeyedJaggedTensor(**rearrange.merged(jt_dict))
+        return KeyedJaggedTensor(**rearrange.merged(jt_dict, force_variable_stride))
 
     @staticmethod
     @recorded

@@ -54,7 +54,7 @@ def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) ->
     return None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
 
 
-def merged(jt_dict: Mapping[str, JaggedTensor]) -> dict[str, Any]:
+def merged(jt_dict: Mapping[str, JaggedTensor], has_varying_strides: bool) -> dict[str, Any]:
     """Argument of KeyedJaggedTensor for `KeyedJaggedTensor.from_jt_dict`."""
     parts = [jt.trim() for jt in jt_dict.values()]
     _check_mergeable("KeyedJaggedTensor.from_jt_dict", parts)
@@ -65,7 +65,7 @@ def merged(jt_dict: Mapping[str, JaggedTensor]) -> dict[str, Any]:
         "values": torch.cat([jt.values() for jt in parts]),
         "weights": _cat_weights(parts),
         "lengths": torch.cat(lengths),
-        "stride_per_key": None if len(set(strides)) == 1 else strides,
+        "stride_per_key": strides if has_varying_strides or len(set(strides)) > 1 else None,
     }
 
 

@@ -76,7 +76,7 @@ DIFFERENT = {
     ),
     (
         r"EmbeddingPerfEstimatorFactory\.create\w*\(use_\w+\)|PerfCoefficientConfig"
-        r"(\.get_coefficients)?[.(](compute_kernel|by_kernel|prefetch|weighted_\w+)\)?"
+        r"(\.get_coefficients)?[.(](compute_kernel|by_kernel|weighted_\w+)\)?"
     ): "of TorchRec's formulas",
     r"Embedding(Sharding)?Planner(Base)?\.hash_planner_context_inputs\w*": (
         "ranks compare what they were asked for"

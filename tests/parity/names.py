@@ -50,7 +50,7 @@ REFERENCE = {
 NEWER = {
     r"EmbeddingCollection\.(set_)?use_sorted_select": "how a lookup gathers is the kernel's choice",
     r"\w+Pipeline\w*\(async_inplace_copy\)": "a batch is copied into memory of its own",
-    r"EmbeddingShardingPlanner\.get_(search_space|selected_options)": (
+    r"Embedding(ShardingPlanner|PlannerBase)\.get_(search_space|selected_options)": (
         "callbacks are given the options of the best plan"
     ),
     r"Topology\.(reproduction_hash|to_reproduction_dict)": "to_json describes a machine",

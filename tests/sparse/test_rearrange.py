@@ -183,6 +183,14 @@ def test_from_jt_dict(batch):
     check_equals(built, batch.bags, batch.is_weighted)
 
 
+def test_from_jt_dict_with_a_batch_size_per_feature():
+    jt = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
+    built = KeyedJaggedTensor.from_jt_dict({"a": jt, "b": jt}, force_variable_stride=True)
+    assert built.variable_stride_per_key()
+    assert built.stride_per_key() == [2, 2]
+    assert not KeyedJaggedTensor.from_jt_dict({"a": jt, "b": jt}).variable_stride_per_key()
+
+
 def test_from_jt_dict_of_nothing():
     with pytest.raises(ValueError, match="from_jt_dict needs at least one part"):
         KeyedJaggedTensor.from_jt_dict({})

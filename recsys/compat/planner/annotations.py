@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from recsys.compat.planner.estimator_types import (
     HardwarePerfConfig,
     PerfCoefficient,
+    PrefetchCoefficients,
     ShardPerfContext,
 )
 from recsys.compat.planner.shard_estimators import EmbeddingPerfEstimator
@@ -88,6 +89,27 @@ def bwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
             return method(self).milliseconds(ctx, self.output_bytes(ctx, is_fwd=False))
 
         return _formula("bwd_compute", milliseconds, sharding_type)
+
+    return mark
+
+
+def prefetch_coefficient() -> Callable[..., Any]:
+    """Decorate a method that returns the `PrefetchCoefficients` of shards with a cache.
+
+    Example:
+        >>> class Machine(HardwarePerfConfig):
+        ...     @prefetch_coefficient()
+        ...     def of_caches(self):
+        ...         return PrefetchCoefficients(expected_num_lookups_coefficient=1e-6)
+        >>> list(Machine().formulas_of("table_wise"))
+        ['prefetch_compute']
+    """
+
+    def mark(method: Callable[[Any], PrefetchCoefficients]) -> Any:
+        def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
+            return method(self).milliseconds(ctx)
+
+        return _formula("prefetch_compute", milliseconds, None)
 
     return mark
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.compat.planner.estimator_types import HardwarePerfConfig, ShardPerfContext
+from recsys.compat.planner.annotations import prefetch_coefficient
+from recsys.compat.planner.estimator_types import (
+    HardwarePerfConfig,
+    PerfCoefficientConfig,
+    PrefetchCoefficients,
+    ShardPerfContext,
+)
 from recsys.compat.planner.shard_estimators import EmbeddingPerfEstimator
 from recsys.compat.planner.topology import Perf, Topology
 from recsys.compat.planner.types import Shard, SharderData, ShardingOption
@@ -122,3 +128,37 @@ def test_contexts_without_constraints() -> None:
     assert found.batch_inputs == found.batch_outputs == 8 * (3 + 5)
     assert (found.caching_ratio, found.is_uvm_caching, found.is_inference) == (0.5, True, True)
     assert found.device_bw < MACHINE.hbm_to_ddr_mem_bw / 0.5
+
+
+def test_prefetch_coefficients_count_ids_rows_and_bytes() -> None:
+    class Fetching(HardwarePerfConfig):
+        of = PrefetchCoefficients()
+
+        @prefetch_coefficient()
+        def of_caches(self) -> PrefetchCoefficients:
+            return self.of
+
+    def milliseconds(*coefficients: float, kernel: str = "fused_uvm_caching") -> float:
+        config = Fetching()
+        config.of = PrefetchCoefficients(*coefficients)
+        with_cache = option(kernel=kernel, cache_params=CacheParams(load_factor=0.25))
+        data = {with_cache.module_type_key: SharderData()}
+        EmbeddingPerfEstimator(MACHINE, config=config).estimate([with_cache], data)
+        assert with_cache.shards[0].perf is not None
+        return with_cache.shards[0].perf.prefetch_compute
+
+    ids = 8 * (3 + 5)  # a rank's, a fourth of which each of four ranks has, from four ranks
+    drawn = torch.randint(0, 50, (2000, ids), generator=torch.Generator().manual_seed(0))
+    rows = sum(len(ids_of_batch.unique()) for ids_of_batch in drawn) / len(drawn)
+    assert milliseconds(2.0, 0.0, 0.0) == 2 * ids
+    assert milliseconds(0.0, 1.0, 0.0) == pytest.approx(rows, rel=0.01)
+    assert milliseconds(0.0, 0.0, 1.0) == pytest.approx(0.75 * rows * 16 * 4, rel=0.01)
+    assert milliseconds(1.0, 1.0, 1.0, kernel="fused") == 0.0
+    by_table = PerfCoefficientConfig(prefetch=PrefetchCoefficients(2.0))
+    config = HardwarePerfConfig()
+    config.coefficients = by_table
+    assert list(config.formulas_of("row_wise")) == [
+        "fwd_compute",
+        "prefetch_compute",
+        "bwd_compute",
+    ]
