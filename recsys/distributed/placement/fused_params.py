@@ -39,6 +39,19 @@ __all__ = [
 unnamed_optimizer: EmbOptimType | None = None
 """The optimizer of `fused_params` that name none; an error if None. For `recsys.compat`."""
 
+_INSTEAD = {
+    "NONE": "Name none, and give the table none: backward fills its .grad.",
+    "ROWWISE_ADAGRAD": "FBGEMM has deprecated it: take EXACT_ROWWISE_ADAGRAD.",
+    **dict.fromkeys(
+        (
+            *("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD", "MADGRAD", "SHAMPOO"),
+            *("EXACT_ROWWISE_WEIGHTED_ADAGRAD", "SHAMPOO_V2"),
+        ),
+        "No kernel here computes it: give the table no optimizer, and let one of your own step on "
+        "its .grad (docs/optimizers.md).",
+    ),
+}
+"""What to do without the optimizers that FBGEMM alone has."""
 _CLIPPING = ("gradient_clipping", "max_gradient", "max_norm")
 _OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
 _OF_CACHES = {
@@ -209,7 +222,8 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     name = chosen if isinstance(chosen, str) else getattr(chosen, "name", str(chosen))
     if name not in EmbOptimType.__members__:
         raise ValueError(
-            f"fused_params['optimizer'] must be one of {', '.join(names)}; received {chosen!r}."
+            f"fused_params['optimizer'] must be one of {', '.join(names)}; received {chosen!r}. "
+            f"{_INSTEAD.get(name, '')}".rstrip()
         )
     known = {field.name for field in fields(OptimizerSpec)} - {"algorithm"}
     unknown = sorted(params.keys() - known)

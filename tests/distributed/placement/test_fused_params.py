@@ -14,6 +14,7 @@ from recsys.distributed.placement.fused_params import (
     add_params_from_parameter_sharding,
     convert_to_fbgemm_types,
     merge_fused_params,
+    optimizer_from_fused_params,
     with_table_settings,
 )
 from recsys.distributed.types import (
@@ -22,7 +23,7 @@ from recsys.distributed.types import (
     ParameterSharding,
     ShardingEnv,
 )
-from recsys.kernels.types import BoundsCheckMode
+from recsys.kernels.types import BoundsCheckMode, EmbOptimType
 from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -157,3 +158,15 @@ def test_settings_without_meaning_warn_once(field: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         entry(**{field: True})
+
+
+def test_optimizers_that_fbgemm_alone_has_say_what_to_do() -> None:
+    names = pytest.importorskip("fbgemm_gpu.split_embedding_configs").EmbOptimType
+    for optimizer in names:
+        served = optimizer.name in EmbOptimType.__members__
+        if served:
+            made = optimizer_from_fused_params({"optimizer": optimizer, "learning_rate": 0.5})
+            assert made.spec.learning_rate == 0.5
+            continue
+        with pytest.raises(ValueError, match=r"must be one of ADAM.* (\.grad|EXACT_ROWWISE)"):
+            optimizer_from_fused_params({"optimizer": optimizer})
