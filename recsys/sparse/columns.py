@@ -57,7 +57,6 @@ def from_columns(
             "user": [[7], [8]],
             "films": [[1, 2, 3], []]
         })
-        <BLANKLINE>
         >>> padded = torch.tensor([[5, 0], [6, 4]])
         >>> from_columns({"films": padded}, padding=0).to_dict()["films"].to_dense()
         [tensor([5]), tensor([6, 4])]

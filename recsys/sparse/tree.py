@@ -74,8 +74,9 @@ def _parts_of_keyed_jagged(
     parts, _ = _parts_of_jagged(kjt)
     structure = _structure_of(kjt)
     strides, inverse = structure[1], kjt.inverse_indices_or_none()
+    is_matrix = strides is not None and len(set(map(len, strides))) == 1
     parts["_stride_per_key_per_rank"] = (
-        None if strides is None else torch.tensor(strides, dtype=torch.int32)
+        torch.tensor(strides, dtype=torch.int32) if is_matrix else None
     )
     parts["_inverse_indices"] = None if inverse is None else inverse[1]
     return parts, structure

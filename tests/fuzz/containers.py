@@ -98,7 +98,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
 
 
 def _check_fake(rng: random.Random, kjt: KeyedJaggedTensor, model: Model) -> None:
-    fake = pytree.tree_map(FakeTensorMode().from_tensor, kjt)
+    fake = pytree.tree_map_only(Tensor, FakeTensorMode().from_tensor, kjt)
     assert fake.keys() == model.keys
     assert fake.stride() == model.stride
     assert fake.stride_per_key_per_rank() == (model.strides or [])
@@ -178,7 +178,7 @@ def _through(rng: random.Random, given: Any) -> Any:
         lambda value: value.to(torch.device("cpu")),
         pinned,
         recorded,
-        lambda value: pytree.tree_map(torch.clone, value),
+        lambda value: pytree.tree_map_only(Tensor, torch.clone, value),
         lambda value: pytree.tree_map(lambda leaf: leaf, value),
         from_spec,
     ]
