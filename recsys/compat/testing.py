@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import os
@@ -231,3 +232,45 @@ class CriteoTest(unittest.TestCase):
     def _validate_sample(self, sample: Mapping[str, Any], train: bool = True) -> None:
         expected = self.INT_FEATURE_COUNT + self.CAT_FEATURE_COUNT + int(train)
         assert len(sample) == expected, f"expected {expected} values; received {len(sample)}"
+
+
+def is_signature_compatible(
+    previous_signature: inspect.Signature, current_signature: inspect.Signature
+) -> bool:
+    """Return whether a function still takes the arguments that it took, in the same way.
+
+    Arguments by position stay where they are, with name, default and annotation; more may follow
+    them, unless any number could. Arguments by keyword may come in any order, and more may be
+    added. The annotation of the result stays.
+
+    Args:
+        previous_signature: as it was.
+        current_signature: as it is.
+
+    Example:
+        >>> def before(a: int): ...
+        >>> def after(a: int, b: int = 0): ...
+        >>> is_signature_compatible(inspect.signature(before), inspect.signature(after))
+        True
+    """
+    before, after = _by_kind(previous_signature), _by_kind(current_signature)
+    positional = after[_BY_POSITION][: len(before[_BY_POSITION])]
+    takes_any = inspect.Parameter.VAR_POSITIONAL in before
+    return (
+        previous_signature.return_annotation == current_signature.return_annotation
+        and all(kind in after for kind in before if kind in _ANY_NUMBER)
+        and before[_BY_POSITION] == (after[_BY_POSITION] if takes_any else positional)
+        and all(one in after[_BY_KEYWORD] for one in before[_BY_KEYWORD])
+    )
+
+
+_BY_POSITION, _BY_KEYWORD = "by position", inspect.Parameter.KEYWORD_ONLY
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _by_kind(signature: inspect.Signature) -> dict[Any, list[inspect.Parameter]]:
+    found: dict[Any, list[inspect.Parameter]] = {_BY_POSITION: [], _BY_KEYWORD: []}
+    for parameter in signature.parameters.values():
+        is_named = parameter.kind is not _BY_KEYWORD and parameter.kind not in _ANY_NUMBER
+        found.setdefault(_BY_POSITION if is_named else parameter.kind, []).append(parameter)
+    return found

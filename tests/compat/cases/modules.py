@@ -181,3 +181,42 @@ def table_of_an_engine() -> Any:
 
     config = EmbeddingTableConfig(num_embeddings=9, embedding_dim=4, name="t", is_weighted=True)
     return [config.pooling, config.is_weighted, config.has_feature_processor, config.data_type]
+
+
+def signatures_that_stay_compatible() -> Any:
+    import inspect
+
+    from torchrec.schema.utils import is_signature_compatible
+
+    def of(text: str) -> inspect.Signature:
+        found: dict[str, Any] = {}
+        exec(f"def function({text}: pass", found)
+        return inspect.signature(found["function"])
+
+    before = "self, a: int, b: int = 1)"
+    after = [
+        before,
+        "self, a: int, b: int = 1, c: int = 2)",
+        "self, a: int, b: int = 1, *, c: int)",
+        "self, a: int, b: int = 1, *args, **kwargs)",
+        "self, a: int)",
+        "self, a: int, z: int = 1)",
+        "self, a: int, b: int = 5)",
+        "self, a: int, b: int)",
+        "self, a: int, b: str = 1)",
+        "self, a: int, *, b: int = 1)",
+        "self, a: int, b: int = 1) -> int",
+        "self, a: int, c: int = 3, b: int = 1)",
+    ]
+    by_keyword = ["*, a=1, b=1)", "*, b=1, a=1)", "*, c, a=1, b=1)", "*, a=1)", "a=1, b=1)"]
+    numbers = [
+        "a, *args, **kw)",
+        "a, *more, **others)",
+        "a, **kw)",
+        "a, *args)",
+        "a, b=1, *c, **d)",
+    ]
+    return [
+        [is_signature_compatible(of(texts[0]), of(text)) for text in texts]
+        for texts in ([before, *after], by_keyword, numbers)
+    ]
