@@ -108,6 +108,7 @@ _EXCHANGE = "Batches are exchanged by recsys.distributed.stages.input_dist.Input
 _LAYOUT = "A sharded collection's `layout` says what is where, for all sharding types."
 _LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
 _HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
+_MACHINE = "Topology(world_size, compute_device, hbm_cap=..., ...) takes and checks all of it."
 _PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
 _SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
 _TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
@@ -136,6 +137,10 @@ INSTEAD: dict[str, str] = {
     "planned as all others.",
     "torchrec.distributed.planner.estimator.": "Set speeds or coefficients, or write a "
     "forward_compute: docs/planner.md.",
+    "torchrec.distributed.planner.types.TopologyFactory": _MACHINE,
+    "torchrec.distributed.planner.types.HardwareConfig": _MACHINE,
+    "torchrec.distributed.planner.types.KernelConfig": _MACHINE,
+    "torchrec.distributed.planner.types.TrainerConfig": _MACHINE,
     "torchrec.distributed.sharding.": _LAYOUT,
     "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
     "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,
