@@ -34,7 +34,7 @@ stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 train: $(BASE)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/dlrm/train.py $(ARGS)
 
-test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton))
+test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx))
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(ARGS)
 
 conformance: $(call stamp,test) $(call stamp,peers)
@@ -74,7 +74,7 @@ $(BASE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRA),examples]"
 	@touch $@
 
-$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,triton): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
+$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,triton) $(call stamp,onnx): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
 	$(PIP) --editable ".[$(EXTRA),$*]"
 	@touch $@
 

@@ -7,7 +7,8 @@ not come by here.
 
 In a process in which the tables belong to a collection, the operation is that collection's own
 lookup, with its checks and its kernels. A program that was exported, and loaded without the model,
-looks up table by table with PyTorch's operations.
+looks up table by table with PyTorch's operations. `torch.onnx.export` records those of
+`recsys.modules.onnx_lookup` instead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn import functional
 
 from recsys.kernels.tbe_torch import sum_bags
 from recsys.kernels.types import PoolingType
+from recsys.modules.onnx_lookup import look_up_plainly
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.validate import is_proxy
 
@@ -96,7 +98,7 @@ def look_up_bags(
     weights: Tensor | None = None
     if is_weighted:
         weights = features.weights()
-    found = torch.ops.recsys.look_up(
+    found = _operation()(
         tables,
         features.keys(),
         features.stride(),
@@ -133,7 +135,7 @@ def look_up_sequences(
     """
     _check_one_batch_size(features)
     keys, lengths = features.keys(), features.lengths()
-    found = torch.ops.recsys.look_up(
+    found = _operation()(
         tables,
         keys,
         features.stride(),
@@ -153,6 +155,11 @@ def look_up_sequences(
             ids = found[len(read) + i]
         result[names[i]] = JaggedTensor(found[i], ids, lengths_KB[keys.index(read[i])])
     return result
+
+
+def _operation() -> Callable[..., list[Tensor]]:
+    """Return what looks up: in an ONNX program, operations that ONNX has, too."""
+    return look_up_plainly if torch.onnx.is_in_onnx_export() else torch.ops.recsys.look_up
 
 
 def _check_one_batch_size(features: KeyedJaggedTensor) -> None:

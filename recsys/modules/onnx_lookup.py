@@ -1,0 +1,87 @@
+"""A lookup in operations that ONNX has: what `torch.onnx.export` records of a collection.
+
+Which values a feature has is read when the program runs. Ids are not checked: as in any ONNX
+program, one outside its table is an error of the runtime's Gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.types import PoolingType
+
+
+def look_up_plainly(
+    tables: Sequence[Tensor],
+    keys: Sequence[str],
+    stride: int,
+    values: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    read: Sequence[str],
+    table_of: Sequence[int],
+    poolings: Sequence[str],
+    need_indices: bool,
+) -> list[Tensor]:
+    """Look up bags of several features, as `torch.ops.recsys.look_up` does.
+
+    Args:
+        tables: `[R, D]` weights.
+        keys: `K` features of the batch.
+        stride: `B`, the batch size.
+        values: `[N]` ids.
+        lengths: `[K * B]`.
+        weights: `[N]` of the ids, or None.
+        read: `F` features to look up.
+        table_of: `F` numbers of tables.
+        poolings: of each table.
+        need_indices: whether to return the ids, too; of sequences only.
+
+    Returns:
+        Pooled: `[B, sum of D over F]`, fp32. Sequences: `[ids of the feature, D]` fp32 per feature,
+        then the ids of each if they are needed.
+
+    Example:
+        >>> look_up_plainly([torch.eye(3)], ["a"], 2, torch.tensor([0, 2, 2]),
+        ...     torch.tensor([1, 2]), None, ["a"], [0], ["SUM"], False)
+        [tensor([[1., 0., 0.],
+                [0., 0., 2.]])]
+    """
+    lengths_KB = lengths.long().view(len(keys), -1)
+    sizes: list[int] = lengths_KB.sum(1).tolist()
+    starts = [0]
+    for size in sizes:
+        torch._check(size >= 0)  # for `torch.export`, which does not know it
+        starts.append(starts[-1] + size)
+    found, ids_of = [], []
+    for feature, table in zip(read, table_of, strict=True):
+        key = keys.index(feature)
+        start, size, lengths_B = starts[key], sizes[key], lengths_KB[key]
+        torch._check(start + size <= values.shape[0])
+        ids = values.narrow(0, start, size)
+        rows = tables[table].index_select(0, ids).float()
+        if poolings[table] == PoolingType.NONE.name:
+            found.append(rows)
+            ids_of.append(ids.clone())
+            continue
+        if weights is not None:
+            rows = rows * weights.narrow(0, start, size).unsqueeze(1)
+        summed = rows.new_zeros(stride, rows.shape[1])
+        bags = _bags_of(lengths_B, size).unsqueeze(1).expand(-1, rows.shape[1])
+        summed = summed.scatter_add(0, bags, rows)
+        if poolings[table] == PoolingType.MEAN.name:
+            summed = summed / lengths_B.clamp(min=1).unsqueeze(1)
+        found.append(summed)
+    if poolings[0] == PoolingType.NONE.name:
+        return found + (ids_of if need_indices else [])
+    return [torch.cat(found, dim=1)]
+
+
+def _bags_of(lengths_B: Tensor, num_ids: int) -> Tensor:
+    """Return the bag of each id: how many bags end at or before it, `[num_ids]`."""
+    ends = lengths_B.new_zeros(num_ids + 1)
+    ends = ends.scatter_add(0, lengths_B.cumsum(0), torch.ones_like(lengths_B))
+    return ends.cumsum(0).narrow(0, 0, num_ids)
