@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from torch.utils.data import IterDataPipe, get_worker_info
 
+from recsys.datasets import rows
+
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def _identity(index: int) -> int:
@@ -211,3 +216,45 @@ class ParallelReadConcat(IterDataPipe[Any]):
     def __iter__(self) -> Iterator[Any]:
         for datapipe in self.dp_selector(self.datapipes):
             yield from datapipe
+
+
+class _Rows(IterDataPipe[Any]):
+    """The rows of a data set, as a pipe: with `batch`, `map` and so on."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+
+class CriteoIterDataPipe(_Rows):
+    """What `criteo_terabyte` returns, as a class; it takes the same.
+
+    Example:
+        >>> sum(1 for row in CriteoIterDataPipe([]).batch(10))
+        0
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str | Path],
+        *,
+        row_mapper: rows.RowMapper | None = rows._criteo_row,
+        **open_kw: Any,
+    ) -> None:
+        super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **open_kw))
+
+
+def _as_pipe(read: Callable[P, Iterable[Any]]) -> Callable[P, IterDataPipe[Any]]:
+    @functools.wraps(read)
+    def made(*args: P.args, **kwargs: P.kwargs) -> IterDataPipe[Any]:
+        return _Rows(read(*args, **kwargs))
+
+    return made
+
+
+criteo_kaggle = _as_pipe(rows.criteo_kaggle)
+criteo_terabyte = _as_pipe(rows.criteo_terabyte)
+movielens_20m = _as_pipe(rows.movielens_20m)
+movielens_25m = _as_pipe(rows.movielens_25m)

@@ -98,7 +98,7 @@ def look_up_bags(
     weights: Tensor | None = None
     if is_weighted:
         weights = features.weights()
-    found = _operation()(
+    found = _look_up_in_graph(
         tables,
         features.keys(),
         features.stride(),
@@ -135,7 +135,7 @@ def look_up_sequences(
     """
     _check_one_batch_size(features)
     keys, lengths = features.keys(), features.lengths()
-    found = _operation()(
+    found = _look_up_in_graph(
         tables,
         keys,
         features.stride(),
@@ -157,9 +157,25 @@ def look_up_sequences(
     return result
 
 
-def _operation() -> Callable[..., list[Tensor]]:
-    """Return what looks up: in an ONNX program, operations that ONNX has, too."""
-    return look_up_plainly if torch.onnx.is_in_onnx_export() else torch.ops.recsys.look_up
+def _look_up_in_graph(
+    tables: list[Tensor],
+    keys: list[str],
+    stride: int,
+    values: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    read: list[str],
+    table_of: list[int],
+    poolings: list[str],
+    need_indices: bool,
+) -> list[Tensor]:
+    batch = tables, keys, stride, values, lengths, weights
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        is_for_onnx = torch.onnx.is_in_onnx_export()  # TorchScript cannot compile this
+        if is_for_onnx:
+            return look_up_plainly(*batch, read, table_of, poolings, need_indices)
+    found: list[Tensor] = torch.ops.recsys.look_up(*batch, read, table_of, poolings, need_indices)
+    return found
 
 
 def _check_one_batch_size(features: KeyedJaggedTensor) -> None:

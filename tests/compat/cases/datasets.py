@@ -195,3 +195,27 @@ def batches_read_ahead() -> Any:
     found = [thread.get_next_batch() for _ in range(4)]
     thread.stop()
     return [found, thread.daemon]
+
+
+def rows_of_data_sets() -> Any:
+    from torchrec.datasets.criteo import CriteoIterDataPipe, criteo_kaggle, criteo_terabyte
+    from torchrec.datasets.movielens import movielens_20m
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/day_{day}" for day in range(2)]
+        for day, path in enumerate(paths):
+            lines = ["\t".join([str(day), *["7", ""] * 6, "3", *["0a"] * 26]) for _ in range(3)]
+            Path(path).write_text("\n".join(lines) + "\n")
+        Path(f"{folder}/ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,3.5,4\n")
+        labels = criteo_terabyte(paths).map(_label).batch(4)
+        texts = CriteoIterDataPipe(paths, row_mapper=None)
+        return [
+            [list(batch) for batch in labels],
+            [row[:3] for row in texts],
+            [row["int_1"] for row in criteo_kaggle(paths[0])],
+            list(movielens_20m(folder).batch(1)),
+        ]
+
+
+def _label(row: Any) -> Any:
+    return row["label"]
