@@ -110,6 +110,10 @@ _LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
 _HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
 _POOLS = "A pool is served unsharded; its rows travel by recsys.distributed.stages.pool_rows."
 _PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
+_PRUNING = (
+    "TorchRec prunes in training by operators that fbgemm_gpu's CPU build lacks. Prune as a table is "
+    "quantized: recsys.inference.quant_prep.set_pruning_data."
+)
 _SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
 _TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
 
@@ -130,6 +134,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "A lookup divides sums by "
     "the lengths of its bags.",
     "torchrec.distributed.mc_": _HASH,
+    "torchrec.distributed.itep_": _PRUNING,
     "torchrec.distributed.keyed_jagged_tensor_pool.": _POOLS,
     "torchrec.distributed.model_tracker": _TRACKER,
     "torchrec.distributed.object_pool": _POOLS,
@@ -151,8 +156,7 @@ INSTEAD: dict[str, str] = {
     "docs/pipelines.md.",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
     "torchrec.modules.hash_mc_": _HASH,
-    "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
-    "recsys.inference.quant_prep.set_pruning_data.",
+    "torchrec.modules.itep_": _PRUNING,
     "torchrec.modules.mc_": _HASH,
     "torchrec.modules.object_pool_lookups": "A pool holds its rows itself: "
     "recsys.modules.object_pools.",
