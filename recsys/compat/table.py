@@ -111,8 +111,8 @@ _HASH = "Ids must be in their table: hash them before the model, by recsys.spars
 _POOLS = "A pool is served unsharded; its rows travel by recsys.distributed.stages.pool_rows."
 _PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
 _PRUNING = (
-    "TorchRec prunes in training by operators that fbgemm_gpu's CPU build lacks. Prune as a table is "
-    "quantized: recsys.inference.quant_prep.set_pruning_data."
+    "TorchRec prunes in training by operators that fbgemm_gpu's CPU build lacks. Prune as a table "
+    "is quantized: recsys.inference.quant_prep.set_pruning_data."
 )
 _SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
 _TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
@@ -133,9 +133,9 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.embedding_types.ShardedEmbeddingTable": _LAYOUT,
     "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "A lookup divides sums by "
     "the lengths of its bags.",
-    "torchrec.distributed.mc_": _HASH,
     "torchrec.distributed.itep_": _PRUNING,
     "torchrec.distributed.keyed_jagged_tensor_pool.": _POOLS,
+    "torchrec.distributed.mc_": _HASH,
     "torchrec.distributed.model_tracker": _TRACKER,
     "torchrec.distributed.object_pool": _POOLS,
     "torchrec.distributed.planner.dry_run": "To plan for another machine, describe it: "

@@ -74,7 +74,7 @@ class RowPool(ObjectPool[T], Generic[T]):
     ) -> None:
         super().__init__()
         self._pool_size = whole(f"{type(self).__name__}.pool_size", pool_size, least=0)
-        self._device = device or META
+        self._device = torch.empty(0, device=device or META).device  # `cuda:0`, not `cuda`
         self.enable_uvm = enable_uvm
         is_in_host_memory = enable_uvm and self._device.type != "meta"
         place = torch.device("cpu") if is_in_host_memory else self._device
