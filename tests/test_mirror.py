@@ -89,6 +89,7 @@ TESTED_THROUGH = {
     "modules/activation.py": "modules/test_mlp.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
+    "modules/row_pool.py": "modules/test_object_pools.py",
 }
 
 

@@ -28,14 +28,8 @@ from recsys.distributed.stages.pool_rows import send_ids, start_rows
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.arguments import instance
 from recsys.kernels.checked import checked
-from recsys.modules.object_pools import (
-    META,
-    KeyedJaggedTensorPool,
-    ObjectPool,
-    RowPool,
-    TensorPool,
-    check_ids,
-)
+from recsys.modules.object_pools import KeyedJaggedTensorPool, TensorPool
+from recsys.modules.row_pool import META, ObjectPool, RowPool, check_ids
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 
@@ -158,7 +152,8 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
     def update(self, ids: Tensor, values: T) -> None:
         """Overwrite objects; every rank must call it.
 
-        Of an id that repeats, the last value stays, that of the last rank first of all.
+        Of an id that repeats, the last value stays. If several ranks write it, that of the last
+        rank stays.
 
         Args:
             ids: int32 or int64 `[N]`, N of this rank's own.
@@ -226,7 +221,8 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
         missing_keys += [prefix + name for name in names if name not in given]
         for name in given.keys() & names:
             try:
-                self._whole(name).copy_(given[name])
+                with torch.no_grad():
+                    self._whole(name).copy_(given[name])
             except (ValueError, RuntimeError) as error:
                 error_msgs.append(f"{prefix}{name}: {error}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +119,37 @@ def test_pools_move_with_their_model() -> None:
     plain = TensorPool(3, 2, torch.float32, device=CPU)
     assert plain.double().dtype == torch.float64
     assert plain.to("meta").device.type == "meta"
+
+
+class _Reader(torch.nn.Module):
+    def __init__(self, pool: torch.nn.Module) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.pool.lookup(ids)
+
+
+def test_lookups_are_traced_scripted_and_compiled() -> None:
+    vectors = TensorPool(3, 2, torch.float32, device=CPU, loaded_values=torch.rand(3, 2))
+    features = KeyedJaggedTensorPool(3, {"a": 2}, is_weighted=True, device=CPU)
+    rows = [{"a": [4, 6]}, {"a": [8]}]
+    features.update(torch.tensor([2, 0]), jagged_of(rows, ["a"], is_weighted=True))
+    ids = torch.tensor([2, 1, 2, 0])
+    for make in (
+        torch.fx.symbolic_trace,
+        torch.jit.script,
+        partial(torch.compile, backend="eager"),
+    ):
+        made = make(_Reader(vectors))
+        assert torch.equal(made(ids), vectors(ids))
+        with pytest.raises(Exception, match=r"TensorPool.ids must be in \[0"):
+            made(torch.tensor([1, 3]))
+    graph = torch.fx.symbolic_trace(_Reader(features))
+    found = graph(ids)
+    assert rows_of(found, ["a"]) == [rows[0], {"a": []}, rows[0], rows[1]]
+    with pytest.raises(IndexError, match="received 3"):
+        graph(torch.tensor([1, 3]))
 
 
 def test_bad_arguments() -> None:

@@ -213,6 +213,29 @@ def features_that_do_not_fit() -> Any:
     ]
 
 
+def lookups_that_are_traced() -> Any:
+    vectors, jagged = _vectors(), _jagged_pool()
+    vectors.update(torch.tensor([1, 2]), torch.rand(2, 3))
+    jagged.update(torch.tensor([1, 2]), _features(2))
+
+    class Reader(torch.nn.Module):
+        def __init__(self, pool: Any) -> None:
+            super().__init__()
+            self.pool = pool
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.pool.lookup(ids)
+
+    ids = torch.tensor([2, 0, 1, 2])
+    graph = torch.fx.symbolic_trace(Reader(vectors))
+    return [
+        graph(ids),
+        raises(lambda: graph(torch.tensor([8]))),
+        torch.jit.script(vectors)(ids),
+        _seen(torch.fx.symbolic_trace(Reader(jagged))(ids)),
+    ]
+
+
 def a_sharded_tensor_pool() -> Any:
     from torchrec.distributed.tensor_pool import ShardedTensorPool, TensorPoolSharder
     from torchrec.distributed.types import ObjectPoolShardingPlan, ObjectPoolShardingType
