@@ -70,6 +70,7 @@ TESTED_THROUGH = {
     "distributed/planner/plan_cost.py": "distributed/planner/test_rating.py",
     "distributed/planner/words.py": "distributed/planner/test_report.py",
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",
+    "distributed/stages/pool_rows.py": "distributed/test_object_pools.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_table.py": "inference/test_shard.py",
@@ -88,6 +89,7 @@ TESTED_THROUGH = {
     "modules/activation.py": "modules/test_mlp.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
+    "modules/row_pool.py": "modules/test_object_pools.py",
 }
 
 

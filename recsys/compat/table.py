@@ -109,7 +109,12 @@ _LAYOUT = "A sharded collection's `layout` says what is where, for all sharding 
 _LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
 _HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
 _MACHINE = "Topology(world_size, compute_device, hbm_cap=..., ...) takes and checks all of it."
+_POOLS = "A pool is served unsharded; its rows travel by recsys.distributed.stages.pool_rows."
 _PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
+_PRUNING = (
+    "TorchRec prunes in training by operators that fbgemm_gpu's CPU build lacks. Prune as a table "
+    "is quantized: recsys.inference.quant_prep.set_pruning_data."
+)
 _SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
 _TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
 
@@ -129,8 +134,11 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.embedding_types.ShardedEmbeddingTable": _LAYOUT,
     "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "A lookup divides sums by "
     "the lengths of its bags.",
+    "torchrec.distributed.itep_": _PRUNING,
+    "torchrec.distributed.keyed_jagged_tensor_pool.": _POOLS,
     "torchrec.distributed.mc_": _HASH,
     "torchrec.distributed.model_tracker": _TRACKER,
+    "torchrec.distributed.object_pool": _POOLS,
     "torchrec.distributed.planner.dry_run": "To plan for another machine, describe it: "
     "docs/planner.md.",
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
@@ -142,6 +150,8 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.planner.types.KernelConfig": _MACHINE,
     "torchrec.distributed.planner.types.TrainerConfig": _MACHINE,
     "torchrec.distributed.sharding.": _LAYOUT,
+    "torchrec.distributed.tensor_pool.": _POOLS,
+    "torchrec.distributed.tensor_sharding": _POOLS,
     "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
     "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,
     "torchrec.distributed.train_pipeline.TrainPipelineSparseDistCompAutograd": "Autograd that is "
@@ -151,9 +161,10 @@ INSTEAD: dict[str, str] = {
     "docs/pipelines.md.",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
     "torchrec.modules.hash_mc_": _HASH,
-    "torchrec.modules.itep_": "Rows are pruned as a table is quantized: "
-    "recsys.inference.quant_prep.set_pruning_data.",
+    "torchrec.modules.itep_": _PRUNING,
     "torchrec.modules.mc_": _HASH,
+    "torchrec.modules.object_pool_lookups": "A pool holds its rows itself: "
+    "recsys.modules.object_pools.",
     "torchrec.optim.SemisyncOptimizer": _SEMISYNC,
     "torchrec.optim.semi_sync": _SEMISYNC,
     "torchrec.modules.sorted_index_select": "Call torch.index_select: a lookup sorts what its "

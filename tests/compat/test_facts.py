@@ -110,6 +110,10 @@ DIFFERENT = {
         r"RecMetricModule\.(async_compute|get_pre_compute_states|load_pre_compute_states|"
         r"load_state_dict_hook|shutdown)"
     ): "update is cheap enough to need no second process",
+    (
+        r"Sharded(Tensor|KeyedJaggedTensor)Pool\.(compute\w*|create_context|input_dist|"
+        r"output_dist|write\w*)"
+    ): "lookup exchanges ids and rows in one call",
     r"PositionWeightedModule\w*\.pre_process_input": INNER,
     r"KTRegroupAsDict[.(](multi_device|clear_cache|embedding_cast)\)?": (
         "regroups on the tensors' device, and keeps nothing"

@@ -352,3 +352,48 @@ def format_table(
         ).rstrip()
         for line in lines
     )
+
+
+@unique
+class ObjectPoolShardingType(Enum):
+    """How the rows of a pool are divided among ranks."""
+
+    ROW_WISE = "row_wise"
+    """Among all ranks."""
+    REPLICATED_ROW_WISE = "replicated_row_wise"
+    """Among the ranks of a node. Every node holds all rows: lookups stay inside the node, and
+    updates go to all nodes."""
+
+
+@dataclass
+class ObjectPoolShardingPlan:
+    """The plan of one pool.
+
+    Args:
+        sharding_type: how rows are divided among ranks.
+        inference: True is refused: serve the unsharded pool.
+        memory_capacity_per_rank: means nothing: ranks hold equally many rows.
+
+    Raises:
+        NotImplementedError: if `inference` is True.
+        ValueError: if there is no such sharding type.
+
+    Example:
+        >>> ObjectPoolShardingPlan(ObjectPoolShardingType.ROW_WISE).sharding_type.value
+        'row_wise'
+    """
+
+    sharding_type: ObjectPoolShardingType
+    inference: bool = False
+    memory_capacity_per_rank: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.sharding_type = choice(
+            "ObjectPoolShardingPlan.sharding_type", self.sharding_type, ObjectPoolShardingType
+        )
+        check_fields(self)
+        if self.inference:
+            raise NotImplementedError(
+                "ObjectPoolShardingPlan.inference must be False; received True. A pool is served "
+                "unsharded: load the state dict into a TensorPool or a KeyedJaggedTensorPool."
+            )

@@ -1,0 +1,122 @@
+"""How ids of a pool travel to the ranks that hold their rows, and rows travel either way.
+
+Legend: `R` ranks, `N` ids of this rank's call, `M` ids that arrive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.env import ShardingEnv
+
+_FAILED = -1
+"""Sent in place of a number of ids by a rank whose arguments are bad."""
+
+
+@final
+class PoolTrip(NamedTuple):
+    """Ids on the way to the ranks that hold their rows."""
+
+    order: Tensor
+    """Positions in this rank's call of the ids that are sent, rank by rank."""
+    sent: list[int]
+    """`[R]` ids for each rank."""
+    received: list[int]
+    """`[R]` ids from each rank."""
+    rows: Tensor
+    """`[M]` the rows of arrived ids, in the block of this rank."""
+
+
+def send_ids(
+    env: ShardingEnv,
+    ids: Tensor,
+    block_size: int,
+    copies: int,
+    device: torch.device,
+    error: Exception | None,
+) -> PoolTrip:
+    """Send ids to the ranks that hold their rows. An error on one rank is raised on all.
+
+    Args:
+        env: the ranks that take part.
+        ids: `[N]`, in range; not read if there is an error.
+        block_size: rows of a rank.
+        copies: how many ranks hold a row, that many groups of neighbours.
+        device: of the pool.
+        error: what is wrong with this rank's arguments; None: nothing.
+    """
+    what, num_ranks = "send ids to a pool", env.world_size
+    if error is not None and num_ranks == 1:
+        raise error
+    sizes = torch.full((num_ranks,), _FAILED, device=device)
+    if error is None:
+        first_rank = torch.arange(copies, device=device) * (num_ranks // copies)
+        owner = (ids.long() // block_size + first_rank[:, None]).view(-1)
+        sizes = owner.bincount(minlength=num_ranks)
+    ones = [1] * num_ranks
+    received = comm.all_to_all(env, what, sizes, ones, ones).wait().tolist()
+    if _FAILED in received:
+        comm.raise_together(env, what, error)
+    order = torch.arange(len(ids), device=device).repeat(copies)[owner.argsort(stable=True)]
+    sent = sizes.tolist()
+    arrived = comm.all_to_all(env, what, ids.long()[order] % block_size, sent, received)
+    return PoolTrip(order, sent, received, arrived.wait())
+
+
+def start_rows(
+    env: ShardingEnv, rows: Sequence[Tensor], send: list[int], receive: list[int]
+) -> Callable[[], list[Tensor]]:
+    """Start sending rows; of all but the first only the columns that are used.
+
+    Args:
+        env: the ranks that take part.
+        rows: `[sum(send), columns]` each, as of `RowPool.to_rows`.
+        send: rows for each rank.
+        receive: rows from each rank.
+
+    Returns:
+        Waits, and returns the received rows, `[sum(receive), columns]` each.
+    """
+    what, head = "send rows of a pool", rows[0]
+    width = head.shape[1]
+    send_sizes, receive_sizes = ([count * width for count in counts] for counts in (send, receive))
+    pending = comm.all_to_all(env, what, head.reshape(-1), send_sizes, receive_sizes)
+    if len(rows) == 1:
+        return lambda: [pending.wait().view(sum(receive), width)]
+    received = pending.wait().view(sum(receive), width)
+    is_sent, send_sizes = _used(head, rows[1].shape[1], send)
+    is_used, receive_sizes = _used(received, rows[1].shape[1], receive)
+    parts = [
+        comm.all_to_all(env, what, part[is_sent], send_sizes, receive_sizes) for part in rows[1:]
+    ]
+
+    def finish() -> list[Tensor]:
+        found = [received]
+        for part, sent in zip(parts, rows[1:], strict=True):
+            padded = sent.new_zeros(is_used.shape)
+            padded[is_used] = part.wait()
+            found.append(padded)
+        return found
+
+    return finish
+
+
+def _used(lengths_NK: Tensor, width: int, counts: list[int]) -> tuple[Tensor, list[int]]:
+    """Return which columns of rows are used, and how many values that are for each rank.
+
+    Args:
+        lengths_NK: Of each row, which add up to its used columns.
+        width: Columns of a row.
+        counts: `[R]` rows of each rank.
+    """
+    used_N = lengths_NK.sum(1)
+    is_used = torch.arange(width, device=used_N.device) < used_N[:, None]
+    ends = [0, *itertools.accumulate(counts)]
+    sums = torch.cat([used_N.new_zeros(1), used_N.cumsum(0)])[ends].tolist()
+    return is_used, [end - begin for begin, end in itertools.pairwise(sums)]
