@@ -81,7 +81,8 @@ _FINDER = _Finder()
 def install() -> None:
     """Make `import torchrec` and `torchrec.x.y` resolve to our objects in this process.
 
-    From then on `fused_params` that name no optimizer mean SGD, with a warning.
+    From then on `fused_params` that name no optimizer mean SGD, with a warning, and tables of the
+    kernel `dense`, so all that are data-parallel, wait for the script's own optimizer.
 
     Calling it again does nothing. Processes started by `spawn` import the main module anew, and
     so need the call at its top level.
@@ -107,6 +108,7 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _FINDER)
     fused_params.unnamed_optimizer = EmbOptimType.EXACT_SGD
+    fused_params.dense_tables_are_plain = True
 
 
 def uninstall() -> None:
@@ -115,6 +117,7 @@ def uninstall() -> None:
         return
     sys.meta_path.remove(_FINDER)
     fused_params.unnamed_optimizer = None
+    fused_params.dense_tables_are_plain = False
     for path in HOMES:
         sys.modules.pop(path, None)
 

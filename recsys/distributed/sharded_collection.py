@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.module_tree import check_untied
-from recsys.distributed.placement.fused_params import with_table_settings
+from recsys.distributed.placement.fused_params import settings_of_table, with_table_settings
 from recsys.distributed.placement.layout import Layout, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
@@ -132,7 +132,11 @@ class ShardedCollection(ShardedModule):
             self._adopt(module)
             self._build(
                 [
-                    _TableOptions(weight, fused_params or {}, plan[name].stochastic_rounding)
+                    _TableOptions(
+                        weight,
+                        settings_of_table(fused_params, plan[name]),
+                        plan[name].stochastic_rounding,
+                    )
                     for name, weight in weights.items()
                 ]
             )

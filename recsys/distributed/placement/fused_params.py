@@ -16,6 +16,7 @@ from torch import nn
 
 from recsys.distributed.placement.plan import (
     CacheParams,
+    EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "optimizer_from_fused_params",
     "optimizer_of_table",
     "optimizer_params",
+    "settings_of_table",
     "with_table_settings",
 ]
 
@@ -52,6 +54,9 @@ _INSTEAD = {
     ),
 }
 """What to do without the optimizers that FBGEMM alone has."""
+dense_tables_are_plain = False
+"""Whether `fused_params` pass over tables of the kernel `dense`. For `recsys.compat`."""
+
 _CLIPPING = ("gradient_clipping", "max_gradient", "max_norm")
 _OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
 _OF_CACHES = {
@@ -173,6 +178,19 @@ def with_table_settings(
             for name, entry in plan.items()
         }
     )
+
+
+def settings_of_table(
+    fused_params: Mapping[str, Any] | None, sharding: ParameterSharding
+) -> Mapping[str, Any]:
+    """Return the `fused_params` of a sharder that hold for a table.
+
+    Args:
+        fused_params: of the sharder.
+        sharding: of the table.
+    """
+    is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
+    return {} if dense_tables_are_plain and is_dense else fused_params or {}
 
 
 def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:

@@ -47,7 +47,8 @@ class EmbeddingComputeKernel(Enum):
     """Where a table lives."""
 
     DENSE = "dense"
-    """As `FUSED`: whether a table updates itself depends on its optimizer alone."""
+    """As `FUSED`: whether a table updates itself depends on its optimizer alone.
+    Under `recsys.compat`, the `fused_params` of a sharder are not for such a table."""
     FUSED = "fused"
     """Device memory, or host memory on a CPU. The optimizer attached to a table, if any, updates it
     in the backward pass; one without is a plain parameter, and backward fills its `.grad`."""
