@@ -8,7 +8,7 @@ manifests), `metadata` (read without running what a pickle says), `blocks` (writ
 with a CRC each), `progress` (what each rank keeps for itself), `background` (saves while training
 goes on), `save`, `load` (of all that `complete` says), `read` (without a model),
 `export` (as safetensors), `resize` (tables with more or fewer rows than saved), `table` (from an
-array), and `torchrec_names`.
+array), `torchrec_names`, and `sharded_tensors` (for torchsnapshot).
 """
 
 from recsys.distributed.checkpoint.background import PendingSave

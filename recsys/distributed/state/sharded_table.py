@@ -192,6 +192,19 @@ class ShardedTable(Tensor):
             for offsets, tensor in self._shards
         ]
 
+    def local_tensor(self) -> Tensor:
+        """Return the one part this rank holds, as a live view.
+
+        Raises:
+            NotImplementedError: if this rank holds none, or several: call `local_shards`.
+        """
+        if len(self._shards) != 1:
+            raise NotImplementedError(
+                f"ShardedTable.local_tensor is for a rank with one part; received {self}. Call "
+                "local_shards()."
+            )
+        return self._shards[0][1]
+
     def metadata(self) -> ShardedTensorMetadata:
         """Return the parts of all ranks, shape and dtype; no rank waits for another.
 

@@ -35,6 +35,11 @@ def _gathers() -> None:
     rank = dist.get_rank()
     sharded = table(rank)
     assert torch.equal(sharded.full_tensor(), WHOLE)
+    if rank == 0:
+        with pytest.raises(NotImplementedError, match="for a rank with one part"):
+            sharded.local_tensor()
+    else:
+        assert sharded.local_tensor().data_ptr() == sharded.local_shards()[0].tensor.data_ptr()
     dense = torch.zeros(4, 3)
     assert dense.copy_(sharded) is dense
     assert type(dense) is Tensor
