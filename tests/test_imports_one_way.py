@@ -30,7 +30,7 @@ ABOVE = {
 }
 # Beside the road; each may import what is listed.
 BESIDE = {
-    "compat": ["kernels", "sparse", "optim", "modules", "metrics", "distributed", "inference"],
+    "compat": [*ROAD, "metrics", "datasets"],
     # parts for the planner, imported where a script asks for one
     "compat/planner": ["compat", "kernels", "modules", "distributed"],
     "datasets": ["kernels", "sparse"],

@@ -240,7 +240,7 @@ class CriteoIterDataPipe(_Rows):
         self,
         paths: Iterable[str | Path],
         *,
-        row_mapper: rows.RowMapper | None = rows._criteo_row,
+        row_mapper: rows.RowMapper | None = rows.criteo_row,
         **open_kw: Any,
     ) -> None:
         super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **open_kw))

@@ -67,8 +67,12 @@ def _parents(module: str) -> Iterator[str]:
 HOMES: dict[str, dict[str, Home]] = _build_homes()
 """The table, unfolded: TorchRec module (parents of modules included) -> name -> ours."""
 
+_SCRIPTS = "torchrec.datasets.scripts."
 _FIRST_HOMES: dict[str, Home] = {
-    name: home for names in reversed(HOMES.values()) for name, home in names.items()
+    name: home
+    for module, names in reversed(HOMES.items())
+    if not module.startswith(_SCRIPTS)  # each has its own `main`
+    for name, home in names.items()
 }
 """Name -> where ours lives; if several modules have the name, the first in the table decides."""
 

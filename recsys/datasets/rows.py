@@ -71,7 +71,7 @@ _MOVIELENS_TYPES: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _criteo_row(fields: list[str]) -> dict[str, int | str]:
+def criteo_row(fields: list[str]) -> dict[str, int | str]:
     """Name a line's fields; a missing count is 0, a missing category is ''."""
     has_label = len(fields) == len(DEFAULT_COLUMN_NAMES)
     names = DEFAULT_COLUMN_NAMES if has_label else DEFAULT_COLUMN_NAMES[1:]
@@ -160,7 +160,7 @@ def _read_criteo(
 def criteo_terabyte(
     paths: Iterable[str | Path],
     *,
-    row_mapper: RowMapper | None = _criteo_row,
+    row_mapper: RowMapper | None = criteo_row,
     rank: int = 0,
     world_size: int = 1,
     **open_kw: Any,
@@ -193,7 +193,7 @@ def criteo_terabyte(
         >>> row["label"], row["int_0"], row["cat_25"]
         (1, 7, '0a')
     """
-    is_checked = row_mapper is _criteo_row
+    is_checked = row_mapper is criteo_row
     given = [path_of(f"criteo_terabyte.paths[{place}]", path) for place, path in enumerate(paths)]
     read = partial(_read_criteo, given, is_checked, open_kw)
     return _Rows(read, row_mapper, rank, world_size)
@@ -203,7 +203,7 @@ def criteo_terabyte(
 def criteo_kaggle(
     path: str | Path,
     *,
-    row_mapper: RowMapper | None = _criteo_row,
+    row_mapper: RowMapper | None = criteo_row,
     rank: int = 0,
     world_size: int = 1,
     **open_kw: Any,

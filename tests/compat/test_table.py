@@ -28,6 +28,9 @@ ROOMS = (
     "torchrec.metrics.mae.",
     "torchrec.metrics.segmented_ne.",
     "torchrec.metrics.xauc.",
+    "torchrec.datasets.scripts.npy_preproc_criteo.",
+    "torchrec.datasets.scripts.contiguous_preproc_criteo.",
+    "torchrec.datasets.scripts.shuffle_preproc_criteo.",
 )
 
 

@@ -41,6 +41,9 @@ __all__ = [
 unnamed_optimizer: EmbOptimType | None = None
 """The optimizer of `fused_params` that name none; an error if None. For `recsys.compat`."""
 
+dense_tables_are_plain = False
+"""Whether `fused_params` pass over tables of the kernel `dense`. For `recsys.compat`."""
+
 _INSTEAD = {
     "NONE": "Name none, and give the table none: backward fills its .grad.",
     "ROWWISE_ADAGRAD": "FBGEMM has deprecated it: take EXACT_ROWWISE_ADAGRAD.",
@@ -54,9 +57,6 @@ _INSTEAD = {
     ),
 }
 """What to do without the optimizers that FBGEMM alone has."""
-dense_tables_are_plain = False
-"""Whether `fused_params` pass over tables of the kernel `dense`. For `recsys.compat`."""
-
 _CLIPPING = ("gradient_clipping", "max_gradient", "max_norm")
 _OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
 _OF_CACHES = {

@@ -219,3 +219,78 @@ def rows_of_data_sets() -> Any:
 
 def _label(row: Any) -> Any:
     return row["label"]
+
+
+def _criteo_lines(path: Path, rows: int, has_labels: bool = True) -> str:
+    lines = []
+    for row in range(rows):
+        counts = [str(row + place) if place != 2 else "" for place in range(13)]
+        ids = [f"{(row * place) % 4:x}" if place else "" for place in range(26)]
+        lines.append("\t".join([*([str(row % 2)] if has_labels else []), *counts, *ids]))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def rows_of_criteo() -> Any:
+    from torch.utils.data import IterDataPipe
+    from torchrec.datasets.criteo import CriteoIterDataPipe
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = _criteo_lines(Path(folder) / "day_0", 3)
+        pipe = CriteoIterDataPipe([path, path])
+        rows, again = list(pipe), list(pipe)
+        return [
+            isinstance(pipe, IterDataPipe),
+            rows,
+            len(again),
+            list(CriteoIterDataPipe([path], row_mapper=None)),
+            list(CriteoIterDataPipe([path], row_mapper=len)),
+            sum(len(batch["label"]) for batch in DataLoader(pipe, batch_size=2)),
+        ]
+
+
+def files_of_scripts() -> Any:
+    """What the scripts write: names, shapes, and categories; a shuffle keeps what it shuffles."""
+    import numpy as np
+    from torchrec.datasets.scripts import contiguous_preproc_criteo as contiguous
+    from torchrec.datasets.scripts import npy_preproc_criteo as npy
+    from torchrec.datasets.scripts import shuffle_preproc_criteo as shuffle
+
+    def seen(folder: Path) -> Any:
+        return {path.name: list(np.load(path).shape) for path in sorted(folder.iterdir())}
+
+    with tempfile.TemporaryDirectory() as top:
+        folders = [Path(top) / name for name in ("text", "npy", "ids", "mixed", "kaggle")]
+        for folder in folders:
+            folder.mkdir()
+        text, arrays, ids, mixed, kaggle = folders
+        for day in range(24):
+            _criteo_lines(text / f"day_{day}", 3 + day % 3)
+        npy.main(["--input_dir", str(text), "--output_dir", str(arrays)])
+        contiguous.main(
+            ["--input_dir", str(arrays), "--output_dir", str(ids), "--frequency_threshold", "20"]
+        )
+        found = [seen(arrays), seen(ids)]
+        categories = np.load(ids / "day_1_sparse_contig_freq.npy").astype(np.int64)
+        for path in list(ids.iterdir()):
+            path.rename(ids / path.name.replace("_contig_freq", ""))
+        given = ["--input_dir_labels_and_dense", str(arrays), "--input_dir_sparse", str(ids)]
+        shuffle.main([*given, "--output_dir_shuffled", str(mixed)])
+        last = np.load(mixed / "day_23_sparse.npy").astype(np.int64)
+        _criteo_lines(kaggle / "train.txt", 2)
+        folder = ["--input_dir", str(kaggle), "--output_dir", str(kaggle)]
+        npy.main([*folder, "--dataset_name", "criteo_kaggle"])
+        return [
+            *found,
+            torch.from_numpy(categories),
+            seen(mixed),
+            torch.from_numpy(last),
+            torch.from_numpy(np.load(kaggle / "train_sparse.npy").astype(np.int64)),
+            torch.from_numpy(np.load(kaggle / "train_labels.npy").astype(np.int64)),
+            sorted(path.name for path in kaggle.glob("*.npy")),
+            vars(npy.parse_args(folder)).keys() == {"input_dir", "output_dir", "dataset_name"},
+            vars(contiguous.parse_args(folder))["frequency_threshold"],
+            vars(shuffle.parse_args([*given, "--output_dir_shuffled", "x"]))["random_seed"],
+            raises(lambda: contiguous.main(["--input_dir", str(text), "--output_dir", str(text)])),
+            shuffle.INT_COLUMNS,
+        ]
