@@ -44,6 +44,7 @@ BROAD = {
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
     "compat/__main__.py": "compat/test_torchrec.py",
+    "compat/criteo_scripts.py": "compat/test_answers.py",
     "compat/datasets.py": "compat/test_answers.py",
     "compat/decisions.py": "compat/test_answers.py",
     "compat/metrics.py": "compat/test_answers.py",
