@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dlrm import DLRM, mean_loss
@@ -99,6 +100,35 @@ def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
     """
     starts = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=values.numel())
     return torch.arange(values.numel(), device=values.device) - starts
+
+
+class LazyModuleExtensionMixin(LazyModuleMixin):
+    """Torch's `LazyModuleMixin`, whose `apply` must wait for the first forward pass.
+
+    `initialize_parameters` takes what `forward` takes, by keyword, too.
+
+    Example:
+        >>> class Doubling(LazyModuleExtensionMixin, nn.Module):
+        ...     def initialize_parameters(self, *args, **kwargs): ...
+        ...     def forward(self, x):
+        ...         return 2 * x
+        >>> module = Doubling()
+        >>> module(torch.ones(2)), module.apply(lambda m: None) is module
+        (tensor([2., 2.]), True)
+    """
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call a function on the module and all in it.
+
+        Raises:
+            RuntimeError: the module has made no forward pass yet: use `lazy_apply`.
+        """
+        if hasattr(self, "_initialize_hook"):
+            raise RuntimeError(
+                f"{type(self).__name__}.apply needs initialized parameters: call the module on a "
+                "batch first, or use lazy_apply, which waits for that."
+            )
+        return super().apply(fn)  # type: ignore[misc,no-any-return]
 
 
 def lazy_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:

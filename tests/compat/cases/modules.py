@@ -220,3 +220,39 @@ def signatures_that_stay_compatible() -> Any:
         [is_signature_compatible(of(texts[0]), of(text)) for text in texts]
         for texts in ([before, *after], by_keyword, numbers)
     ]
+
+
+def lazy_modules() -> Any:
+    from torchrec.modules.lazy_extension import LazyModuleExtensionMixin, lazy_apply
+
+    class Scaled(LazyModuleExtensionMixin, torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.UninitializedParameter()
+            self.seen: list[Any] = []
+
+        def initialize_parameters(self, x: Any, *, scale: float = 1.0) -> None:
+            self.seen.append([list(x.shape), scale])
+            if self.has_uninitialized_params():
+                with torch.no_grad():
+                    self.weight.materialize((x.shape[1],))
+                    self.weight.fill_(scale)
+
+        def forward(self, x: Any, *, scale: float = 1.0) -> Any:
+            return x * self.weight
+
+    class Plain(LazyModuleExtensionMixin, torch.nn.Module):
+        def initialize_parameters(self, x: Any) -> None: ...
+
+        def forward(self, x: Any) -> Any:
+            return x
+
+    names: list[str] = []
+    module, outer = Scaled(), torch.nn.Sequential(Scaled(), torch.nn.Linear(3, 1))
+    early = [raises(lambda one=one: one.apply(print)) for one in (module, outer, Plain())]
+    lazy_apply(outer, lambda one: names.append(type(one).__name__))
+    outer(torch.rand(2, 3))
+    outer(torch.rand(2, 3))
+    values = [module(torch.ones(2, 3), scale=2.0), module(torch.ones(2, 3))]
+    applied = module.apply(lambda one: names.append("late")) is module
+    return [early, values, module.seen, applied, names, type(module).__name__]
