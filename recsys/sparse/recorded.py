@@ -37,7 +37,7 @@ def recorded(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _symbolic_trace._is_fx_tracing_flag:
+        if _symbolic_trace.is_fx_symbolic_tracing():
             proxy = _first_proxy((args, kwargs))
             if proxy is not None:
                 return proxy.tracer.create_proxy("call_function", call, args, kwargs)
