@@ -118,7 +118,7 @@ def test_the_snippets_of_the_guide_run() -> None:
     snippets = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     collection, error = run("-c", "".join(snippets)).splitlines()
     assert collection == "recsys.modules.embedding_bag_collection"
-    assert "The nearest is torchrec.distributed.planner.types.Topology." in error
+    assert "Topology(world_size, compute_device, hbm_cap=..., ...) takes and checks all" in error
 
 
 def test_modules_hold_our_objects(torchrec: Any) -> None:
