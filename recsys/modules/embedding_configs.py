@@ -304,7 +304,7 @@ class _QuantConfig(NamedTuple):
 class QuantConfig(_QuantConfig):
     """How a collection is quantized, for `torch.quantization.quantize_dynamic`.
 
-    Args:
+    Attributes:
         activation: Makes an observer whose `dtype` is that of the looked up embeddings: float32,
             float16 or bfloat16.
         weight: Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
