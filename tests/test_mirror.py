@@ -62,6 +62,7 @@ TESTED_THROUGH = {
     "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",
     "distributed/placement/plan.py": "distributed/test_types.py",
     "distributed/ranks/env.py": "distributed/test_types.py",
+    "distributed/ranks/exchanges.py": "distributed/test_step_report.py",
     "distributed/sharder.py": "distributed/test_types.py",
     "distributed/placement/file_checks.py": "distributed/placement/test_plan_json.py",
     "distributed/stages/routes.py": "distributed/stages/test_input_dist.py",

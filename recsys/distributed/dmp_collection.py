@@ -26,6 +26,7 @@ from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.agreement import agree, in_words_by_name
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import check_made_for, replace_modules, resolve_device
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import ModuleSharder, has_tables
@@ -36,7 +37,6 @@ from recsys.kernels.checked import checked
 __all__ = ["DMPCollection", "DMPCollectionConfig"]
 
 _SPLIT = "form groups of ranks"
-_AVERAGE = "average the tables of all groups"
 
 
 @final
@@ -226,7 +226,7 @@ class DMPCollection(DistributedModelParallel):
                 continue
             assert replicas.process_group is not None
             facts = {"include_optimizer_state": str(include_optimizer_state)}
-            agree(replicas.process_group, _AVERAGE, facts, None)
+            agree(replicas.process_group, ExchangeName.AVERAGES, facts, None)
             self._average(group, replicas, include_optimizer_state)
         self._is_averaged = include_optimizer_state
 
@@ -260,7 +260,7 @@ class DMPCollection(DistributedModelParallel):
                     if alike:
                         self._custom_all_reduce(alike)
             else:
-                average_over_ranks(replicas, _AVERAGE, weights + states, self.device)
+                average_over_ranks(replicas, ExchangeName.AVERAGES, weights + states, self.device)
             for kernel in kernels:
                 kernel.drop_cache()
 

@@ -24,6 +24,7 @@ from recsys.distributed.model_parallel import (
 from recsys.distributed.module_tree import outermost
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import sharded_modules, sharded_names
 from recsys.kernels.checked import check_fields
 
@@ -78,7 +79,7 @@ class FullyShardWrapper:
         names = {f"{path}.{name}" for path, child in chosen for name in _names_of(child)}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in names and name not in others:
-                comm.broadcast(env, "take dense values of rank 0", tensor.data)
+                comm.broadcast(env, ExchangeName.DENSE_VALUES, tensor.data)
         mesh = self.mesh
         if mesh is None:
             group = env.group_of(range(env.world_size))

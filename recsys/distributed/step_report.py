@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.input_dist import InputDist, Trip
 from recsys.distributed.stages.output_dist import Exchange
 from recsys.distributed.state.row_updates import BackwardFinisher
@@ -39,7 +40,6 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 
 B = TypeVar("B")
 STAGES = ("data", "input dist", "lookup", "output dist", "dense", "optimizer")
-_OF_IDS = {"tell how many ids come", "send ids to their owners"}
 
 
 class ScalarWriter(Protocol):
@@ -276,8 +276,8 @@ class StepReport:
         return call
 
     def _exchange(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(env: Any, what: str, *args: Any, **kwargs: Any) -> comm.Pending:
-            with self._stage("input dist" if what in _OF_IDS else "output dist"):
+        def call(env: Any, what: ExchangeName, *args: Any, **kwargs: Any) -> comm.Pending:
+            with self._stage("input dist" if what.is_of_ids else "output dist"):
                 pending: comm.Pending = function(env, what, *args, **kwargs)
             if pending.work is not None and pending.tensor.is_cpu:
                 began = [time.perf_counter()]

@@ -23,6 +23,7 @@ from recsys.distributed.placement.layout import PlacedTable, Rect
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.inference.quantized_tables import rows_left
@@ -40,7 +41,6 @@ from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingCo
 
 __all__ = ["quantize_shards", "rows_of_table"]
 
-_WHAT = "quantize the tables"
 _ROUND_BYTES = 8 << 20
 """What a rank sends, or receives, at a time; a little more if a single block is larger."""
 
@@ -98,7 +98,7 @@ def quantize_shards(
             f"table {config.name!r}": f"{config.data_type}, {rows_left(config)} rows"
             for config in configs
         }
-        wants = agree(env.process_group, _WHAT, facts, wants[0])
+        wants = agree(env.process_group, ExchangeName.QUANTIZED_ROWS, facts, wants[0])
     weights = sharded.table_weights()
     tables = [
         _Table(config, placed, weights[config.name], rows)
@@ -119,7 +119,7 @@ def quantize_shards(
         exchange.run(waiting)
     if exchange.error is not None and env.world_size == 1:
         raise exchange.error
-    comm.raise_together(env, _WHAT, exchange.error)
+    comm.raise_together(env, ExchangeName.QUANTIZED_ROWS, exchange.error)
 
 
 @final
@@ -241,7 +241,9 @@ class _Exchange:
         send_sizes = [own if rank in receivers else 0 for rank in range(env.world_size)]
         is_wanted = env.rank in receivers
         recv_sizes = sizes if is_wanted else [0] * env.world_size
-        came = comm.all_to_all(env, _WHAT, send, send_sizes, recv_sizes).wait()
+        came = comm.all_to_all(
+            env, ExchangeName.QUANTIZED_ROWS, send, send_sizes, recv_sizes
+        ).wait()
         if is_wanted:
             self.attempt(partial(_write, blocks, ranges, came, sizes))
 
@@ -257,7 +259,7 @@ class _Exchange:
             next(parts) if block.is_split and block.table.bits < 16 else None for block in blocks
         ]
         self.attempt(partial(self._own_ranges, blocks, ranges))
-        comm.all_reduce(self._env, _WHAT, found, dist.ReduceOp.MAX).wait()
+        comm.all_reduce(self._env, ExchangeName.QUANTIZED_ROWS, found, dist.ReduceOp.MAX).wait()
         return ranges
 
     def _own_ranges(self, blocks: Sequence[_Block], ranges: Sequence[Tensor | None]) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import table_wise
 from recsys.distributed.stages.input_dist import InputDist
@@ -128,7 +129,7 @@ class SlowWork:
         self.future.wait()
 
 
-def _exchange(env: Any, what: str) -> comm.Pending:
+def _exchange(env: Any, what: ExchangeName) -> comm.Pending:
     return comm.Pending(torch.zeros(1), cast(Any, SlowWork()), env=env, what=what)
 
 
@@ -136,7 +137,7 @@ def _exchange(env: Any, what: str) -> comm.Pending:
 def test_what_is_hidden_of_exchanges(pauses: int, low: float, high: float) -> None:
     with mock.patch.object(comm, "all_to_all", _exchange), StepReport() as report:
         start: Any = comm.all_to_all
-        pending = start(None, "send ids to their owners")
+        pending = start(None, ExchangeName.IDS)
         time.sleep(pauses * PAUSE)  # what else the host does
         pending.wait()
         report.step(1)

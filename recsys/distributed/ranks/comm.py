@@ -23,6 +23,7 @@ from torch import Tensor
 from recsys.contact import LostContactError, raise_explained
 from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import WireFormat
 from recsys.kernels.arguments import wrong_type
 
@@ -76,7 +77,7 @@ class Pending:
 
 def all_to_all(
     env: ShardingEnv,
-    what: str,
+    what: ExchangeName,
     send: Tensor,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
@@ -87,7 +88,7 @@ def all_to_all(
 
     Args:
         env: the ranks that take part.
-        what: the ranks do in it, for messages, such as "send ids to their owners".
+        what: the exchange.
         send: `[sum(send_sizes)]`, the stretch for rank 0 first. Do not change it before the wait.
         send_sizes: elements for each rank.
         recv_sizes: elements from each rank.
@@ -137,7 +138,10 @@ def all_to_all(
 
 
 def all_reduce(
-    env: ShardingEnv, what: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    env: ShardingEnv,
+    what: ExchangeName,
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Pending:
     """Start an in-place sum over ranks, or another reduction; `what` as for `all_to_all`."""
     if env.world_size == 1:
@@ -146,7 +150,7 @@ def all_reduce(
     return Pending(tensor, work, env=env, what=what)
 
 
-def reduce_scatter(env: ShardingEnv, what: str, send: Tensor, out: Tensor) -> Pending:
+def reduce_scatter(env: ShardingEnv, what: ExchangeName, send: Tensor, out: Tensor) -> Pending:
     """Start a sum over ranks of which each gets a stretch, in no fixed order of the ranks.
 
     Args:
@@ -159,7 +163,7 @@ def reduce_scatter(env: ShardingEnv, what: str, send: Tensor, out: Tensor) -> Pe
     return Pending(out, work, send, env=env, what=what)
 
 
-def all_gather(env: ShardingEnv, what: str, send: Tensor) -> Pending:
+def all_gather(env: ShardingEnv, what: ExchangeName, send: Tensor) -> Pending:
     """Start to gather what all ranks have: `[N]` each, `[R * N]` on all; else as before."""
     out = send.new_empty(env.world_size * send.numel())
     work = _start(env, what, _all_gather, out, send)
@@ -172,7 +176,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def _start(
-    env: ShardingEnv, what: str, exchange: Callable[..., Any], *tensors: Tensor
+    env: ShardingEnv, what: ExchangeName, exchange: Callable[..., Any], *tensors: Tensor
 ) -> dist.Work:
     where.exchanges += 1
     try:
@@ -215,7 +219,7 @@ def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 
     return box[0]
 
 
-def broadcast(env: ShardingEnv, what: str, tensor: Tensor) -> None:
+def broadcast(env: ShardingEnv, what: ExchangeName, tensor: Tensor) -> None:
     """Fill `tensor` on every rank with what rank 0 has; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return

@@ -33,6 +33,7 @@ from torch import Tensor
 from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.bags import (
     joined,
     keep_distinct,
@@ -656,7 +657,7 @@ def start_together(trips: Sequence[Trip]) -> None:
         sizes = [sum(of_rank) for of_rank in zip(*(s.header_sizes for s in stages), strict=True)]
         width = sum(stage.header_width for stage in stages)
     own = [width] * env.world_size
-    pending = comm.all_to_all(env.for_ids, "tell how many ids come", sent, sizes, own)
+    pending = comm.all_to_all(env.for_ids, ExchangeName.ID_COUNTS, sent, sizes, own)
     if stage.is_ordered:
         _bring_headers(pending, trips, read=False)
     else:
@@ -896,7 +897,7 @@ class Trip(Multistreamable):
             payload = stage.payload_of(self)
             self._received = comm.all_to_all(
                 stage.env.for_ids,
-                "send ids to their owners",
+                ExchangeName.IDS,
                 payload,
                 send_sizes,
                 recv_sizes.tolist(),
@@ -1098,7 +1099,7 @@ class Trip(Multistreamable):
 
         def send_back(grad_M: Tensor) -> Tensor | None:
             returned = ops.move_segments(grad_M, by_rank, stream_counts)
-            what = "send the gradients of weights back"
+            what = ExchangeName.GRADIENTS_OF_WEIGHTS
             arrived = comm.all_to_all(env.for_embeddings, what, returned, received, sent).wait()
             if places is None:
                 return None

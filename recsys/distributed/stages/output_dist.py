@@ -32,6 +32,7 @@ from torch import Tensor
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.bags import in_order, joined
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
@@ -70,7 +71,7 @@ class Stage(Protocol):
     Attributes:
         device: where the embeddings are.
         codecs: what embeddings and gradients look like while they travel.
-        tasks: what the ranks do in the exchange there and back, for messages.
+        tasks: the exchange of embeddings, and that of their gradients.
         has_exchange: whether any rank sends anything.
         backward: what is told of backward passes, or None.
         grad_scale: multiplies the gradients that reach the lookups.
@@ -78,7 +79,7 @@ class Stage(Protocol):
 
     device: torch.device
     codecs: tuple[WireFormat | None, WireFormat | None]
-    tasks: tuple[str, str]
+    tasks: tuple[ExchangeName, ExchangeName]
     has_exchange: bool
     backward: Backward | None
     grad_scale: float
@@ -338,7 +339,7 @@ class OutputStage(abc.ABC, Generic[T]):
         dtype: of the output.
     """
 
-    tasks = "send embeddings back", "send gradients to the tables"
+    tasks = ExchangeName.EMBEDDINGS, ExchangeName.GRADIENTS
     codecs: tuple[WireFormat | None, WireFormat | None]
     most_ids: float = inf
     """Ids for each bag of each row part, above which rows of ids are more than sums are."""
@@ -673,7 +674,7 @@ class NodeHop:
         codecs: what they look like while they travel.
     """
 
-    tasks = "add up embeddings inside a node", "send gradients back inside a node"
+    tasks = ExchangeName.EMBEDDINGS_IN_NODE, ExchangeName.GRADIENTS_IN_NODE
     has_exchange = True
     grad_scale = 1.0
     backward: Backward | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 
 _FAILED = -1
 """Sent in place of a number of ids by a rank whose arguments are bad."""
@@ -51,7 +52,7 @@ def send_ids(
         device: of the pool.
         error: what is wrong with this rank's arguments; None: nothing.
     """
-    what, num_ranks = "send ids to a pool", env.world_size
+    what, num_ranks = ExchangeName.POOL_IDS, env.world_size
     if error is not None and num_ranks == 1:
         raise error
     sizes = torch.full((num_ranks,), _FAILED, device=device)
@@ -83,7 +84,7 @@ def start_rows(
     Returns:
         Waits, and returns the received rows, `[sum(receive), columns]` each.
     """
-    what, head = "send rows of a pool", rows[0]
+    what, head = ExchangeName.POOL_ROWS, rows[0]
     width = head.shape[1]
     send_sizes, receive_sizes = ([count * width for count in counts] for counts in (send, receive))
     pending = comm.all_to_all(env, what, head.reshape(-1), send_sizes, receive_sizes)

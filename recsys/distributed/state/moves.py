@@ -16,6 +16,7 @@ from torch import Tensor
 from recsys.distributed.placement.layout import PlacedTable, Rect
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings
 from recsys.distributed.state.table_shards import TableShards
 
@@ -182,7 +183,7 @@ def _exchange(pieces: Sequence[_Piece], env: ShardingEnv, device: torch.device) 
     for place, piece in _places(sends, buffer):
         assert piece.given is not None
         _values(place, piece.given).copy_(piece.given)
-    what = "move tables to other ranks"
+    what = ExchangeName.TABLE_MOVES
     came = comm.all_to_all(env, what, buffer, send_sizes, recv_sizes).wait()
     for place, piece in _places(takes, came):
         assert piece.taken is not None

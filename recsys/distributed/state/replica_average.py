@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 
 BUCKET_BYTES = 64 << 20
 """How much travels in one all-reduce, and twice that is the most memory it takes."""
@@ -27,7 +28,7 @@ class _Travelling(NamedTuple):
 @torch.no_grad()
 def average_over_ranks(
     env: ShardingEnv,
-    what: str,
+    what: ExchangeName,
     tensors: Sequence[Tensor],
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
@@ -39,7 +40,7 @@ def average_over_ranks(
 
     Args:
         env: the ranks; each must call it, with as many values in the same order.
-        what: the tensors are averaged for, for messages, such as "average the tables".
+        what: the exchange.
         tensors: contiguous, fp32, fp16 or bf16; changed in place.
         device: where they are exchanged; what is elsewhere is copied there and back.
         bucket_bytes: the most that travels at a time.

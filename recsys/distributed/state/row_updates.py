@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from recsys.distributed.placement.layout import Layout, LookupGroup
 from recsys.distributed.ranks import comm, where
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.distributed.stages.output_dist import Backward
 from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
@@ -108,7 +109,7 @@ class BackwardFinisher:
         given = [replicas.lookup.kernel.deferred.take_dense() for replicas in self._replicas]
         flat = [part for parts in given for part in parts]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
-        what = "add up gradients of replicated tables"
+        what = ExchangeName.GRADIENTS_OF_REPLICAS
         comm.all_reduce(self._env.for_embeddings, what, buffer).wait()
         if self._env.world_size > 1:
             buffer.mul_(1.0 / self._env.world_size)
@@ -343,7 +344,7 @@ class _ColumnSplits:
         for rank, shared in by_rank:
             sizes[rank] = sum(counts[place] for place in shared)
         sent = torch.cat([empty, *(partials[place] for _, shared in by_rank for place in shared)])
-        what = "add up row statistics"
+        what = ExchangeName.ROW_STATISTICS
         pending = comm.all_to_all(env.for_embeddings, what, sent, sizes, sizes)
         received = pending.wait().split([sizes[rank] for rank, _ in by_rank])
         totals = empty.new_zeros(sum(counts)).split(counts)

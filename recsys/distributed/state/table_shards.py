@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recsys.distributed.placement.layout import PlacedTable, Rect
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.modules.embedding_tables import TableCollection
@@ -252,7 +253,7 @@ def _load(blocks: Sequence[_Block], env: ShardingEnv) -> None:
             flat = torch.cat([value.reshape(-1) for value in values]).to(device)
         else:
             flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=device)
-        comm.broadcast(env, "fill the tables", flat)
+        comm.broadcast(env, ExchangeName.TABLE_VALUES, flat)
         values = [
             part.view(value.shape) for part, value in zip(flat.split(sizes), values, strict=True)
         ]
