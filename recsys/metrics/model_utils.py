@@ -24,7 +24,7 @@ def is_empty_signals(labels: Tensor, predictions: Tensor, weights: Tensor) -> bo
 
 
 def session_ids_to_tensor(session_ids: Sequence[str], device: torch.device | None = None) -> Tensor:
-    """Convert session ids to numbers: runs of equal ids count from 1.
+    """Return the session number of each sample, from 1. A session is a run of equal ids.
 
     Args:
         session_ids: `N` ids; samples of a session follow one another.

@@ -95,7 +95,7 @@ ALLOW_MISSING: Mapping[str, Any] = {"allow_missing_label_with_zero_weight": Fals
 
 
 def check_missing(options: Mapping[str, Any]) -> None:
-    """Check the argument of `ALLOW_MISSING`."""
+    """Raise unless the options of `ALLOW_MISSING` are booleans."""
     for name in ALLOW_MISSING:
         flag(name, options[name])
 

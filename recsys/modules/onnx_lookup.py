@@ -1,7 +1,7 @@
-"""A lookup in operations that ONNX has: what `torch.onnx.export` records of a collection.
+"""Lookup of a collection by operations that ONNX has, for `torch.onnx.export`.
 
-Which values a feature has is read when the program runs. Ids are not checked: as in any ONNX
-program, one outside its table is an error of the runtime's Gather.
+The exported program reads the number of ids of each feature from the lengths. It does not check
+ids: an id outside its table is an error of the runtime's Gather operator.
 """
 
 from __future__ import annotations

@@ -175,11 +175,11 @@ class EmbeddingPerfEstimatorFactory:
     """Makes estimators of configs by name.
 
     Example:
-        >>> @EmbeddingPerfEstimatorFactory.register("slow")
+        >>> @EmbeddingPerfEstimatorFactory.register("my_machine")
         ... class Slow(HardwarePerfConfig):
         ...     ddr_mem_bw = 1e6
         >>> machine = Topology(1, "cpu", ddr_cap=1 << 30)
-        >>> EmbeddingPerfEstimatorFactory.create("slow", topology=machine).config.ddr_mem_bw
+        >>> EmbeddingPerfEstimatorFactory.create("my_machine", topology=machine).config.ddr_mem_bw
         1000000.0
     """
 

@@ -71,12 +71,14 @@ class EstimatorPerfCoefficients:
 
 @dataclass
 class PrefetchCoefficients:
-    """Milliseconds of bringing rows into a cache. TorchRec 1.8 takes these, but does not use them.
+    """Coefficients of the time to fetch rows into a cache. TorchRec 1.8 accepts and ignores them.
 
     Args:
-        expected_num_lookups_coefficient: for each id that a shard is asked for.
-        expected_num_unique_lookups_coefficient: for each row, were ids drawn evenly from all.
-        expected_size_cache_fetches_coefficient: for each byte of those rows that the cache lacks.
+        expected_num_lookups_coefficient: milliseconds per id that the shard looks up.
+        expected_num_unique_lookups_coefficient: milliseconds per different row. Ids are assumed to
+            be drawn evenly from all rows.
+        expected_size_cache_fetches_coefficient: milliseconds per byte of the rows that the cache
+            does not hold.
 
     Example:
         >>> of_bytes = PrefetchCoefficients(expected_size_cache_fetches_coefficient=1e-6)
@@ -92,12 +94,12 @@ class PrefetchCoefficients:
     expected_size_cache_fetches_coefficient: float = 0.0
 
     def milliseconds(self, ctx: ShardPerfContext) -> float:
-        """Return the time for a batch; 0 for a shard without a cache."""
+        """Return the milliseconds per batch; 0 for a shard without a cache."""
         if not ctx.is_uvm_caching or not ctx.hash_size:
             return 0.0
         ids = ctx.batch_inputs * ctx.source_ranks
-        # of R rows, n ids drawn evenly meet R * (1 - (1 - 1/R)**n)
-        rows = -ctx.hash_size * math.expm1(ids * math.log1p(-1 / max(ctx.hash_size, 1 + 1e-9)))
+        # the expected number of different rows among ids that are drawn evenly
+        rows: float = ctx.hash_size * (1 - (1 - 1 / ctx.hash_size) ** ids)
         held = UVM_CACHING_RATIO if ctx.caching_ratio is None else ctx.caching_ratio
         fetched = rows * max(0.0, 1 - held) * ctx.emb_dim * ctx.table_data_type_size
         return (

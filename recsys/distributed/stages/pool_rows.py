@@ -1,6 +1,6 @@
-"""How ids of a pool travel to the ranks that hold their rows, and rows travel either way.
+"""Exchanges of a sharded pool: ids to the ranks that hold their rows, and rows in both directions.
 
-Legend: `R` ranks, `N` ids of this rank's call, `M` ids that arrive.
+Legend: `R` ranks, `N` ids of this rank's call, `M` received ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 
 _FAILED = -1
-"""Sent in place of a number of ids by a rank whose arguments are bad."""
+"""A rank with invalid arguments sends this instead of its number of ids."""
 
 
 @final
 class PoolTrip(NamedTuple):
-    """Ids on the way to the ranks that hold their rows."""
+    """The result of an exchange of ids."""
 
     order: Tensor
     """Positions in this rank's call of the ids that are sent, rank by rank."""
@@ -31,7 +31,7 @@ class PoolTrip(NamedTuple):
     received: list[int]
     """`[R]` ids from each rank."""
     rows: Tensor
-    """`[M]` the rows of arrived ids, in the block of this rank."""
+    """`[M]` row numbers of the received ids, in the block of this rank."""
 
 
 def send_ids(
@@ -48,9 +48,9 @@ def send_ids(
         env: the ranks that take part.
         ids: `[N]`, in range; not read if there is an error.
         block_size: rows of a rank.
-        copies: how many ranks hold a row, that many groups of neighbours.
+        copies: number of ranks that hold each row: one in each group of neighbouring ranks.
         device: of the pool.
-        error: what is wrong with this rank's arguments; None: nothing.
+        error: the error in this rank's arguments, or None.
     """
     what, num_ranks = ExchangeName.POOL_IDS, env.world_size
     if error is not None and num_ranks == 1:
@@ -73,7 +73,7 @@ def send_ids(
 def start_rows(
     env: ShardingEnv, rows: Sequence[Tensor], send: list[int], receive: list[int]
 ) -> Callable[[], list[Tensor]]:
-    """Start sending rows; of all but the first only the columns that are used.
+    """Start to exchange rows. Of all tensors but the first, only the used columns are sent.
 
     Args:
         env: the ranks that take part.
@@ -82,7 +82,7 @@ def start_rows(
         receive: rows from each rank.
 
     Returns:
-        Waits, and returns the received rows, `[sum(receive), columns]` each.
+        A function that waits and returns the received rows, `[sum(receive), columns]` each.
     """
     what, head = ExchangeName.POOL_ROWS, rows[0]
     width = head.shape[1]
