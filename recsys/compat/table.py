@@ -143,7 +143,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.mc_": _HASH,
     "torchrec.distributed.model_tracker": _TRACKER,
     "torchrec.distributed.object_pool": _POOLS,
-    "torchrec.distributed.planner.dry_run": "To plan for another machine, describe it: "
+    "torchrec.distributed.planner.dry_run.cli": "To plan for another machine, describe it: "
     "docs/planner.md.",
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
     "planned as all others.",

@@ -54,6 +54,7 @@ NEWER = {
         "callbacks are given the options of the best plan"
     ),
     r"Topology\.(reproduction_hash|to_reproduction_dict)": "to_json describes a machine",
+    r"DryRunRequest\(planner_config\)": "for the executor, which is the user's: any value",
     r"\w*Optimizer\w*\.scratch_buffers": "optimizers here keep no buffers beside their state",
 }
 """What of 1.9 differs from 1.8, and why it is not here."""
