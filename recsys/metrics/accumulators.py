@@ -198,6 +198,11 @@ class _TaskGroup:
         """Yield the entries of a state dict of some quantities, with empty windows."""
         lifetime = torch.zeros_like(self.lifetime)
         for name, columns in self.named(lifetime).items():
+            if name in sums and sums[name].numel() != columns.numel():
+                raise ValueError(
+                    f"The saved sum {name} needs {columns.numel()} values for tasks "
+                    f"{[task.name for task in self.tasks]}; received {sums[name].numel()}."
+                )
             if name in sums:
                 columns.copy_(sums[name].reshape(columns.shape))
         for key, place, column in self.entries():

@@ -79,6 +79,15 @@ def test_sums_of_labels_come_in_the_order_of_labels() -> None:
     assert found == {"multi_label_precisionz": 0.75, "multi_label_precisiony": 0.5}
 
 
+def test_sums_for_another_number_of_tasks_are_an_error() -> None:
+    sums: dict[str, list[Any]] = {
+        "true_pos_sum_label_0": [3.0, 1.0],
+        "false_pos_sum_label_0": [1.0, 1.0],
+    }
+    with pytest.raises(ValueError, match=r"right_of_1 .*\['a'\]"):
+        load(MultiLabelPrecisionMetric, sums)
+
+
 def test_sums_of_segments() -> None:
     sums: dict[str, list[Any]] = {
         "cross_entropy_sum": [[2.0, 3.0]],
